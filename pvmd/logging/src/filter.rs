@@ -127,16 +127,17 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::subscriber;
-    use std::sync::{Arc, Mutex};
+    use crate::record::records_of;
 
-    /// Returns the lines that are logged with this filter.
+    /// Returns the lines of the events of `body` that are logged with this filter.
+    fn lines_of(filter: &str, body: impl FnOnce()) -> Vec<String> {
+        let records = records_of(Filter::parse(filter).expect("a filter"), body);
+        records.iter().map(crate::Record::line).collect()
+    }
+
+    /// Returns the first words of the lines that are logged with this filter.
     fn logged(filter: &str) -> Vec<String> {
-        let lines = Arc::new(Mutex::new(Vec::new()));
-        let sink = lines.clone();
-        let filter = Filter::parse(filter).expect("a filter");
-        let write = move |record: crate::Record| sink.lock().expect("lock").push(record.line());
-        tracing::subscriber::with_default(subscriber(filter, write), || {
+        let lines = lines_of(filter, || {
             tracing::error!("error");
             let _in_span = tracing::info_span!("migration", id = %"m1").entered();
             tracing::warn!("warn");
@@ -145,7 +146,6 @@ mod tests {
             tracing::warn!(target: "quinn_proto::connection", "quinn");
             tracing::debug!(target: "pvmd::machine", "machine");
         });
-        let lines = lines.lock().expect("lock").clone();
         let of_line = |line: &String| line.split(' ').next().map(String::from);
         lines.iter().filter_map(of_line).collect()
     }
@@ -175,15 +175,11 @@ mod tests {
             ["error", "warn", "info", "debug", "quinn", "machine"],
             "in the span all targets are enabled"
         );
-        let lines = Arc::new(Mutex::new(Vec::new()));
-        let sink = lines.clone();
-        let write = move |record: crate::Record| sink.lock().expect("lock").push(record.line());
-        let filter = Filter::parse("warn").expect("a filter");
-        tracing::subscriber::with_default(subscriber(filter, write), || {
+        let lines = lines_of("warn", || {
             let _in_span = tracing::info_span!("migration", id = %"m1").entered();
             tracing::warn!("slow");
         });
-        assert_eq!(*lines.lock().expect("lock"), ["slow (migration m1)"]);
+        assert_eq!(lines, ["slow (migration m1)"]);
     }
 
     #[test]

@@ -161,24 +161,23 @@ where
     }
 }
 
+/// Returns the records of the events of `body`.
+#[cfg(test)]
+pub(crate) fn records_of(filter: crate::Filter, body: impl FnOnce()) -> Vec<Record> {
+    let (sink, records) = std::sync::mpsc::channel();
+    let write = move |record| sink.send(record).expect("the receiver exists");
+    tracing::subscriber::with_default(crate::subscriber(filter, write), body);
+    records.try_iter().collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Filter, subscriber};
-    use std::sync::{Arc, Mutex};
-
-    /// Returns the records of the events of `body`.
-    fn records_of(body: impl FnOnce()) -> Vec<Record> {
-        let records = Arc::new(Mutex::new(Vec::new()));
-        let sink = records.clone();
-        let write = move |record| sink.lock().expect("lock").push(record);
-        tracing::subscriber::with_default(subscriber(Filter::default(), write), body);
-        records.lock().expect("lock").clone()
-    }
+    use crate::Filter;
 
     #[test]
     fn line_names_the_migration_of_its_span() {
-        let records = records_of(|| {
+        let records = records_of(Filter::default(), || {
             let _in_span = tracing::info_span!("migration", id = %"m5").entered();
             let _other_span = tracing::info_span!("transfer", id = 7).entered();
             tracing::warn!("slow");
@@ -206,7 +205,7 @@ mod tests {
 
     #[test]
     fn only_other_levels_than_info_have_a_prefix() {
-        let records = records_of(|| {
+        let records = records_of(Filter::default(), || {
             tracing::error!("a");
             tracing::warn!("b");
             tracing::info!("c");
@@ -221,7 +220,7 @@ mod tests {
     /// Fields without a meaning here follow the text; the target is the module.
     #[test]
     fn other_fields_follow_the_text() {
-        let records = records_of(|| tracing::info!(bytes = 5, "sent"));
+        let records = records_of(Filter::default(), || tracing::info!(bytes = 5, "sent"));
         assert_eq!(records[0].line(), "sent bytes=5");
         assert_eq!(records[0].target, "sempa_logging::record::tests");
     }

@@ -6,16 +6,12 @@
 
 use super::sys::local_time;
 use pvmd_machine::io::{LogLevel, LogSubject};
-use sempa_logging::{Filter, Journal, JournalThread, Record};
+use sempa_logging::{Filter, QueuedItems, Record, WriteQueue, WriteThread};
 use sempa_proto::{HostId, Tid};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Default size limit of the log (PVM's own); `PVMDLOGMAX` overrides it.
@@ -28,18 +24,15 @@ const QUEUED_LINES_MAX: usize = 4096;
 /// Sends lines to the log thread; cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
-    /// `None` ends the thread.
-    line_sender: SyncSender<Option<Vec<u8>>>,
-    dropped_lines: Arc<AtomicU64>,
+    lines: WriteQueue<Vec<u8>>,
     host: HostId,
 }
 
 /// The log thread, and the thread that writes to the journal.
 #[derive(Debug)]
 pub(crate) struct LogThread {
-    lines: SyncSender<Option<Vec<u8>>>,
-    thread: JoinHandle<()>,
-    journal: Option<JournalThread>,
+    thread: WriteThread<Vec<u8>>,
+    journal: Option<WriteThread<Record>>,
 }
 
 impl LogThread {
@@ -49,26 +42,17 @@ impl LogThread {
         let (filter, complaint) = Filter::from_env();
         let host = log.host.daemon_tid().to_string();
         // A host without systemd has no journal; the log is complete without it.
-        let (journal, journal_thread) = Journal::connect(host, filter.max_level()).ok().unzip();
+        let connected = sempa_logging::connect_journal(host, filter.max_level());
+        let (journal, journal_thread) = connected.ok().unzip();
         self.journal = journal_thread;
-        let subscriber = log.clone().subscriber(filter, journal);
-        // Fails only if there is a subscriber already, which then gets the events.
-        let _ = tracing::subscriber::set_global_default(subscriber);
-        if let Some(complaint) = complaint {
-            tracing::error!("{complaint}");
-        }
+        sempa_logging::install(log.clone().subscriber(filter, journal), complaint);
     }
 
     /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
     /// delay the daemon's end. Later lines are dropped.
     pub(crate) fn join(self) {
         let until = Instant::now() + FLUSH_TIMEOUT;
-        // A full queue has no room for the end yet.
-        let mut ending = self.lines.try_send(None).is_ok();
-        while !self.thread.is_finished() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(2));
-            ending = ending || self.lines.try_send(None).is_ok();
-        }
+        self.thread.join(until);
         if let Some(journal) = self.journal {
             journal.join(until);
         }
@@ -108,40 +92,20 @@ pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result
         .create(true)
         .mode(0o600)
         .open(path)?;
-    let (lines, receiver) = sync_channel(QUEUED_LINES_MAX);
-    let dropped = Arc::new(AtomicU64::new(0));
-    let log = Log {
-        line_sender: lines.clone(),
-        dropped_lines: dropped.clone(),
-        host,
-    };
-    let thread = std::thread::Builder::new()
-        .name("log".into())
-        .spawn(move || write_lines(file, &receiver, &dropped, bytes_max))?;
+    let write = move |lines| write_lines(file, &lines, bytes_max);
+    let (lines, thread) = sempa_logging::spawn_writer("log", QUEUED_LINES_MAX, write)?;
     let journal = None;
-    Ok((
-        log,
-        LogThread {
-            lines,
-            thread,
-            journal,
-        },
-    ))
+    Ok((Log { lines, host }, LogThread { thread, journal }))
 }
 
-fn write_lines(
-    mut file: File,
-    lines: &Receiver<Option<Vec<u8>>>,
-    dropped: &AtomicU64,
-    bytes_max: u64,
-) {
+fn write_lines(mut file: File, lines: &QueuedItems<Vec<u8>>, bytes_max: u64) {
     let mut written = file.metadata().map(|m| m.len()).unwrap_or(0);
     let mut full = written >= bytes_max;
-    while let Ok(Some(line)) = lines.recv() {
+    while let Some(line) = lines.next_item() {
         if full {
             continue;
         }
-        let missed = dropped.swap(0, Ordering::Relaxed);
+        let missed = lines.take_dropped();
         let mut text = line;
         if missed > 0 {
             text.extend_from_slice(format!("*** {missed} lines were dropped\n").as_bytes());
@@ -162,19 +126,19 @@ impl Log {
     fn subscriber(
         self,
         filter: Filter,
-        journal: Option<Journal>,
+        journal: Option<WriteQueue<Record>>,
     ) -> impl tracing::Subscriber + Send + Sync {
         sempa_logging::subscriber(filter, move |record: Record| {
             self.write_line(format!("{}{}", record.level_prefix(), record.line()));
             if let Some(journal) = &journal {
-                journal.write(record);
+                journal.push(record);
             }
         })
     }
 
     /// Writes one line of the daemon itself.
     fn write_line(&self, text: impl AsRef<str>) {
-        self.enqueue(
+        self.lines.push(
             format!(
                 "{} {}\n",
                 self.line_prefix(),
@@ -192,7 +156,7 @@ impl Log {
             let mut out = format!("{} [{tid}] ", self.line_prefix()).into_bytes();
             out.extend_from_slice(line);
             out.push(b'\n');
-            self.enqueue(out);
+            self.lines.push(out);
         }
     }
 
@@ -206,12 +170,6 @@ impl Log {
             "[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}",
             self.host.daemon_tid()
         )
-    }
-
-    fn enqueue(&self, line: Vec<u8>) {
-        if self.line_sender.try_send(Some(line)).is_err() {
-            self.dropped_lines.fetch_add(1, Ordering::Relaxed);
-        }
     }
 }
 

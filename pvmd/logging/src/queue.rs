@@ -1,0 +1,117 @@
+//! Bounded queues to threads that write slowly, for example to a disk or to the journal.
+//!
+//! The sender never waits: an item for which the queue has no space is counted and dropped.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Sends items to a writing thread; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct WriteQueue<T> {
+    /// `None` ends the thread.
+    items: SyncSender<Option<T>>,
+    dropped: Arc<AtomicU64>,
+}
+
+/// The receiving end of a [`WriteQueue`], in the writing thread.
+#[derive(Debug)]
+pub struct QueuedItems<T> {
+    items: Receiver<Option<T>>,
+    dropped: Arc<AtomicU64>,
+}
+
+/// The writing thread.
+#[derive(Debug)]
+pub struct WriteThread<T> {
+    items: SyncSender<Option<T>>,
+    thread: JoinHandle<()>,
+}
+
+/// Creates a queue of at most `items_max` items, and a thread `name` that runs `write`.
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn spawn_writer<T: Send + 'static>(
+    name: &str,
+    items_max: usize,
+    write: impl FnOnce(QueuedItems<T>) + Send + 'static,
+) -> io::Result<(WriteQueue<T>, WriteThread<T>)> {
+    let (queue, queued) = write_queue(items_max);
+    let thread = std::thread::Builder::new()
+        .name(name.into())
+        .spawn(move || write(queued))?;
+    let items = queue.items.clone();
+    Ok((queue, WriteThread { items, thread }))
+}
+
+pub(crate) fn write_queue<T>(items_max: usize) -> (WriteQueue<T>, QueuedItems<T>) {
+    let (sender, items) = sync_channel(items_max);
+    let dropped = Arc::new(AtomicU64::new(0));
+    let queue = WriteQueue {
+        items: sender,
+        dropped: dropped.clone(),
+    };
+    (queue, QueuedItems { items, dropped })
+}
+
+impl<T> WriteQueue<T> {
+    /// Queues an item. If the queue is full or its thread has ended, counts the item as dropped.
+    pub fn push(&self, item: T) {
+        if self.items.try_send(Some(item)).is_err() {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<T> QueuedItems<T> {
+    /// Waits for the next item; `None` ends the thread.
+    pub fn next_item(&self) -> Option<T> {
+        self.items.recv().ok().flatten()
+    }
+
+    /// Returns the number of items dropped since the last call.
+    pub fn take_dropped(&self) -> u64 {
+        self.dropped.swap(0, Ordering::Relaxed)
+    }
+}
+
+impl<T> WriteThread<T> {
+    /// Waits until all queued items are written, at most until `deadline`. Later items are dropped.
+    pub fn join(self, deadline: Instant) {
+        // A full queue has no space for the end marker yet.
+        let mut ending = self.items.try_send(None).is_ok();
+        while !self.thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(POLL_INTERVAL);
+            ending = ending || self.items.try_send(None).is_ok();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Items beyond the limit are counted once, and `join` waits for the others.
+    #[test]
+    fn excess_items_are_counted_and_others_written() {
+        let (release, released) = sync_channel::<()>(0);
+        let (report, reported) = sync_channel(8);
+        let (queue, thread) = spawn_writer("test", 2, move |items: QueuedItems<u32>| {
+            released.recv().expect("released");
+            while let Some(item) = items.next_item() {
+                report.send((item, items.take_dropped())).expect("room");
+            }
+        })
+        .expect("a thread");
+        (1..=5).for_each(|item| queue.push(item));
+        release.send(()).expect("the thread waits");
+        thread.join(Instant::now() + Duration::from_secs(60));
+        assert_eq!(reported.into_iter().collect::<Vec<_>>(), [(1, 3), (2, 0)]);
+    }
+}
