@@ -1,4 +1,4 @@
-//! Hosts and tasks for unit tests.
+//! Hosts, tasks and command lines for unit tests.
 
 use sempa_proto::table::{HostEntry, HostTable, TaskInfo};
 use sempa_proto::{Epoch, HostId, Tid};
@@ -37,4 +37,9 @@ pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> T
         paused: false,
         suspended: false,
     }
+}
+
+/// Splits a command line without quotes into its words.
+pub(crate) fn words(line: &str) -> Vec<String> {
+    line.split_whitespace().map(String::from).collect()
 }

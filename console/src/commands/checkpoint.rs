@@ -207,14 +207,8 @@ pub(crate) fn job_after_failure(why: &CheckpointFailure, job_word: &str) -> Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
     use sempa_proto::HostId;
-
-    fn words(line: &str) -> Vec<String> {
-        line.split(' ')
-            .filter(|word| !word.is_empty())
-            .map(String::from)
-            .collect()
-    }
 
     /// Job and options of `checkpoint` are accepted in any order.
     #[test]

@@ -206,15 +206,9 @@ fn list_text(checkpoints: &[CheckpointEntry]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
     use sempa_proto::checkpoint::RemovalRefusal;
     use sempa_proto::{Micros, Tid};
-
-    fn words(line: &str) -> Vec<String> {
-        line.split(' ')
-            .filter(|word| !word.is_empty())
-            .map(String::from)
-            .collect()
-    }
 
     /// The list shows usable checkpoints, and the reason for each checkpoint that cannot be used.
     #[test]

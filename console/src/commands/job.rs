@@ -482,45 +482,50 @@ fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outco
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
 
-    fn words(line: &str) -> Result<JobCommand, ParseError> {
-        parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
+    fn parse_line(line: &str) -> Result<JobCommand, ParseError> {
+        parse(&words(line))
     }
 
     /// All forms of `job` are parsed; any task of a job selects it.
     #[test]
     fn job_arguments_parse() {
         let tid = Tid::from_raw(0x40001);
-        assert_eq!(words("list"), Ok(JobCommand::List { user: None }));
+        assert_eq!(parse_line("list"), Ok(JobCommand::List { user: None }));
         assert_eq!(
-            words("list --user 7"),
+            parse_line("list --user 7"),
             Ok(JobCommand::List { user: Some(7) })
         );
-        assert_eq!(words("status t40001"), Ok(JobCommand::Status(tid)));
-        assert_eq!(words("kill 40001"), Ok(JobCommand::Kill(tid)));
+        assert_eq!(parse_line("status t40001"), Ok(JobCommand::Status(tid)));
+        assert_eq!(parse_line("kill 40001"), Ok(JobCommand::Kill(tid)));
         assert_eq!(
-            words("suspend t40001"),
+            parse_line("suspend t40001"),
             Ok(JobCommand::Suspend {
                 job: tid,
                 suspend: true
             })
         );
         assert_eq!(
-            words("resume t40001"),
+            parse_line("resume t40001"),
             Ok(JobCommand::Suspend {
                 job: tid,
                 suspend: false
             })
         );
         assert_eq!(
-            words("resume --task t40001"),
+            parse_line("resume --task t40001"),
             Ok(JobCommand::SuspendTask {
                 tid,
                 suspend: false
             })
         );
         for line in ["", "list x", "status", "kill t40001 t40002", "bake t40001"] {
-            assert_eq!(words(line), Err(ParseError::WrongArgs("job")), "{line}");
+            assert_eq!(
+                parse_line(line),
+                Err(ParseError::WrongArgs("job")),
+                "{line}"
+            );
         }
     }
 }

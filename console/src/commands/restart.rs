@@ -107,13 +107,7 @@ impl VmCommand for RestartCommand {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn words(line: &str) -> Vec<String> {
-        line.split(' ')
-            .filter(|word| !word.is_empty())
-            .map(String::from)
-            .collect()
-    }
+    use crate::fixtures::words;
 
     /// `restart` accepts a checkpoint and hosts in any order.
     #[test]

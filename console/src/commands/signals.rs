@@ -172,10 +172,7 @@ fn signal_result(tid: Tid, why_not: Option<&str>) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn words(line: &str) -> Vec<String> {
-        line.split(' ').map(String::from).collect()
-    }
+    use crate::fixtures::words;
 
     fn tid(raw: i32) -> Tid {
         Tid::from_raw(raw)

@@ -384,10 +384,7 @@ fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn words(line: &str) -> Vec<String> {
-        line.split(' ').map(String::from).collect()
-    }
+    use crate::fixtures::words;
 
     fn spawn(line: &str) -> SpawnCommand {
         parse(&words(line)).expect(line)

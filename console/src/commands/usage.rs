@@ -86,51 +86,46 @@ fn user_value(user: &UserUsage) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
 
-    fn words(line: &str) -> Result<UsageCommand, ParseError> {
-        parse(
-            &line
-                .split(' ')
-                .filter(|word| !word.is_empty())
-                .map(String::from)
-                .collect::<Vec<_>>(),
-        )
+    fn parse_line(line: &str) -> Result<UsageCommand, ParseError> {
+        parse(&words(line))
     }
 
     /// Options of `usage` select a user or a job.
     #[test]
     fn usage_arguments_parse() {
-        assert_eq!(words(""), Ok(UsageCommand::default()));
+        assert_eq!(parse_line(""), Ok(UsageCommand::default()));
         assert_eq!(
-            words("--user 7"),
+            parse_line("--user 7"),
             Ok(UsageCommand {
                 user: Some(7),
                 job: None
             })
         );
         assert_eq!(
-            words("--user=root"),
+            parse_line("--user=root"),
             Ok(UsageCommand {
                 user: Some(0),
                 job: None
             })
         );
         assert_eq!(
-            words("--job=t40001"),
+            parse_line("--job=t40001"),
             Ok(UsageCommand {
                 user: None,
                 job: Some(Tid::from_raw(0x40001))
             })
         );
-        assert_eq!(words("--user"), Err(ParseError::WrongArgs("usage")));
+        assert_eq!(parse_line("--user"), Err(ParseError::WrongArgs("usage")));
         assert_eq!(
-            words("--users"),
+            parse_line("--users"),
             Err(ParseError::UnknownFlag("users".into()))
         );
         assert_eq!(
-            words("--job nobody").map_err(|e| e.to_string()),
+            parse_line("--job nobody").map_err(|e| e.to_string()),
             Err("usage: nobody is not a task id: write it as t40001".into())
         );
-        assert_eq!(words("x"), Err(ParseError::WrongArgs("usage")));
+        assert_eq!(parse_line("x"), Err(ParseError::WrongArgs("usage")));
     }
 }

@@ -200,17 +200,18 @@ fn value(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
     use sempa_proto::rm::RejectionReason;
     use sempa_proto::{Micros, Tid};
 
-    fn words(line: &str) -> Result<WhyCommand, ParseError> {
-        parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
+    fn parse_line(line: &str) -> Result<WhyCommand, ParseError> {
+        parse(&words(line))
     }
 
     /// Words for tasks and names of hosts are distinguished.
     #[test]
     fn tasks_are_distinguished_from_hosts() {
-        let query = |line: &str| words(line).expect(line).query;
+        let query = |line: &str| parse_line(line).expect(line).query;
         assert_eq!(
             query("t40001"),
             RmQuery::TaskDecisions(Tid::from_raw(0x40001))
@@ -222,9 +223,9 @@ mod tests {
         for host in ["beef", "h2", "t40000", "tea"] {
             assert_eq!(query(host), RmQuery::HostDecisions(host.into()));
         }
-        assert!(words("-a h2").expect("good").show_all);
-        assert_eq!(words("a b"), Err(ParseError::WrongArgs("why")));
-        assert_eq!(words("-x"), Err(ParseError::UnknownFlag("x".into())));
+        assert!(parse_line("-a h2").expect("good").show_all);
+        assert_eq!(parse_line("a b"), Err(ParseError::WrongArgs("why")));
+        assert_eq!(parse_line("-x"), Err(ParseError::UnknownFlag("x".into())));
     }
 
     /// The text about a host ends with its present state, whatever was decided before.

@@ -153,16 +153,11 @@ fn parse(args: &[String]) -> Result<DrainOrder, ParseError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::words;
     use std::time::Duration;
 
-    fn words(line: &str) -> Result<DrainOrder, ParseError> {
-        parse(
-            &line
-                .split(' ')
-                .filter(|word| !word.is_empty())
-                .map(String::from)
-                .collect::<Vec<_>>(),
-        )
+    fn parse_line(line: &str) -> Result<DrainOrder, ParseError> {
+        parse(&words(line))
     }
 
     /// Host and options of `drain` are accepted in any order.
@@ -170,7 +165,7 @@ mod tests {
     fn drain_arguments_parse_in_any_order() {
         let seconds = |n| Some(Duration::from_secs(n));
         assert_eq!(
-            words("h2"),
+            parse_line("h2"),
             Ok(DrainOrder {
                 host: "h2".into(),
                 deadline: None,
@@ -178,7 +173,7 @@ mod tests {
             })
         );
         assert_eq!(
-            words("h2 --deadline 30s"),
+            parse_line("h2 --deadline 30s"),
             Ok(DrainOrder {
                 host: "h2".into(),
                 deadline: seconds(30),
@@ -194,27 +189,34 @@ mod tests {
             .to_words(),
             ["drain", "h2"]
         );
-        let both = words("h2 --deadline 5m --checkpoint").expect("a drain");
+        let both = parse_line("h2 --deadline 5m --checkpoint").expect("a drain");
         assert_eq!(
             (parse(&both.to_words()[1..]), both.may_checkpoint()),
             (Ok(both.clone()), true),
             "the words parse to the same request"
         );
         assert_eq!(
-            words("--deadline=5m h2"),
+            parse_line("--deadline=5m h2"),
             Ok(DrainOrder {
                 host: "h2".into(),
                 deadline: seconds(300),
                 checkpoint: false
             })
         );
-        assert!(words("h2 --checkpoint --deadline 30s").is_ok_and(|drain| drain.checkpoint));
+        assert!(parse_line("h2 --checkpoint --deadline 30s").is_ok_and(|drain| drain.checkpoint));
         for line in ["", "h2 h3", "--deadline 3s", "h2 --deadline"] {
-            assert_eq!(words(line), Err(ParseError::WrongArgs("drain")), "{line}");
+            assert_eq!(
+                parse_line(line),
+                Err(ParseError::WrongArgs("drain")),
+                "{line}"
+            );
         }
-        assert_eq!(words("-x h2"), Err(ParseError::UnknownFlag("x".into())));
+        assert_eq!(
+            parse_line("-x h2"),
+            Err(ParseError::UnknownFlag("x".into()))
+        );
         for time in ["0s", "x", "3", "2d"] {
-            let error = words(&format!("h2 --deadline {time}"))
+            let error = parse_line(&format!("h2 --deadline {time}"))
                 .expect_err(time)
                 .to_string();
             assert_eq!(
