@@ -1,4 +1,4 @@
-//! What a command is: its entry in the table of commands, and its parsed form.
+//! The entry of a command in the table of commands, and the parsed form of a command.
 //!
 //! Each command has a file in `commands/` that defines a [`CommandSpec`] and a type for the parsed
 //! command. The type implements [`VmCommand`], or [`LocalCommand`] if it needs no virtual machine.
@@ -50,7 +50,7 @@ impl CommandSpec {
     };
 }
 
-/// What the editor offers for the words after a command.
+/// Kind of completions for the words after a command.
 #[derive(Clone, Copy)]
 pub(crate) enum Completion {
     None,
@@ -94,7 +94,7 @@ impl ParsedCommand {
     }
 }
 
-/// What a command without a virtual machine can use.
+/// State that a command without a virtual machine can use.
 pub(crate) struct LocalContext {
     pub(crate) commands: CommandTable,
     /// True if the command was given on the program's command line, with `--json`.

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// What the shell does after a command.
+/// Action of the interactive session after a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum AfterCommand {
     /// Reads the next line.

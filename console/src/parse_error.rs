@@ -25,7 +25,7 @@ pub(crate) enum ParseError {
     WrongType {
         command: &'static str,
         word: String,
-        /// What is required, with an article, such as "a number".
+        /// The required argument, with an article, such as "a number".
         expected: &'static str,
     },
     /// The argument of `reset` is unknown.

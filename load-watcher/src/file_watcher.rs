@@ -44,7 +44,7 @@ pub fn read_login_records(path: &Path) -> LoginRecords {
     }
 }
 
-/// What is watched at a path, and which events concern it.
+/// Watched object at a path, and the events that concern the object.
 #[derive(Debug)]
 enum WatchKind {
     File,

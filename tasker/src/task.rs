@@ -261,7 +261,7 @@ impl Output {
 /// Starts a program as a task, in the namespace if one is given.
 ///
 /// # Errors
-/// What failed and why. Nothing of the attempt remains.
+/// The task was not started. Nothing of the attempt remains.
 pub(crate) fn start_task_process(
     order: &StartTask,
     namespace: Option<Namespace>,

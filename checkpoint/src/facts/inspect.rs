@@ -58,7 +58,7 @@ struct InspectionFindings {
     pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
-/// What the task needs of a file at the target. Each need includes the previous ones.
+/// Requirement of a task for a file at the target. Each requirement includes the previous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum FileNeed {
     Directory,

@@ -89,7 +89,7 @@ pub(crate) enum TaskEvent {
     Ended,
 }
 
-/// What a message about a task changed in the task's job.
+/// Change of a job that a message about one of its tasks has caused.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct JobUpdate {
     /// Events in order of occurrence.

@@ -109,6 +109,6 @@ pub struct TaskInfo {
 pub struct AddedHost {
     /// The host's table entry, or PVM's error code.
     pub result: Result<HostEntry, PvmError>,
-    /// What was attempted, why it failed, and a remedy, in one sentence; empty on success.
+    /// One sentence with the failed operation, the reason and a remedy; empty on success.
     pub reason: String,
 }

@@ -421,7 +421,7 @@ pub enum Reply {
     Done,
     Failed {
         error: PvmError,
-        /// What was attempted, why it failed, and a remedy, in one sentence.
+        /// One sentence with the failed operation, the reason and a remedy.
         reason: String,
     },
     Hosts(HostTable),

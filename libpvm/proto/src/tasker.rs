@@ -242,7 +242,7 @@ pub enum FromTasker {
     /// The process could not be created; no [`FromTasker::Exited`] follows.
     StartFailed {
         tid: Tid,
-        /// What was attempted, and why it failed.
+        /// The failed operation and the reason.
         why: String,
     },
     /// From now on an exit of the program counts as requested. If the engine asks by a message, the

@@ -8,7 +8,7 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// What an event can be about, in the order in which a line names it.
+/// Kinds of ids that an event can have, in the order in which a line contains them.
 pub const CONTEXT_NAMES: [&str; 3] = ["migration", "checkpoint", "job"];
 /// Field with the id in the spans of [`CONTEXT_NAMES`].
 const ID_FIELD: &str = "id";

@@ -599,7 +599,7 @@ pub enum Output {
     /// Write a line to the daemon's log.
     Log {
         level: LogLevel,
-        /// What the line is about, if that is a single thing.
+        /// Migration, checkpoint or job of the line, if the line concerns a single one.
         subject: Option<LogSubject>,
         text: String,
     },

@@ -72,11 +72,16 @@ impl Machine {
         self.locations.host_of(tid)
     }
 
+    /// Returns the other host of the table where the task runs, as far as this daemon knows.
+    fn other_host_in_table(&self, tid: Tid) -> Option<HostId> {
+        self.location(tid)
+            .filter(|host| *host != self.config.host && self.table.get(*host).is_some())
+    }
+
     /// True if the task has left for another host of the table, as far as this daemon knows. That
     /// host knows whether the task has ended.
     pub(super) fn may_run_elsewhere(&self, tid: Tid) -> bool {
-        let is_other = |host| host != self.config.host && self.table.get(host).is_some();
-        self.migrations.forwarding.contains_key(&tid) || self.location(tid).is_some_and(is_other)
+        self.migrations.forwarding.contains_key(&tid) || self.other_host_in_table(tid).is_some()
     }
 
     /// Delivers or forwards a frame or an item. Returns false if the task has ended or never
@@ -115,17 +120,15 @@ impl Machine {
             arrival.direct_items.push(held);
             return true;
         }
-        match self.location(dst) {
-            Some(host) if host != self.config.host && self.table.get(host).is_some() => {
-                let message = match held {
-                    PendingItem::Frame(frame) => DataMsg::Frame(frame),
-                    PendingItem::Control(item) => DataMsg::Item { dst, item },
-                };
-                self.outputs.push_back(Output::SendData { host, message });
-                true
-            }
-            _ => false,
-        }
+        let Some(host) = self.other_host_in_table(dst) else {
+            return false;
+        };
+        let message = match held {
+            PendingItem::Frame(frame) => DataMsg::Frame(frame),
+            PendingItem::Control(item) => DataMsg::Item { dst, item },
+        };
+        self.outputs.push_back(Output::SendData { host, message });
+        true
     }
 
     /// Sends an item to a task of any host. If the task has ended, an item of a daemon is dropped;

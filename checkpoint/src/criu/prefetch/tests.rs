@@ -15,7 +15,7 @@ fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
         .expect("two numbers")
 }
 
-/// What was pre-copied of a page: nothing, its current content, or older content.
+/// Pre-copied content of a page: none, the current content, or older content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PreCopyState {
     NotSent,

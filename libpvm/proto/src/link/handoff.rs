@@ -93,14 +93,15 @@ impl ReturningMessages {
         acked: u64,
         retained: &VecDeque<RetainedMessage>,
     ) -> Option<usize> {
-        if end <= self.reset_state.map_or(acked, |anew| anew.acked) {
+        if end <= self.reset_state.map_or(acked, |reset| reset.acked) {
             return None;
         }
-        let Some(anew) = &mut self.reset_state else {
+        let Some(reset) = &mut self.reset_state else {
             return Some(retained.partition_point(|other| other.first_seq < first));
         };
-        anew.returned_count += 1;
-        Some(anew.returned_count - 1)
+        let index = reset.returned_count;
+        reset.returned_count += 1;
+        Some(index)
     }
 }
 

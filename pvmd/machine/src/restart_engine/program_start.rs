@@ -121,29 +121,25 @@ impl Machine {
 
     /// Copies the state files of a task that is restarted from a checkpoint to their directories.
     pub(super) fn stage_state(&mut self, world: &dyn World, id: MigrationId) {
-        if !self.migrations.is_restoring(id) {
-            return;
-        }
-        let Some(arrival) = self.arrival_of(id) else {
-            return;
-        };
-        let (tid, begin) = (
-            arrival.tid,
-            arrival
-                .record
-                .as_ref()
-                .and_then(|record| record.launch.as_ref()),
-        );
-        let Some((files, dir)) =
-            begin.map(|begin| (begin.state_paths(tid), world.work_dir(begin.working_dir())))
-        else {
+        let Some((tid, Some(launch))) = self.restoring_launch(id) else {
             return;
         };
         self.outputs.push_back(Output::StageState {
             migration: id,
-            files,
-            dir,
+            files: launch.state_paths(tid),
+            dir: world.work_dir(launch.working_dir()),
         });
+    }
+
+    /// Returns the tid of the task that is being restored, and how its program was started; `None`
+    /// if the target has ended.
+    fn restoring_launch(&mut self, id: MigrationId) -> Option<(Tid, Option<Box<LaunchInfo>>)> {
+        if !self.migrations.is_restoring(id) {
+            return None;
+        }
+        let arrival = self.arrival_of(id)?;
+        let record = arrival.record.as_ref();
+        Some((arrival.tid, record.and_then(|record| record.launch.clone())))
     }
 
     /// Starts the program when its state files are copied. The files get their final names when the
@@ -156,20 +152,10 @@ impl Machine {
     }
 
     pub(super) fn prepare_program(&mut self, world: &mut dyn World, id: MigrationId) {
-        if !self.migrations.is_restoring(id) {
-            return;
-        }
-        let Some(arrival) = self.arrival_of(id) else {
+        let Some((tid, launch)) = self.restoring_launch(id) else {
             return;
         };
-        let (tid, begin) = (
-            arrival.tid,
-            arrival
-                .record
-                .as_ref()
-                .and_then(|record| record.launch.clone()),
-        );
-        match self.launch_order(world, tid, &begin.unwrap_or_default()) {
+        match self.launch_order(world, tid, &launch.unwrap_or_default()) {
             Ok((start, spawn_token)) => {
                 if let Some(arrival) = self.arrival_of(id) {
                     arrival.spawn_token = Some(spawn_token);

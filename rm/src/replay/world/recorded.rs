@@ -1,4 +1,4 @@
-//! What a recording says about the tasks of each spawn: their tids and their work.
+//! Reads the tids and the work of the tasks of each spawn from a recording.
 
 use super::seconds;
 use crate::recording::{RecordedInput, RecordingEntry};
