@@ -26,7 +26,7 @@ pub struct QueuedItems<T> {
     dropped: Arc<AtomicU64>,
 }
 
-/// The writing thread.
+/// The thread that empties a [`WriteQueue`].
 #[derive(Debug)]
 pub struct WriteThread<T> {
     items: SyncSender<Option<T>>,
