@@ -5,6 +5,7 @@
 //!
 //! | file | reason |
 //! | --- | --- |
+//! | the list of processes | The crate opens each process. The tasker lists the processes repeatedly while it stops a task. |
 //! | `PID/fdinfo/N` | The crate does not read it. |
 //! | `PID/fd/N` | The crate replaces bytes of a path that are not UTF-8, but a target needs the path as it is. |
 //! | `PID/maps`, `PID/smaps` | One name that is not UTF-8 makes the crate fail, and a name such as `/SYSV1` makes it panic. A task chooses these names. |
@@ -18,7 +19,7 @@
 //! `sempa_proto::cgroup` parses; and paths such as `self/fd/N`, by which files are opened.
 
 use procfs::ProcError;
-use procfs::process::{Process, all_processes};
+use procfs::process::Process;
 pub use procfs::process::{Stat, Status};
 use std::fs::DirEntry;
 use std::io;
@@ -49,8 +50,10 @@ pub fn innermost_pid(pid: i32) -> Option<i32> {
 
 /// Returns the ids of all processes in the PID namespace of /proc; empty if /proc cannot be read.
 pub fn process_ids() -> Vec<i32> {
-    let all = all_processes().into_iter().flatten();
-    all.flatten().map(|process| process.pid).collect()
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
 }
 
 /// Returns the ids of a process's threads.
