@@ -245,14 +245,10 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
     let env = [
         POST_AND_PRE_COPY_ALWAYS[0],
         NO_PRE_COPY,
+        ("SEMPA_MOVE_RATE", SLOW_RATE),
         ("WITNESS_MIB", "3"),
     ];
     let bed = testbed_with_env(HOST_COUNT, &env);
-    let env = [
-        POST_AND_PRE_COPY_ALWAYS[0],
-        NO_PRE_COPY,
-        ("SEMPA_MOVE_RATE", SLOW_RATE),
-    ];
     with_faults(&bed, &env, |faults| {
         let points = [
             (Step::Restore, StepEdge::After),
@@ -278,7 +274,7 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
                 }
             }
         }
-        assert!(faults.engines() > 0, "no engine was hit");
+        assert!(faults.engines() >= points.len(), "an engine was not hit");
     });
 }
 

@@ -46,12 +46,6 @@ impl WakeDelayTimer {
         let _ = self.0.get().wait();
     }
 
-    /// True if the timer is armed or has just expired.
-    #[cfg(test)]
-    pub(super) fn is_armed(&self) -> bool {
-        self.0.get().get().is_ok_and(|set| set.is_some()) || self.0.get().wait().is_ok()
-    }
-
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.get().as_fd()
     }

