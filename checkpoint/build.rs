@@ -10,14 +10,14 @@ fn main() {
         .warnings(true)
         .extra_warnings(true)
         .get_compiler();
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    for name in ["relay", "uffd_batching"] {
-        let source = format!("csrc/{name}.c");
+    let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    for library in ["relay", "uffd_batching"] {
+        let source = format!("csrc/{library}.c");
         println!("cargo:rerun-if-changed={source}");
         let status = compiler
             .to_command()
             .args(["-shared", "-fvisibility=hidden", "-Wl,-z,defs", "-o"])
-            .arg(out.join(format!("{name}.so")))
+            .arg(out_dir.join(format!("{library}.so")))
             .arg(&source)
             .status()
             .expect("a C compiler is needed");

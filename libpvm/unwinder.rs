@@ -1,14 +1,15 @@
-//! For the build scripts of the shared libraries: which unwinder they take.
+//! For the build scripts of the shared libraries: selects the unwinder that a library links.
 
-/// Rust asks for the compiler's shared one. A task that loads that starts a tenth of a millisecond
-/// later, most of which goes into asking the processor what it is; so a library takes the static
-/// one along.
-pub(crate) fn take_along() {
-    let folder = std::path::PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"))
+/// Links the static unwinder of the compiler instead of the shared one, which Rust requests by
+/// default. A task that loads the shared unwinder starts a tenth of a millisecond later, mostly
+/// because the unwinder detects the processor's features.
+pub(crate) fn link_static_unwinder() {
+    let linker_dir = std::path::PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"))
         .join("unwinder");
-    std::fs::create_dir_all(&folder).expect("cargo's folder can be written");
-    // What the linker finds first under the shared one's name: a script that names the static one.
-    std::fs::write(folder.join("libgcc_s.so"), "INPUT(-lgcc_eh -lgcc)\n")
+    std::fs::create_dir_all(&linker_dir).expect("cargo's folder can be written");
+    // The linker finds this script under the name of the shared unwinder; the script names the
+    // static one.
+    std::fs::write(linker_dir.join("libgcc_s.so"), "INPUT(-lgcc_eh -lgcc)\n")
         .expect("cargo's folder can be written");
-    println!("cargo:rustc-link-search=native={}", folder.display());
+    println!("cargo:rustc-link-search=native={}", linker_dir.display());
 }

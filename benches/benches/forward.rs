@@ -1,6 +1,6 @@
-//! Measures how the daemon forwards a data frame of a task: the state machine from the input event
-//! to the output and, between hosts, also the queues and pair streams of the data channel. No I/O
-//! is done.
+//! Measures how the daemon forwards a data frame of a task. The measured path is the state machine
+//! from the input event to the output and, between hosts, also the queues and pair streams of the
+//! data channel. The benchmark does no I/O.
 
 #[path = "../../pvmd/machine/tests/two_host_daemon/mod.rs"]
 mod two_host_daemon;
@@ -15,16 +15,16 @@ use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use two_host_daemon::{Daemon, frame, remote_task};
 
-/// Numbers of tasks on the host. The cost of forwarding must not depend on it.
-const TASKS: [usize; 3] = [2, 32, 512];
+/// Numbers of tasks on the host. The time of forwarding must not depend on the number of tasks.
+const TASK_COUNTS: [usize; 3] = [2, 32, 512];
 /// Payload sizes of the frames, in bytes.
-const PAYLOADS: [usize; 2] = [64, 60 << 10];
-/// Payload size in bytes for benchmarks of which the time does not depend on the size, because the
-/// payload is not read.
-const SMALL_PAYLOAD: usize = 64;
-/// Number of unmeasured frames at the start, in which the daemon makes the table entries and the
+const PAYLOAD_SIZES: [usize; 2] = [64, 60 << 10];
+/// Payload size in bytes for benchmarks whose path does not read the payload, so that their time
+/// does not depend on the size.
+const SMALL_PAYLOAD_BYTES: usize = 64;
+/// Number of unmeasured frames at the start. They make the daemon create its table entries and the
 /// stream of the pair.
-const WARM_UP_FRAMES: usize = 100;
+const WARM_UP_FRAME_COUNT: usize = 100;
 
 /// Counts allocations. `bench micro` fails if the forwarding path allocates.
 #[global_allocator]
@@ -34,31 +34,35 @@ fn main() {
     divan::main();
 }
 
-fn data_frame(ends: (Tid, Tid), bytes: usize) -> Bytes {
+fn data_frame(sender_and_receiver: (Tid, Tid), payload_bytes: usize) -> Bytes {
     frame(
         &mut BytesMut::new(),
-        ends,
-        LinkKind::Data { last: true },
+        sender_and_receiver,
+        LinkKind::Data { is_last: true },
         1,
-        &vec![7; bytes],
+        &vec![7; payload_bytes],
     )
 }
 
-/// Measures `once`, after [`WARM_UP_FRAMES`] calls that are not measured.
-fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
-    (0..WARM_UP_FRAMES).for_each(|_| drop(once()));
-    bencher.counter(ItemsCount::new(1usize)).bench_local(once);
+/// Measures calls of `operation`, after [`WARM_UP_FRAMES`] calls that are not measured.
+fn warm_up_and_measure<T>(bencher: Bencher, mut operation: impl FnMut() -> T) {
+    (0..WARM_UP_FRAME_COUNT).for_each(|_| drop(operation()));
+    bencher
+        .counter(ItemsCount::new(1usize))
+        .bench_local(operation);
 }
 
-/// Measures how a daemon handles `event`. Panics unless `is_expected` accepts the daemon's
-/// first output.
+/// Measures how a daemon handles `event`.
+///
+/// # Panics
+/// `is_expected` does not accept the daemon's first output.
 fn measure_forwarding(
     bencher: Bencher,
     mut daemon: Daemon,
     event: impl Fn() -> Event,
     is_expected: impl Fn(&Output) -> bool,
 ) {
-    measure(bencher, || {
+    warm_up_and_measure(bencher, || {
         daemon.handle(event());
         let output = daemon.poll();
         assert!(
@@ -69,23 +73,26 @@ fn measure_forwarding(
     });
 }
 
-#[divan::bench(args = TASKS)]
-fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
-    let daemon = Daemon::new(tasks);
-    let frame = data_frame((daemon.tids[0], daemon.tids[tasks - 1]), SMALL_PAYLOAD);
+#[divan::bench(args = TASK_COUNTS)]
+fn a_frame_between_two_tasks(bencher: Bencher, task_count: usize) {
+    let daemon = Daemon::new(task_count);
+    let frame = data_frame(
+        (daemon.tids[0], daemon.tids[task_count - 1]),
+        SMALL_PAYLOAD_BYTES,
+    );
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
     };
     measure_forwarding(bencher, daemon, event, |output| {
-        matches!(output, Output::LinkToTask { .. })
+        matches!(output, Output::SendFrameToTask { .. })
     });
 }
 
-#[divan::bench(args = TASKS)]
-fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
-    let daemon = Daemon::new(tasks);
-    let frame = data_frame((daemon.tids[0], remote_task()), SMALL_PAYLOAD);
+#[divan::bench(args = TASK_COUNTS)]
+fn a_frame_to_another_host(bencher: Bencher, task_count: usize) {
+    let daemon = Daemon::new(task_count);
+    let frame = data_frame((daemon.tids[0], remote_task()), SMALL_PAYLOAD_BYTES);
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
@@ -95,25 +102,28 @@ fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
     });
 }
 
-#[divan::bench(args = TASKS)]
-fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
-    let daemon = Daemon::new(tasks);
-    let frame = data_frame((remote_task(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
+#[divan::bench(args = TASK_COUNTS)]
+fn a_frame_from_another_host(bencher: Bencher, task_count: usize) {
+    let daemon = Daemon::new(task_count);
+    let frame = data_frame(
+        (remote_task(), daemon.tids[task_count - 1]),
+        SMALL_PAYLOAD_BYTES,
+    );
     let event = || Event::HostData {
         host: HostId::MASTER,
         message: DataMsg::Frame(frame.clone()),
     };
     measure_forwarding(bencher, daemon, event, |output| {
-        matches!(output, Output::LinkToTask { .. })
+        matches!(output, Output::SendFrameToTask { .. })
     });
 }
 
-/// Measures a frame from the task's socket until it is in the stream of its pair.
-#[divan::bench(args = PAYLOADS)]
-fn queued_to_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending) = (Daemon::new(1), BenchSender::default());
-    let frame = data_frame((daemon.tids[0], remote_task()), bytes);
-    measure(bencher, || {
+/// Measures a frame from the task's socket to the stream of its pair.
+#[divan::bench(args = PAYLOAD_SIZES)]
+fn queued_to_another_host(bencher: Bencher, payload_bytes: usize) {
+    let (mut daemon, mut sender) = (Daemon::new(1), BenchSender::default());
+    let frame = data_frame((daemon.tids[0], remote_task()), payload_bytes);
+    warm_up_and_measure(bencher, || {
         daemon.handle(Event::TaskLink {
             conn: Daemon::conn(0),
             frame: frame.clone(),
@@ -122,39 +132,39 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
             Some(Output::SendData {
                 message: DataMsg::Frame(frame),
                 ..
-            }) => sending.send(frame).len(),
+            }) => sender.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),
         }
     });
     assert_eq!(
-        sending.send(frame).len(),
+        sender.send(frame).len(),
         2,
         "it has a head and goes down a lane"
     );
 }
 
-/// Measures a frame from the stream of its pair until it is sent to the task's socket.
-#[divan::bench(args = PAYLOADS)]
-fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) = (
+/// Measures a frame from the stream of its pair to the output for the task's socket.
+#[divan::bench(args = PAYLOAD_SIZES)]
+fn unqueued_from_another_host(bencher: Bencher, payload_bytes: usize) {
+    let (mut daemon, mut sender, mut receiver) = (
         Daemon::new(1),
         BenchSender::default(),
         BenchReceiver::default(),
     );
-    let frame = data_frame((remote_task(), daemon.tids[0]), bytes);
-    for _ in 0..WARM_UP_FRAMES {
-        sending.send(frame.clone());
+    let frame = data_frame((remote_task(), daemon.tids[0]), payload_bytes);
+    for _ in 0..WARM_UP_FRAME_COUNT {
+        sender.send(frame.clone());
     }
-    let chunks = sending.send(frame).to_vec();
-    measure(bencher, || {
-        let message = receiving.receive(&chunks).expect("a whole frame");
+    let chunks = sender.send(frame).to_vec();
+    warm_up_and_measure(bencher, || {
+        let message = receiver.receive(&chunks).expect("a whole frame");
         daemon.handle(Event::HostData {
             host: HostId::MASTER,
             message,
         });
         let output = daemon.poll();
         assert!(
-            matches!(output, Some(Output::LinkToTask { .. })),
+            matches!(output, Some(Output::SendFrameToTask { .. })),
             "it is forwarded: {output:?}"
         );
         output

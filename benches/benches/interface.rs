@@ -1,6 +1,6 @@
 //! Measures packing and unpacking of each type through the exported C functions, as a C program
-//! calls them. Each call handles 1,000 items. Unpacking reads a buffer that was packed before the
-//! measurement; the measured time includes the selection of this buffer.
+//! calls them. Each call handles 1,000 items. An unpack call reads a buffer that was packed before
+//! the measurement; the measured time includes the selection of this buffer.
 #![allow(unsafe_code)] // The functions are C's.
 
 use divan::counter::ItemsCount;
@@ -8,8 +8,8 @@ use divan::{Bencher, black_box};
 use pvm3 as _;
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
-/// Number of items per call.
-const ITEMS: usize = 1000;
+/// Number of items of one call.
+const ITEM_COUNT: usize = 1000;
 /// The values of `PvmDataDefault` and `PvmDataRaw`.
 const ENCODINGS: [c_int; 2] = [0, 1];
 
@@ -26,27 +26,27 @@ fn main() {
     divan::main();
 }
 
-/// Makes an empty send buffer the active one.
-fn clear_send_buffer(encoding: c_int) {
+/// Makes an empty buffer the active send buffer.
+fn make_empty_send_buffer(encoding: c_int) {
     // SAFETY: `pvm_initsend` accepts any number.
     let buffer = unsafe { pvm_initsend(encoding) };
     assert!(buffer > 0, "a send buffer: {buffer}");
 }
 
-/// A packed buffer that can be unpacked once. Dropping frees the buffer.
+/// Number of a packed buffer that can be unpacked once. Dropping the value frees the buffer.
 struct PackedBuffer(c_int);
 
 impl PackedBuffer {
-    /// Creates a buffer and calls `pack` to fill the buffer.
-    fn new(encoding: c_int, pack: impl FnOnce()) -> PackedBuffer {
-        clear_send_buffer(encoding);
+    /// Creates a buffer and calls `pack`, which must pack items into the buffer.
+    fn pack_new(encoding: c_int, pack: impl FnOnce()) -> Self {
+        make_empty_send_buffer(encoding);
         pack();
-        // SAFETY: `pvm_setsbuf` accepts any number. With no active send buffer, `pvm_initsend` does
-        // not free this one.
-        PackedBuffer(unsafe { pvm_setsbuf(0) })
+        // SAFETY: `pvm_setsbuf` accepts any number. After the call no send buffer is active, so the
+        // next `pvm_initsend` does not free this buffer.
+        Self(unsafe { pvm_setsbuf(0) })
     }
 
-    fn select(&self) {
+    fn select_for_unpack(&self) {
         // SAFETY: `pvm_setrbuf` accepts any number.
         assert!(unsafe { pvm_setrbuf(black_box(self.0)) } >= 0);
     }
@@ -68,28 +68,28 @@ macro_rules! types {
 
         #[divan::bench(args = ENCODINGS)]
         fn $unpack(bencher: Bencher, encoding: c_int) {
-            let items: Vec<$t> = vec![$value; ITEMS];
+            let items: Vec<$t> = vec![$value; ITEM_COUNT];
             let packed = || {
-                PackedBuffer::new(encoding, || {
+                PackedBuffer::pack_new(encoding, || {
                     // SAFETY: `items` contains `ITEMS` items.
-                    assert_eq!(unsafe { $pk(items.as_ptr(), ITEMS as c_int, 1) }, 0);
+                    assert_eq!(unsafe { $pk(items.as_ptr(), ITEM_COUNT as c_int, 1) }, 0);
                 })
             };
             let mut place = items.clone();
-            bencher.counter(ItemsCount::new(ITEMS)).with_inputs(packed).bench_local_refs(|packed| {
-                packed.select();
+            bencher.counter(ItemsCount::new(ITEM_COUNT)).with_inputs(packed).bench_local_refs(|packed| {
+                packed.select_for_unpack();
                 // SAFETY: `place` has room for `ITEMS` items.
-                assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEMS as c_int, 1) }, 0);
+                assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEM_COUNT as c_int, 1) }, 0);
             });
         }
 
         #[divan::bench(args = ENCODINGS)]
         fn $pack(bencher: Bencher, encoding: c_int) {
-            let items: Vec<$t> = vec![$value; ITEMS];
-            bencher.counter(ItemsCount::new(ITEMS)).bench_local(|| {
-                clear_send_buffer(encoding);
+            let items: Vec<$t> = vec![$value; ITEM_COUNT];
+            bencher.counter(ItemsCount::new(ITEM_COUNT)).bench_local(|| {
+                make_empty_send_buffer(encoding);
                 // SAFETY: `items` contains `ITEMS` items.
-                assert_eq!(unsafe { $pk(black_box(&items).as_ptr(), ITEMS as c_int, 1) }, 0);
+                assert_eq!(unsafe { $pk(black_box(&items).as_ptr(), ITEM_COUNT as c_int, 1) }, 0);
             });
         }
     )*};
@@ -112,10 +112,10 @@ types! {
 /// Packs a string of 999 bytes.
 #[divan::bench(args = ENCODINGS)]
 fn pack_string(bencher: Bencher, encoding: c_int) {
-    let mut text = vec![b'a' as c_char; ITEMS];
-    text[ITEMS - 1] = 0;
+    let mut text = vec![b'a' as c_char; ITEM_COUNT];
+    text[ITEM_COUNT - 1] = 0;
     bencher.bench_local(|| {
-        clear_send_buffer(encoding);
+        make_empty_send_buffer(encoding);
         // SAFETY: the text ends with a zero.
         assert_eq!(unsafe { pvm_pkstr(black_box(&text).as_ptr()) }, 0);
     });
@@ -124,18 +124,21 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
 /// Unpacks a string of 999 bytes.
 #[divan::bench(args = ENCODINGS)]
 fn unpack_string(bencher: Bencher, encoding: c_int) {
-    let mut text = vec![b'a' as c_char; ITEMS];
-    text[ITEMS - 1] = 0;
-    let packed = || {
-        PackedBuffer::new(encoding, || {
+    let mut text = vec![b'a' as c_char; ITEM_COUNT];
+    text[ITEM_COUNT - 1] = 0;
+    let pack_buffer = || {
+        PackedBuffer::pack_new(encoding, || {
             // SAFETY: the text ends with a zero.
             assert_eq!(unsafe { pvm_pkstr(text.as_ptr()) }, 0);
         })
     };
-    let mut place = text.clone();
-    bencher.with_inputs(packed).bench_local_refs(|packed| {
-        packed.select();
-        // SAFETY: `place` has room for the text and its zero.
-        assert_eq!(unsafe { pvm_upkstr(black_box(&mut place).as_mut_ptr()) }, 0);
-    });
+    let mut unpacked_text = text.clone();
+    bencher
+        .with_inputs(pack_buffer)
+        .bench_local_refs(|pack_buffer| {
+            pack_buffer.select_for_unpack();
+            // SAFETY: `unpacked_text` has room for the text and its zero.
+            let status = unsafe { pvm_upkstr(black_box(&mut unpacked_text).as_mut_ptr()) };
+            assert_eq!(status, 0);
+        });
 }

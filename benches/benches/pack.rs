@@ -1,11 +1,12 @@
-//! Measures packing and unpacking of each type in both encodings, 1,000 items at a time.
+//! Measures packing and unpacking of each type in both encodings; one iteration handles 1,000
+//! items.
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
 use sempa_proto::body::{Encoding, PackedNumber, Packer, Unpacker};
 
-/// Number of items per call.
-const ITEMS: usize = 1000;
+/// Number of items that one iteration packs or unpacks.
+const ITEM_COUNT: usize = 1000;
 const ENCODINGS: [Encoding; 2] = [Encoding::Xdr, Encoding::Raw];
 
 fn main() {
@@ -13,22 +14,22 @@ fn main() {
 }
 
 fn pack_numbers<T: PackedNumber + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
-    let values = vec![T::from(7); ITEMS];
-    bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
+    let values = vec![T::from(7); ITEM_COUNT];
+    bencher.counter(ItemsCount::new(ITEM_COUNT)).bench(|| {
         let mut packer = Packer::new(encoding);
-        packer.items(black_box(&values).iter().copied());
+        packer.pack_items(black_box(&values).iter().copied());
         packer.finish()
     });
 }
 
 fn unpack_numbers<T: PackedNumber + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
-    packer.items(vec![T::from(7); ITEMS]);
+    packer.pack_items(vec![T::from(7); ITEM_COUNT]);
     let body = packer.finish();
-    bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
+    bencher.counter(ItemsCount::new(ITEM_COUNT)).bench(|| {
         let mut unpacker = Unpacker::new(encoding, body.clone());
-        for _ in 0..ITEMS {
-            black_box(unpacker.item::<T>().expect("as packed"));
+        for _ in 0..ITEM_COUNT {
+            black_box(unpacker.read_item::<T>().expect("as packed"));
         }
     });
 }
@@ -56,10 +57,10 @@ numbers!(
 
 #[divan::bench(args = ENCODINGS)]
 fn pack_bytes(bencher: Bencher, encoding: Encoding) {
-    let bytes = vec![7u8; ITEMS];
-    bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
+    let bytes = vec![7u8; ITEM_COUNT];
+    bencher.counter(ItemsCount::new(ITEM_COUNT)).bench(|| {
         let mut packer = Packer::new(encoding);
-        packer.bytes(black_box(&bytes));
+        packer.pack_bytes(black_box(&bytes));
         packer.finish()
     });
 }
@@ -67,21 +68,21 @@ fn pack_bytes(bencher: Bencher, encoding: Encoding) {
 #[divan::bench(args = ENCODINGS)]
 fn unpack_bytes(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
-    packer.bytes(&[7; ITEMS]);
+    packer.pack_bytes(&[7; ITEM_COUNT]);
     let body = packer.finish();
-    bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
+    bencher.counter(ItemsCount::new(ITEM_COUNT)).bench(|| {
         Unpacker::new(encoding, body.clone())
-            .bytes(ITEMS)
+            .read_bytes(ITEM_COUNT)
             .expect("as packed")
     });
 }
 
 #[divan::bench(args = ENCODINGS)]
 fn pack_string(bencher: Bencher, encoding: Encoding) {
-    let text = vec![b'a'; ITEMS - 1];
+    let text = vec![b'a'; ITEM_COUNT - 1];
     bencher.counter(ItemsCount::new(1usize)).bench(|| {
         let mut packer = Packer::new(encoding);
-        packer.str(black_box(&text));
+        packer.pack_str(black_box(&text));
         packer.finish()
     });
 }
@@ -89,11 +90,11 @@ fn pack_string(bencher: Bencher, encoding: Encoding) {
 #[divan::bench(args = ENCODINGS)]
 fn unpack_string(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
-    packer.str(&[b'a'; ITEMS - 1]);
+    packer.pack_str(&[b'a'; ITEM_COUNT - 1]);
     let body = packer.finish();
     bencher.counter(ItemsCount::new(1usize)).bench(|| {
         Unpacker::new(encoding, body.clone())
-            .str()
+            .read_str()
             .expect("as packed")
     });
 }

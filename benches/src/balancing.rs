@@ -1,15 +1,15 @@
 //! `cargo xtask bench balance`: runs farms of tasks with unequal work on hosts whose processor
 //! shares are made unequal by control groups.
 //!
-//! Two sets of such hosts are up at the same time, so that other load on the machine affects both
-//! sets equally:
+//! Two sets of such hosts run at the same time, so that other load on the machine affects both sets
+//! equally:
 //!
 //! - On one set the farm runs without a resource manager; tasks are placed round robin.
-//! - On the other set it runs under a resource manager that rebalances: first without and then with
-//!   declared work of each task.
+//! - On the other set the farm runs under a resource manager that rebalances, first without and
+//!   then with declared work of each task.
 //!
-//! The results are compared with the best assignment, which is found by exhaustive search. A last
-//! farm is balanced from the start; none of its tasks may be migrated.
+//! The results are compared with the best assignment, which is found by exhaustive search. The
+//! tasks of the last farm are balanced from the start, so none of them may be migrated.
 
 use crate::figures::median;
 use crate::machine_info::MachineInfo;
@@ -17,7 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::MigrationCause;
-use sempa_tests::assignment::{HostSpeed, best_seconds, uninformed_seconds};
+use sempa_tests::assignment::{HostCapacity, best_completion_s, uninformed_completion_s};
 use sempa_tests::farm::{FarmResult, UnequalHosts};
 use sempa_tests::rng::Rng;
 use sempa_tests::vm::EventEntry;
@@ -28,48 +28,48 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Share of one processor for each host of a set. The two sets together need twice the sum.
-const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
+/// Share of one processor for each host of a set. The two sets together use at most twice the sum.
+const PROCESSOR_SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
 /// Number of tasks in the farm.
-const FARM_TASKS: usize = 12;
-/// Range of the work of a task, in milliseconds of processor time.
-const WORK_MS: (usize, usize) = (2_500, 14_500);
+const FARM_TASK_COUNT: usize = 12;
+/// Minimum and maximum work of a task, in milliseconds of processor time.
+const WORK_RANGE_MS: (usize, usize) = (2_500, 14_500);
 /// Divisor of the work in a quick run.
-const QUICK_DIVISOR: usize = 3;
-/// Default number of repetitions. Each has different tasks.
-const DEFAULT_REPETITIONS: usize = 3;
+const QUICK_WORK_DIVISOR: usize = 3;
+/// Default number of repetitions. Each repetition has different tasks.
+const DEFAULT_REPETITION_COUNT: usize = 3;
 /// Time limit for one farm.
 const FARM_TIMEOUT: Duration = Duration::from_secs(1200);
-/// Time that load watchers need to report their hosts after their start.
+/// Time until load watchers have reported their hosts after their start.
 const LOAD_REPORT_DELAY: Duration = Duration::from_secs(8);
-/// Goal: maximum ratio of our time to the time of the best assignment.
+/// Goal: maximum ratio of Sempa's time to the time of the best assignment.
 const RATIO_TO_BEST_MAX: f64 = 1.15;
 /// Goal: minimum speedup over round-robin placement.
 const SPEEDUP_MIN: f64 = 1.5;
 
 /// Number of tasks in the balanced farm. The shares of the hosts are in the ratio 1 : 1 : 2 : 4, so
-/// eight equal tasks can each get the same share of a processor.
-const EVEN_TASKS: usize = 8;
+/// a placement exists in which each of eight equal tasks has the same share of a processor.
+const BALANCED_TASK_COUNT: usize = 8;
 /// Work of each task in the balanced farm, in milliseconds of processor time.
-const EVEN_WORK_MS: usize = 8_000;
+const BALANCED_WORK_MS: usize = 8_000;
 
 /// Result of one run of a farm.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct FarmRun {
     seconds: f64,
-    /// One sentence per migration, which includes its reason.
+    /// One sentence for each migration for load balance. The sentence includes the reason.
     moves: Vec<String>,
-    /// Number of migrations before the first task ended.
+    /// Number of migrations for load balance before the first task ended.
     #[serde(default)]
     early_moves: usize,
     failed_moves: usize,
-    /// Starts, migrations and ends of tasks with their hosts, one line each. Times are in seconds
-    /// after the first start.
+    /// Starts, migrations and ends of tasks with their hosts, one element each. Times are in
+    /// seconds after the first start.
     #[serde(default)]
     course: Vec<String>,
 }
 
-/// The results of one repetition, which has its own tasks.
+/// The results of one repetition. Each repetition has different tasks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Repetition {
     /// Number of the repetition, which is also the seed of its tasks.
@@ -78,7 +78,7 @@ struct Repetition {
     work: Vec<f64>,
     /// Time of the best static assignment in seconds.
     best: f64,
-    /// Time in seconds that a scheduler could achieve without knowledge of the work, if migrations
+    /// Time in seconds that a scheduler could achieve without knowledge of the work if migrations
     /// cost nothing.
     blind: f64,
     /// Run with round-robin placement, without a resource manager.
@@ -87,7 +87,7 @@ struct Repetition {
     untold: FarmRun,
     /// Run under the resource manager, with declared work.
     told: FarmRun,
-    /// Run of the balanced farm, without declared work. `None` in old results.
+    /// Run of the balanced farm, without declared work. `None` in result files of earlier versions.
     #[serde(default)]
     even: Option<FarmRun>,
 }
@@ -95,7 +95,7 @@ struct Repetition {
 #[derive(Debug, Serialize)]
 struct Results {
     machine: MachineInfo,
-    shares: [f64; SHARES.len()],
+    shares: [f64; PROCESSOR_SHARES.len()],
     /// Seconds of processor time per unit of work.
     unit: f64,
     rounds: Vec<Repetition>,
@@ -104,128 +104,145 @@ struct Results {
 /// Settings of `bench balance`.
 #[derive(Clone, Debug)]
 pub struct BalanceSettings {
-    /// Folder in which our programs are installed.
+    /// Folder in which the programs of Sempa are installed.
     pub prefix: PathBuf,
-    /// True if the programs were built from these sources for this run.
-    pub own_build: bool,
-    /// Runs one repetition with a third of the work.
-    pub quick: bool,
-    /// Number of repetitions; `None` for the default.
-    pub repetitions: Option<usize>,
-    /// Numbers of the repetitions to run; the stored results of all others are retained. If empty,
-    /// all are run.
-    pub only: Vec<usize>,
+    /// True if the programs were built for this run.
+    pub is_own_build: bool,
+    /// True if one repetition with a third of the work is run.
+    pub is_quick: bool,
+    /// Number of repetitions; `None` for the default number.
+    pub repetition_count: Option<usize>,
+    /// Numbers of the repetitions to run; the stored results of the other repetitions are retained.
+    /// If empty, all repetitions are run.
+    pub selected_numbers: Vec<usize>,
     /// Folder to which the table and the JSON file are written.
-    pub results: PathBuf,
+    pub results_folder: PathBuf,
 }
 
 /// Runs the measurement and prints a table. Writes the table and JSON after each repetition.
-/// Returns true if the medians meet the goals.
+/// Returns true if the results meet the goals.
 pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
-    if let Some(missing) = requirements::lacks().or_else(limits::lacks) {
-        bail!("bench balance: {missing}");
+    if let Some(unmet_requirement) =
+        requirements::unmet_requirement().or_else(limits::unmet_cpu_requirement)
+    {
+        bail!("bench balance: {unmet_requirement}");
     }
-    let repetitions = settings.repetitions.unwrap_or(if settings.quick {
+    let repetition_count = settings.repetition_count.unwrap_or(if settings.is_quick {
         1
     } else {
-        DEFAULT_REPETITIONS
+        DEFAULT_REPETITION_COUNT
     });
-    let numbers: Vec<usize> = if settings.only.is_empty() {
-        (1..=repetitions).collect()
+    let repetition_numbers: Vec<usize> = if settings.selected_numbers.is_empty() {
+        (1..=repetition_count).collect()
     } else {
-        settings.only.clone()
+        settings.selected_numbers.clone()
     };
-    let file = settings.results.join("balance.json");
-    let mut rounds = if settings.only.is_empty() {
+    let results_file = settings.results_folder.join("balance.json");
+    let mut repetition_results = if settings.selected_numbers.is_empty() {
         Vec::new()
     } else {
-        stored_repetitions(&file)?
+        stored_repetitions(&results_file)?
     };
-    rounds.retain(|round: &Repetition| !numbers.contains(&round.number));
-    let mut machine = MachineInfo::describe(
-        settings.own_build,
-        rounds.len() + numbers.len(),
-        settings.quick,
+    repetition_results.retain(|round: &Repetition| !repetition_numbers.contains(&round.number));
+    let mut machine = MachineInfo::collect(
+        settings.is_own_build,
+        repetition_results.len() + repetition_numbers.len(),
+        settings.is_quick,
     );
-    let sides = [
-        UnequalHosts::new(&settings.prefix, &SHARES)?,
-        UnequalHosts::new(&settings.prefix, &SHARES)?,
+    let host_sets = [
+        UnequalHosts::new(&settings.prefix, &PROCESSOR_SHARES)?,
+        UnequalHosts::new(&settings.prefix, &PROCESSOR_SHARES)?,
     ];
-    let unit = std::thread::scope(|scope| {
+    let unit_s = std::thread::scope(|scope| {
         // The unit of work is measured on both sets at the same time, because two processors that
         // share a core are slower when both are in use.
-        let each = sides
+        let measurements = host_sets
             .each_ref()
-            .map(|side| scope.spawn(|| side.measure_unit_seconds()));
-        let each = each.map(|side| side.join().expect("it does not panic"));
-        each.into_iter()
+            .map(|measurement| scope.spawn(|| measurement.measure_unit_s()));
+        let measurements =
+            measurements.map(|measurement| measurement.join().expect("it does not panic"));
+        measurements
+            .into_iter()
             .sum::<Result<f64>>()
-            .map(|sum| sum / sides.len() as f64)
+            .map(|unit_sum| unit_sum / host_sets.len() as f64)
     })?;
-    fs::create_dir_all(&settings.results)
-        .with_context(|| settings.results.display().to_string())?;
-    let mut good = true;
-    for number in numbers {
+    fs::create_dir_all(&settings.results_folder)
+        .with_context(|| settings.results_folder.display().to_string())?;
+    let mut meets_goals = true;
+    for number in repetition_numbers {
         eprintln!("bench balance: repetition {number}");
-        rounds.push(run_repetition(&sides, unit, number, settings.quick)?);
-        rounds.sort_by_key(|round| round.number);
-        machine.update_load();
-        let (text, met) = table(&rounds);
-        let text = format!("{}{text}", machine.text());
-        fs::write(settings.results.join("balance.txt"), &text)?;
-        let all = Results {
+        repetition_results.push(run_repetition(
+            &host_sets,
+            unit_s,
+            number,
+            settings.is_quick,
+        )?);
+        repetition_results.sort_by_key(|round| round.number);
+        machine.update_load_after();
+        let (text, table_meets_goals) = format_table(&repetition_results);
+        let text = format!("{}{text}", machine.format());
+        fs::write(settings.results_folder.join("balance.txt"), &text)?;
+        let results = Results {
             machine: machine.clone(),
-            shares: SHARES,
-            unit,
-            rounds: rounds.clone(),
+            shares: PROCESSOR_SHARES,
+            unit: unit_s,
+            rounds: repetition_results.clone(),
         };
-        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")?;
-        println!("{text}written: {}", settings.results.display());
-        good = met;
+        fs::write(
+            &results_file,
+            serde_json::to_string_pretty(&results)? + "\n",
+        )?;
+        println!("{text}written: {}", settings.results_folder.display());
+        meets_goals = table_meets_goals;
     }
-    Ok(good)
+    Ok(meets_goals)
 }
 
-/// Reads the repetitions from an earlier run's JSON file. Returns none if the file does not exist.
+/// Reads the repetitions from an earlier run's JSON file. Returns an empty vector if the file does
+/// not exist.
 fn stored_repetitions(file: &Path) -> Result<Vec<Repetition>> {
     let Ok(text) = fs::read_to_string(file) else {
         return Ok(Vec::new());
     };
-    let mut all: Value = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
-    serde_json::from_value(all["rounds"].take()).with_context(|| file.display().to_string())
+    let mut results: Value =
+        serde_json::from_str(&text).with_context(|| file.display().to_string())?;
+    serde_json::from_value(results["rounds"].take()).with_context(|| file.display().to_string())
 }
 
 fn run_repetition(
-    sides: &[UnequalHosts; 2],
+    host_sets: &[UnequalHosts; 2],
     unit: f64,
     number: usize,
     quick: bool,
 ) -> Result<Repetition> {
-    let (mut rng, (least, most)) = (Rng::new(number as u64), WORK_MS);
-    let less = if quick { QUICK_DIVISOR } else { 1 };
-    let ms: Vec<usize> = (0..FARM_TASKS)
-        .map(|_| (least + rng.below(most - least)) / less)
+    let (mut rng, (least, most)) = (Rng::new(number as u64), WORK_RANGE_MS);
+    let less = if quick { QUICK_WORK_DIVISOR } else { 1 };
+    let ms: Vec<usize> = (0..FARM_TASK_COUNT)
+        .map(|_| (least + rng.next_below(most - least)) / less)
         .collect();
     let units: Vec<u32> = ms
         .iter()
         .map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1))
         .collect();
     let work: Vec<f64> = units.iter().map(|units| f64::from(*units) * unit).collect();
-    let hosts = SHARES.map(|share| HostSpeed {
+    let hosts = PROCESSOR_SHARES.map(|share| HostCapacity {
         work_per_second: share,
-        processors: 1.0,
+        processor_count: 1.0,
     });
     let (best, blind) = (
-        best_seconds(&hosts, &work),
-        uninformed_seconds(&hosts, &work),
+        best_completion_s(&hosts, &work),
+        uninformed_completion_s(&hosts, &work),
     );
     eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
-    let even =
-        vec![((EVEN_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1); EVEN_TASKS];
+    let even = vec![
+        ((BALANCED_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1);
+        BALANCED_TASK_COUNT
+    ];
     let (in_turn, [untold, told, even]) = std::thread::scope(|scope| {
-        let in_turn = scope.spawn(|| run_farm(&sides[0], None, &units));
+        let in_turn = scope.spawn(|| run_farm(&host_sets[0], None, &units));
         let ways = [(None, &units), (Some(unit), &units), (None, &even)];
-        let [untold, told, even] = ways.map(|(told, units)| run_farm(&sides[1], Some(told), units));
+        let [untold, told, even] =
+            ways.map(|(told, units)| run_farm(&host_sets[1], Some(told), units));
         anyhow::Ok((
             in_turn.join().expect("it does not panic")?,
             [untold?, told?, even?],
@@ -243,34 +260,39 @@ fn run_repetition(
     })
 }
 
-/// Runs a farm once. If `managed` is `None`, no resource manager runs. Its inner value is the
-/// number of seconds per unit of work that tasks declare; `None` if they declare nothing.
-fn run_farm(hosts: &UnequalHosts, managed: Option<Option<f64>>, units: &[u32]) -> Result<FarmRun> {
-    let vm = hosts.start()?;
-    let manager = managed
+/// Runs a farm once. If `rm_declared_unit_s` is `None`, no resource manager runs. The inner value is the
+/// number of seconds per unit of work that the tasks declare; if it is `None`, they declare
+/// nothing.
+fn run_farm(
+    hosts: &UnequalHosts,
+    rm_declared_unit_s: Option<Option<f64>>,
+    units: &[u32],
+) -> Result<FarmRun> {
+    let vm = hosts.start_vm()?;
+    let rm = rm_declared_unit_s
         .map(|_| hosts.start_resource_manager(&vm))
         .transpose()?;
-    if manager.is_some() {
+    if rm.is_some() {
         std::thread::sleep(LOAD_REPORT_DELAY);
     }
-    let done = hosts
-        .start_farm(&vm, managed.flatten(), units)?
-        .finish(FARM_TIMEOUT);
-    let harvest = FarmResult::parse(
-        &done
-            .and_then(|done| done.expect_success("the farm"))
-            .with_context(|| vm.logs())?
-            .out,
+    let result = hosts
+        .start_farm(&vm, rm_declared_unit_s.flatten(), units)?
+        .wait_or_kill(FARM_TIMEOUT);
+    let farm_result = FarmResult::parse(
+        &result
+            .and_then(|result| result.expect_success("the farm"))
+            .with_context(|| vm.events_and_logs())?
+            .stdout,
     )?;
-    let right =
-        harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.is_correct);
+    let is_correct = farm_result.tasks.len() == units.len()
+        && farm_result.tasks.iter().all(|task| task.is_correct);
     ensure!(
-        right,
-        "a task was lost or did something else: {harvest:?}\n{}",
-        vm.logs()
+        is_correct,
+        "a task was lost or did something else: {farm_result:?}\n{}",
+        vm.events_and_logs()
     );
     let events = vm.events()?;
-    let for_load = |entry: &&EventEntry| {
+    let is_load_migration = |entry: &&EventEntry| {
         matches!(
             entry.kind,
             EventKind::Migrated {
@@ -279,32 +301,33 @@ fn run_farm(hosts: &UnequalHosts, managed: Option<Option<f64>>, units: &[u32]) -
             }
         )
     };
-    let ended = |entry: &EventEntry| match &entry.kind {
-        EventKind::TaskEnded { tid, .. } => {
-            harvest.tasks.iter().any(|task| task.tid == tid.to_string())
-        }
+    let is_task_end = |entry: &EventEntry| match &entry.kind {
+        EventKind::TaskEnded { tid, .. } => farm_result
+            .tasks
+            .iter()
+            .any(|task| task.tid == tid.to_string()),
         _ => false,
     };
     let early_moves = events
         .iter()
-        .take_while(|entry| !ended(entry))
-        .filter(for_load)
+        .take_while(|entry| !is_task_end(entry))
+        .filter(is_load_migration)
         .count();
-    let course = course_lines(&events, &harvest);
+    let course = course_lines(&events, &farm_result);
     let moves: Vec<String> = events
         .iter()
-        .filter(for_load)
+        .filter(is_load_migration)
         .map(|entry| entry.text.clone())
         .collect();
     let failed_moves = events
         .iter()
         .filter(|entry| matches!(entry.kind, EventKind::MigrationFailed { .. }))
         .count();
-    vm.halt()?;
-    drop(manager);
-    let seconds = harvest.elapsed_us as f64 / 1e6;
+    vm.halt_and_wait()?;
+    drop(rm);
+    let seconds = farm_result.elapsed_us as f64 / 1e6;
     eprintln!(
-        "bench balance: {managed:?}: {seconds:.1} s, {} migrations, {failed_moves} failed",
+        "bench balance: {rm_declared_unit_s:?}: {seconds:.1} s, {} migrations, {failed_moves} failed",
         moves.len()
     );
     moves.iter().for_each(|text| eprintln!("  {text}"));
@@ -317,40 +340,46 @@ fn run_farm(hosts: &UnequalHosts, managed: Option<Option<f64>>, units: &[u32]) -
     })
 }
 
-/// Returns the starts, migrations and ends of the farm's tasks in order of time, one line each.
-fn course_lines(events: &[EventEntry], harvest: &FarmResult) -> Vec<String> {
-    let units = |tid: &Tid| {
-        harvest
+/// Returns the starts, migrations and ends of the farm's tasks in order of time, one element each.
+fn course_lines(events: &[EventEntry], farm_result: &FarmResult) -> Vec<String> {
+    let unit_count = |tid: &Tid| {
+        farm_result
             .tasks
             .iter()
             .find(|task| task.tid == tid.to_string())
-            .map(|task| task.units)
+            .map(|task| task.unit_count)
     };
-    let line = |entry: &EventEntry| match &entry.kind {
+    let format_event = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, .. } => Some(format!(
             "{tid} of {} units starts on {}",
-            units(tid)?,
+            unit_count(tid)?,
             entry.host.as_deref().unwrap_or("?")
         )),
-        EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
+        EventKind::TaskEnded { tid, .. } => unit_count(tid).map(|_| format!("{tid} ends")),
         EventKind::Migrated { tid, from, to, .. } => {
-            units(tid).map(|_| format!("{tid} migrated from {from} to {to}"))
+            unit_count(tid).map(|_| format!("{tid} migrated from {from} to {to}"))
         }
         _ => None,
     };
-    let all: Vec<(u64, String)> = events
+    let lines: Vec<(u64, String)> = events
         .iter()
-        .filter_map(|entry| Some((entry.at_us, line(entry)?)))
+        .filter_map(|entry| Some((entry.at_us, format_event(entry)?)))
         .collect();
-    let first = all.first().map_or(0, |(at, _)| *at);
-    all.into_iter()
-        .map(|(at, text)| format!("{:.1} {text}", at.saturating_sub(first) as f64 / 1e6))
+    let first_at_us = lines.first().map_or(0, |(at_us, _)| *at_us);
+    lines
+        .into_iter()
+        .map(|(at_us, text)| {
+            format!(
+                "{:.1} {text}",
+                at_us.saturating_sub(first_at_us) as f64 / 1e6
+            )
+        })
         .collect()
 }
 
-/// Returns the table as text, and true if the goals are met.
-fn table(rounds: &[Repetition]) -> (String, bool) {
-    let head = [
+/// Returns the table as text, and true if the results meet the goals.
+fn format_table(repetitions: &[Repetition]) -> (String, bool) {
+    let column_titles = [
         "",
         "seconds",
         "of the best",
@@ -360,74 +389,88 @@ fn table(rounds: &[Repetition]) -> (String, bool) {
     ];
     let mut text = format!(
         "{:46} {:>8} {:>12} {:>13} {:>6} {:>7}\n",
-        head[0], head[1], head[2], head[3], head[4], head[5]
+        column_titles[0],
+        column_titles[1],
+        column_titles[2],
+        column_titles[3],
+        column_titles[4],
+        column_titles[5]
     );
-    let middle = |of: &dyn Fn(&Repetition) -> f64| {
-        median(rounds.iter().map(of).collect()).unwrap_or(f64::NAN)
+    let median_of = |select: &dyn Fn(&Repetition) -> f64| {
+        median(repetitions.iter().map(select).collect()).unwrap_or(f64::NAN)
     };
-    let mut line = |name: &str,
-                    seconds: &dyn Fn(&Repetition) -> f64,
-                    once: Option<&dyn Fn(&Repetition) -> &FarmRun>| {
-        let over = middle(&|round| seconds(round) / round.best);
-        let faster = middle(&|round| round.in_turn.seconds / seconds(round));
+    let mut add_line = |name: &str,
+                        seconds: &dyn Fn(&Repetition) -> f64,
+                        farm_run: Option<&dyn Fn(&Repetition) -> &FarmRun>| {
+        let ratio_to_best = median_of(&|repetition| seconds(repetition) / repetition.best);
+        let speedup = median_of(&|repetition| repetition.in_turn.seconds / seconds(repetition));
         text.push_str(&format!(
-            "{name:46} {:>8.1} {over:>11.2}x {faster:>12.2}x",
-            middle(seconds)
+            "{name:46} {:>8.1} {ratio_to_best:>11.2}x {speedup:>12.2}x",
+            median_of(seconds)
         ));
-        if let Some(once) = once {
-            let sum = |of: fn(&FarmRun) -> usize| {
-                rounds.iter().map(|round| of(once(round))).sum::<usize>()
+        if let Some(farm_run) = farm_run {
+            let sum_of_runs = |select: fn(&FarmRun) -> usize| {
+                repetitions
+                    .iter()
+                    .map(|repetition| select(farm_run(repetition)))
+                    .sum::<usize>()
             };
             text.push_str(&format!(
                 " {:>6} {:>7}",
-                sum(|once| once.moves.len()),
-                sum(|once| once.failed_moves)
+                sum_of_runs(|farm_run| farm_run.moves.len()),
+                sum_of_runs(|farm_run| farm_run.failed_moves)
             ));
         }
         text.push('\n');
-        (over, faster)
+        (ratio_to_best, speedup)
     };
-    line(
+    add_line(
         "the best assignment, by trying all",
-        &|round| round.best,
+        &|repetition| repetition.best,
         None,
     );
-    line(
+    add_line(
         "as good as without knowing the tasks",
-        &|round| round.blind,
+        &|repetition| repetition.blind,
         None,
     );
-    line(
+    add_line(
         "in turn, without resource manager",
-        &|round| round.in_turn.seconds,
-        Some(&|round| &round.in_turn),
+        &|repetition| repetition.in_turn.seconds,
+        Some(&|repetition| &repetition.in_turn),
     );
-    let untold = line(
+    let undeclared_ratios = add_line(
         "pvm-rm --balance, work not told",
-        &|round| round.untold.seconds,
-        Some(&|round| &round.untold),
+        &|repetition| repetition.untold.seconds,
+        Some(&|repetition| &repetition.untold),
     );
-    let told = line(
+    let declared_ratios = add_line(
         "pvm-rm --balance, work told",
-        &|round| round.told.seconds,
-        Some(&|round| &round.told),
+        &|repetition| repetition.told.seconds,
+        Some(&|repetition| &repetition.told),
     );
-    let met = [untold, told]
+    let meets_ratios =
+        [undeclared_ratios, declared_ratios]
+            .iter()
+            .all(|(ratio_to_best, speedup)| {
+                *ratio_to_best <= RATIO_TO_BEST_MAX && *speedup >= SPEEDUP_MIN
+            });
+    let balanced_runs: Vec<&FarmRun> = repetitions
         .iter()
-        .all(|(over, faster)| *over <= RATIO_TO_BEST_MAX && *faster >= SPEEDUP_MIN);
-    let even: Vec<&FarmRun> = rounds
-        .iter()
-        .filter_map(|round| round.even.as_ref())
+        .filter_map(|repetition| repetition.even.as_ref())
         .collect();
-    let disturbed = even.iter().map(|once| once.early_moves).sum::<usize>();
-    let good = met && disturbed == 0;
+    let early_migration_count = balanced_runs
+        .iter()
+        .map(|farm_run| farm_run.early_moves)
+        .sum::<usize>();
+    let meets_goals = meets_ratios && early_migration_count == 0;
     text.push_str(&format!(
-        "{} farms of {EVEN_TASKS} equal tasks, in balance from the beginning: {disturbed} moves before one had ended; goal: none\n",
-        even.len()
+        "{} farms of {BALANCED_TASK_COUNT} equal tasks, in balance from the beginning: {early_migration_count} moves before one had ended; goal: none\n",
+        balanced_runs.len()
     ));
     text.push_str(&format!(
-        "medians of {} farms of {FARM_TASKS} tasks, moves of all; goal: {RATIO_TO_BEST_MAX}x of the best, {SPEEDUP_MIN}x faster than in turn\n",
-        rounds.len()
+        "medians of {} farms of {FARM_TASK_COUNT} tasks, moves of all; goal: {RATIO_TO_BEST_MAX}x of the best, {SPEEDUP_MIN}x faster than in turn\n",
+        repetitions.len()
     ));
-    (text, good)
+    (text, meets_goals)
 }

@@ -5,22 +5,22 @@ use crate::figures::{MeasurementFailure, System, TimeSummaries, combine_repetiti
 use crate::netpipe;
 use crate::plot::{Chart, Series};
 use crate::rows::VmSetup;
-use crate::systems::{ProgramRun, RunningSystems, SystemResult, new_beds};
+use crate::systems::{ProgramRun, RunningSystems, SystemResult, new_testbeds};
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Names of the curves, for selection by `--only`.
-pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
+/// Names of the curves, with which `--only` selects them.
+pub(crate) const CURVE_NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
 
 /// Number of repetitions of each point in a full run.
-const REPETITIONS_FULL: usize = 5;
+const FULL_REPETITION_COUNT: usize = 5;
 /// Number of repetitions of each point in a quick run.
-const REPETITIONS_QUICK: usize = 1;
-/// Maximum number of bytes that one point of the size curve sends. It limits the number of rounds
-/// with large messages.
+const QUICK_REPETITION_COUNT: usize = 1;
+/// Maximum number of bytes that are sent for one point of the size curve. It limits the number of
+/// rounds with large messages.
 const POINT_BYTES_MAX: usize = 64 << 20;
-const SIZES: [usize; 10] = [
+const MESSAGE_SIZES: [usize; 10] = [
     8,
     64,
     512,
@@ -32,9 +32,9 @@ const SIZES: [usize; 10] = [
     4 << 20,
     16 << 20,
 ];
-const TASKS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
-const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
-const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
+const TASK_COUNTS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
+const PEER_COUNTS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
+const HOST_COUNTS: [usize; 5] = [2, 4, 8, 16, 32];
 
 /// The charts of a run, and the measurements that failed.
 #[derive(Debug, Default)]
@@ -43,10 +43,10 @@ pub(crate) struct CurveResults {
     pub(crate) failures: Vec<MeasurementFailure>,
 }
 
-/// Identifies a line of a chart: the system, and true if the tasks request PVM's direct route.
+/// Identifies a line of a chart: the system, and true if the tasks request PVM's direct routes.
 type LineKey = (System, bool);
 
-const ALL_LINES: [LineKey; 6] = [
+const ALL_LINE_KEYS: [LineKey; 6] = [
     (System::Pvm, false),
     (System::Pvm, true),
     (System::Sempa, false),
@@ -54,37 +54,42 @@ const ALL_LINES: [LineKey; 6] = [
     (System::OpenMpi, false),
     (System::Mpich, false),
 ];
-const PVM_LINES: [LineKey; 4] = [
+const PVM_LINE_KEYS: [LineKey; 4] = [
     (System::Pvm, false),
     (System::Pvm, true),
     (System::Sempa, false),
     (System::Sempa, true),
 ];
 
-/// Measures the curve `name` on new virtual machines.
-pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<CurveResults> {
+/// Measures the curve `name` on new virtual machines of PVM and Sempa.
+pub(crate) fn measure_curve(prefix: &Path, name: &str, is_quick: bool) -> Result<CurveResults> {
     let mut curves = CurveResults::default();
     if name == "hosts" {
-        curves.hosts(prefix, quick)?;
+        curves.measure_hosts(prefix, is_quick)?;
         return Ok(curves);
     }
-    let (theirs, ours) = new_beds(prefix, 1)?;
-    let peers = RunningSystems::start(&theirs, &ours, VmSetup::OneHost)?;
+    let (pvm_testbed, sempa_testbed) = new_testbeds(prefix, 1)?;
+    let systems = RunningSystems::start(&pvm_testbed, &sempa_testbed, VmSetup::OneHost)?;
     match name {
-        "sizes" => curves.sizes(&peers, quick),
+        "sizes" => curves.measure_sizes(&systems, is_quick),
         "tasks" => {
-            let count = rounds_option(if quick { 200 } else { 1000 });
-            let words =
-                |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), count.clone()];
-            let lines = curves.sweep(
-                &peers,
+            let round_count_option = format_rounds_option(if is_quick { 200 } else { 1000 });
+            let arguments = |n: usize| {
+                vec![
+                    "rtt".to_string(),
+                    format!("idle={}", n - 2),
+                    round_count_option.clone(),
+                ]
+            };
+            let lines = curves.measure_lines(
+                &systems,
                 name,
-                &PVM_LINES,
-                selected_points(&TASKS, quick),
-                quick,
-                words,
+                &PVM_LINE_KEYS,
+                selected_points(&TASK_COUNTS, is_quick),
+                is_quick,
+                arguments,
             );
-            curves.latency(
+            curves.add_latency_chart(
                 name,
                 "round trip of 8 B beside tasks that wait",
                 "tasks on the host",
@@ -92,95 +97,109 @@ pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<CurveRes
             );
         }
         "peers" => {
-            let words = |n: usize| {
+            let arguments = |n: usize| {
                 vec![
                     "fan".to_string(),
                     format!("tasks={n}"),
-                    rounds_option((2000 / n).clamp(3, 200)),
-                    warm_option(1),
+                    format_rounds_option((2000 / n).clamp(3, 200)),
+                    format_warm_option(1),
                 ]
             };
-            let lines = curves.sweep(
-                &peers,
+            let lines = curves.measure_lines(
+                &systems,
                 name,
-                &PVM_LINES,
-                selected_points(&PEERS, quick),
-                quick,
-                words,
+                &PVM_LINE_KEYS,
+                selected_points(&PEER_COUNTS, is_quick),
+                is_quick,
+                arguments,
             );
-            curves.latency(
+            curves.add_latency_chart(
                 name,
                 "round trip of 8 B with many peers in turn",
                 "peers of one task",
                 lines,
             );
         }
-        _ => curves.netpipe(&peers, quick),
+        _ => curves.measure_netpipe(&systems, is_quick),
     }
-    peers.halt()?;
+    systems.halt()?;
     Ok(curves)
 }
 
-fn warm_option(count: usize) -> String {
-    format!("warm={count}")
+fn format_warm_option(round_count: usize) -> String {
+    format!("warm={round_count}")
 }
 
-fn rounds_option(count: usize) -> String {
-    format!("rounds={count}")
+fn format_rounds_option(round_count: usize) -> String {
+    format!("rounds={round_count}")
 }
 
-/// Returns the number of repetitions of each point.
-fn repetitions(quick: bool) -> usize {
-    if quick {
-        REPETITIONS_QUICK
+/// Returns the number of repetitions for each point.
+fn repetition_count(is_quick: bool) -> usize {
+    if is_quick {
+        QUICK_REPETITION_COUNT
     } else {
-        REPETITIONS_FULL
+        FULL_REPETITION_COUNT
     }
 }
 
-/// Returns the indexes below `count` that are not in `failed`, in the order in which a repetition
-/// measures the systems. Every second repetition reverses the order, because the first system may
-/// find cold caches.
-fn system_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<usize> {
-    let mut all: Vec<usize> = (0..count).filter(|place| !failed.contains(place)).collect();
+/// Returns the indexes below `system_count` that are not in `failed_indexes`, in the order in which a repetition
+/// measures the systems. Every second repetition reverses the order, because caches may be cold for
+/// the system that is measured first.
+fn system_order(
+    system_count: usize,
+    repetition: usize,
+    failed_indexes: &BTreeSet<usize>,
+) -> Vec<usize> {
+    let mut indexes: Vec<usize> = (0..system_count)
+        .filter(|index| !failed_indexes.contains(index))
+        .collect();
     if repetition % 2 == 1 {
-        all.reverse();
+        indexes.reverse();
     }
-    all
+    indexes
 }
 
-/// Adds a point to a line, with the median and the 99th percentile of the repetitions.
+/// Adds a point to a line: the medians, over all repetitions, of the median and of the 99th
+/// percentile.
 fn add_point(series: &mut Series, x: f64, repetitions: &[TimeSummaries]) {
-    if let Some(trip) = combine_repetitions(repetitions, "rtt") {
-        series.points.push((x, trip.median_us));
-        series.p99.push((x, trip.p99_us));
+    if let Some(round_trip) = combine_repetitions(repetitions, "rtt") {
+        series.points.push((x, round_trip.median_us));
+        series.p99.push((x, round_trip.p99_us));
     }
 }
 
-fn selected_points(points: &[usize], quick: bool) -> &[usize] {
-    if quick { &points[..3] } else { points }
+fn selected_points(points: &[usize], is_quick: bool) -> &[usize] {
+    if is_quick { &points[..3] } else { points }
 }
 
 impl CurveResults {
-    fn sizes(&mut self, peers: &RunningSystems, quick: bool) {
-        let words = |size: usize| {
-            let count = (POINT_BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
-            let pinned = "cores=0,1".to_string();
+    fn measure_sizes(&mut self, systems: &RunningSystems, is_quick: bool) {
+        let arguments = |size: usize| {
+            let round_count = (POINT_BYTES_MAX / size).clamp(5, if is_quick { 200 } else { 2000 });
+            let cores_option = "cores=0,1".to_string();
             vec![
                 "rtt".to_string(),
                 format!("size={size}"),
-                pinned,
-                rounds_option(count),
-                warm_option((count / 10).max(1)),
+                cores_option,
+                format_rounds_option(round_count),
+                format_warm_option((round_count / 10).max(1)),
             ]
         };
-        let lines = self.sweep(peers, "sizes", &ALL_LINES, &SIZES, quick, words);
-        let speed = |series: &Series| Series {
+        let lines = self.measure_lines(
+            systems,
+            "sizes",
+            &ALL_LINE_KEYS,
+            &MESSAGE_SIZES,
+            is_quick,
+            arguments,
+        );
+        let bandwidth = |series: &Series| Series {
             name: series.name.clone(),
             points: series
                 .points
                 .iter()
-                .map(|(size, us)| (*size, 2.0 * size / us))
+                .map(|(size, round_trip_us)| (*size, 2.0 * size / round_trip_us))
                 .collect(),
             ..Series::default()
         };
@@ -190,9 +209,9 @@ impl CurveResults {
             x: "bytes of a message".to_string(),
             y: "MB/s".to_string(),
             more_is_better: true,
-            series: lines.iter().map(speed).collect(),
+            series: lines.iter().map(bandwidth).collect(),
         });
-        self.latency(
+        self.add_latency_chart(
             "latency",
             "round trip on one host: time over message size",
             "bytes of a message",
@@ -200,7 +219,7 @@ impl CurveResults {
         );
     }
 
-    fn latency(&mut self, name: &str, title: &str, x: &str, series: Vec<Series>) {
+    fn add_latency_chart(&mut self, name: &str, title: &str, x: &str, series: Vec<Series>) {
         let (name, title, x) = (name.to_string(), title.to_string(), x.to_string());
         self.charts.push(Chart {
             name,
@@ -212,49 +231,52 @@ impl CurveResults {
         });
     }
 
-    /// Runs the measuring program for each point and each line, and returns the lines. The lines
-    /// take turns within a repetition. A line ends at the first point where the program fails.
-    fn sweep(
+    /// Runs the measuring program for each point and each line, and returns the lines. Each
+    /// repetition measures all lines, one after another. A line ends at the first point for which
+    /// the program fails.
+    fn measure_lines(
         &mut self,
-        peers: &RunningSystems,
+        systems: &RunningSystems,
         name: &str,
         lines: &[LineKey],
         points: &[usize],
-        quick: bool,
-        words: impl Fn(usize) -> Vec<String>,
+        is_quick: bool,
+        arguments: impl Fn(usize) -> Vec<String>,
     ) -> Vec<Series> {
-        let named = |(system, direct): &LineKey| match (system.is_pvm(), direct) {
+        let line_name = |(system, is_direct): &LineKey| match (system.uses_pvm_calls(), is_direct) {
             (true, true) => format!("{}, direct", system.name()),
             _ => system.name().to_string(),
         };
         let mut series: Vec<Series> = lines
             .iter()
             .map(|line| Series {
-                name: named(line),
+                name: line_name(line),
                 ..Series::default()
             })
             .collect();
-        let mut ended = BTreeSet::new();
+        let mut failed_lines = BTreeSet::new();
         for point in points {
             eprintln!("bench peers: {name} {point}");
-            let mut given = vec![SystemResult::default(); lines.len()];
-            for repetition in 0..repetitions(quick) {
-                for place in system_order(lines.len(), repetition, &ended) {
-                    let (system, direct) = &lines[place];
-                    let mut all = words(*point);
-                    all.push(format!("direct={}", u8::from(*direct)));
-                    let call = ProgramRun {
-                        args: &all,
-                        ranks: 2,
-                        oversubscribed: false,
-                        on_two_hosts: false,
+            let mut results = vec![SystemResult::default(); lines.len()];
+            for repetition in 0..repetition_count(is_quick) {
+                for line_index in system_order(lines.len(), repetition, &failed_lines) {
+                    let (system, is_direct) = &lines[line_index];
+                    let mut program_arguments = arguments(*point);
+                    program_arguments.push(format!("direct={}", u8::from(*is_direct)));
+                    let program_run = ProgramRun {
+                        args: &program_arguments,
+                        mpi_ranks: 2,
+                        is_oversubscribed: false,
+                        uses_two_hosts: false,
                     };
-                    match peers.run(*system, &call) {
-                        Ok(samples) => given[place].repetitions.push(samples),
+                    match systems.run_measuring_program(*system, &program_run) {
+                        Ok(samples) => results[line_index].repetitions.push(samples),
                         Err(error) => {
-                            ended.insert(place);
-                            let text =
-                                format!("{name} {point}, {}: {error:#}", named(&lines[place]));
+                            failed_lines.insert(line_index);
+                            let text = format!(
+                                "{name} {point}, {}: {error:#}",
+                                line_name(&lines[line_index])
+                            );
                             self.failures.push(MeasurementFailure {
                                 system: *system,
                                 text,
@@ -263,36 +285,36 @@ impl CurveResults {
                     }
                 }
             }
-            for (given, series) in given.iter().zip(&mut series) {
-                add_point(series, *point as f64, &given.repetitions);
+            for (results, series) in results.iter().zip(&mut series) {
+                add_point(series, *point as f64, &results.repetitions);
             }
         }
         series
     }
 
-    /// Runs NPpvm on both systems in turn. Each run yields one time for each message size that
-    /// NPpvm has chosen.
-    fn netpipe(&mut self, peers: &RunningSystems, quick: bool) {
+    /// Runs NPpvm alternately on both systems. Each run measures one time for each message size
+    /// that NPpvm has selected.
+    fn measure_netpipe(&mut self, running_systems: &RunningSystems, is_quick: bool) {
         let systems = [System::Pvm, System::Sempa];
         let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
-        let mut ended = BTreeSet::new();
-        for repetition in 0..repetitions(quick) {
-            for place in system_order(systems.len(), repetition, &ended) {
-                let system = systems[place];
+        let mut failed_systems = BTreeSet::new();
+        for repetition in 0..repetition_count(is_quick) {
+            for system_index in system_order(systems.len(), repetition, &failed_systems) {
+                let system = systems[system_index];
                 eprintln!(
                     "bench peers: NPpvm on {} ({} of {})",
                     system.name(),
                     repetition + 1,
-                    repetitions(quick)
+                    repetition_count(is_quick)
                 );
-                match netpipe::run_netpipe(peers, system, quick) {
+                match netpipe::run_netpipe(running_systems, system, is_quick) {
                     Ok(points) => {
                         points.into_iter().for_each(|(size, us)| {
-                            times[place].entry(size as u64).or_default().push(us)
+                            times[system_index].entry(size as u64).or_default().push(us)
                         });
                     }
                     Err(error) => {
-                        ended.insert(place);
+                        failed_systems.insert(system_index);
                         self.failures.push(MeasurementFailure {
                             system,
                             text: format!("NPpvm on {}: {error:#}", system.name()),
@@ -304,7 +326,7 @@ impl CurveResults {
         let line = |(system, times): (System, BTreeMap<u64, Vec<f64>>)| {
             let points = times
                 .into_iter()
-                .filter_map(|(size, all)| Some((size as f64, median(all)?)));
+                .filter_map(|(size, times_us)| Some((size as f64, median(times_us)?)));
             Series {
                 name: system.name().to_string(),
                 points: points.collect(),
@@ -317,7 +339,7 @@ impl CurveResults {
             .map(line)
             .filter(|line| !line.points.is_empty())
             .collect();
-        self.latency(
+        self.add_latency_chart(
             "netpipe",
             "NPpvm on one host: time of one way",
             "bytes of a message",
@@ -327,77 +349,83 @@ impl CurveResults {
 
     /// Measures round trips between a task on h1 and one task on each other host, for increasing
     /// numbers of hosts. All daemons run on this machine.
-    fn hosts(&mut self, prefix: &Path, quick: bool) -> Result<()> {
-        let points = selected_points(&HOSTS, quick);
-        let most = points.last().copied().unwrap_or(2);
-        let (theirs, ours) = new_beds(prefix, most)?;
-        let peers = RunningSystems::start(&theirs, &ours, VmSetup::OneHost)?;
+    fn measure_hosts(&mut self, prefix: &Path, is_quick: bool) -> Result<()> {
+        let points = selected_points(&HOST_COUNTS, is_quick);
+        let host_count_max = points.last().copied().unwrap_or(2);
+        let (pvm_testbed, sempa_testbed) = new_testbeds(prefix, host_count_max)?;
+        let running_systems =
+            RunningSystems::start(&pvm_testbed, &sempa_testbed, VmSetup::OneHost)?;
         let systems = [System::Pvm, System::Sempa];
         let mut series = systems.map(|system| Series {
             name: system.name().to_string(),
             ..Series::default()
         });
-        let (mut up, mut ended) = (1, BTreeSet::new());
+        let (mut added_host_count, mut failed_systems) = (1, BTreeSet::new());
         for point in points {
             eprintln!("bench peers: hosts {point}");
-            let names = |from: usize| {
-                (from..=*point)
+            let names = |first_host: usize| {
+                (first_host..=*point)
                     .map(|i| format!("h{i}"))
                     .collect::<Vec<_>>()
                     .join(",")
             };
-            let add = [
+            let add_arguments = [
                 "add_hosts".to_string(),
                 "keep=1".to_string(),
-                format!("host={}", names(up + 1)),
+                format!("host={}", names(added_host_count + 1)),
             ];
-            let all = [
+            let measure_arguments = [
                 "fan".to_string(),
                 format!("tasks={}", point - 1),
                 format!("host={}", names(2)),
-                rounds_option(100),
-                warm_option(5),
+                format_rounds_option(100),
+                format_warm_option(5),
             ];
-            let mut given = [const { Vec::new() }; 2];
-            // Turn 0 adds the hosts to both virtual machines. The following turns are the
-            // repetitions.
-            for turn in 0..=repetitions(quick) {
-                for place in system_order(systems.len(), turn, &ended) {
-                    let words: &[String] = if turn == 0 { &add } else { &all };
-                    match peers.run(
-                        systems[place],
+            let mut summaries = [const { Vec::new() }; 2];
+            // Turn 0 adds the hosts to both virtual machines. Each later turn is a repetition.
+            for turn in 0..=repetition_count(is_quick) {
+                for system_index in system_order(systems.len(), turn, &failed_systems) {
+                    let arguments: &[String] = if turn == 0 {
+                        &add_arguments
+                    } else {
+                        &measure_arguments
+                    };
+                    match running_systems.run_measuring_program(
+                        systems[system_index],
                         &ProgramRun {
-                            args: words,
-                            ranks: 2,
-                            oversubscribed: false,
-                            on_two_hosts: false,
+                            args: arguments,
+                            mpi_ranks: 2,
+                            is_oversubscribed: false,
+                            uses_two_hosts: false,
                         },
                     ) {
-                        Ok(samples) => given[place].push(samples),
+                        Ok(samples) => summaries[system_index].push(samples),
                         Err(error) => {
-                            ended.insert(place);
-                            let text =
-                                format!("hosts {point}, {}: {error:#}", systems[place].name());
+                            failed_systems.insert(system_index);
+                            let text = format!(
+                                "hosts {point}, {}: {error:#}",
+                                systems[system_index].name()
+                            );
                             self.failures.push(MeasurementFailure {
-                                system: systems[place],
+                                system: systems[system_index],
                                 text,
                             });
                         }
                     }
                 }
             }
-            for (given, series) in given.iter().zip(&mut series) {
-                add_point(series, *point as f64, given);
+            for (summaries, series) in summaries.iter().zip(&mut series) {
+                add_point(series, *point as f64, summaries);
             }
-            up = *point;
+            added_host_count = *point;
         }
-        self.latency(
+        self.add_latency_chart(
             "hosts",
             "round trip of 8 B with a task on each other host",
             "hosts",
             series.to_vec(),
         );
-        peers.halt()
+        running_systems.halt()
     }
 }
 
@@ -405,12 +433,11 @@ impl CurveResults {
 mod tests {
     use super::*;
 
-    /// Every second repetition reverses the order of the systems.
     #[test]
     fn every_second_repetition_reverses_order() {
-        let ended = BTreeSet::from([1]);
-        assert_eq!(system_order(3, 0, &ended), [0, 2]);
-        assert_eq!(system_order(3, 1, &ended), [2, 0]);
+        let failed = BTreeSet::from([1]);
+        assert_eq!(system_order(3, 0, &failed), [0, 2]);
+        assert_eq!(system_order(3, 1, &failed), [2, 0]);
         assert_eq!(system_order(3, 2, &BTreeSet::new()), [0, 1, 2]);
     }
 }

@@ -1,4 +1,4 @@
-//! Parses the times that measured programs print, and combines repetitions.
+//! Parses the times that measuring programs print, and combines repetitions.
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -17,21 +17,21 @@ pub enum System {
 
 impl System {
     /// All systems, in the order of the columns of the table.
-    pub const ALL: [System; 4] = [System::Pvm, System::Sempa, System::OpenMpi, System::Mpich];
+    pub const ALL: [Self; 4] = [Self::Pvm, Self::Sempa, Self::OpenMpi, Self::Mpich];
 
     /// Returns the name of the system in the table.
     pub fn name(self) -> &'static str {
         match self {
-            System::Pvm => "PVM 3.4.6",
-            System::Sempa => "Sempa",
-            System::OpenMpi => "Open MPI",
-            System::Mpich => "MPICH",
+            Self::Pvm => "PVM 3.4.6",
+            Self::Sempa => "Sempa",
+            Self::OpenMpi => "Open MPI",
+            Self::Mpich => "MPICH",
         }
     }
 
-    /// True for the systems that run the measuring program with PVM calls.
-    pub(crate) fn is_pvm(self) -> bool {
-        matches!(self, System::Pvm | System::Sempa)
+    /// True for the systems whose measuring program uses PVM calls.
+    pub(crate) fn uses_pvm_calls(self) -> bool {
+        matches!(self, Self::Pvm | Self::Sempa)
     }
 }
 
@@ -39,7 +39,7 @@ impl System {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MeasurementFailure {
     pub(crate) system: System,
-    /// The name of the measurement and the reason of the failure.
+    /// The name of the measurement and the reason for the failure.
     pub(crate) text: String,
 }
 
@@ -49,21 +49,21 @@ impl Serialize for MeasurementFailure {
     }
 }
 
-/// Summary of the times that one program run has measured, in microseconds.
+/// Summary of the times that one run of a program has measured, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct TimeSummary {
-    /// Number of times that are summarized.
+    /// Number of measured times in this summary.
     pub(crate) count: u64,
     pub(crate) median_us: f64,
     pub(crate) p99_us: f64,
-    /// The shortest of the times.
+    /// The shortest time.
     pub(crate) least_us: f64,
 }
 
 impl TimeSummary {
-    /// Creates the summary of a single time `us`.
-    pub(crate) fn one(us: f64) -> TimeSummary {
-        TimeSummary {
+    /// Creates the summary of a single time of `us` microseconds.
+    pub(crate) fn of_single_time(us: f64) -> Self {
+        Self {
             count: 1,
             median_us: us,
             p99_us: us,
@@ -72,26 +72,30 @@ impl TimeSummary {
     }
 }
 
-/// The summaries of one program run, by name of the time.
+/// The summaries of one run of a program, by name of the time.
 pub(crate) type TimeSummaries = BTreeMap<String, TimeSummary>;
 
 /// Parses the lines `sample NAME COUNT MEDIAN P99 LEAST` in a program's output.
 ///
 /// # Errors
-/// Fails if there is no such line or one of them is malformed.
+/// There is no such line, or such a line is malformed.
 pub(crate) fn parse_samples(output: &str) -> Result<TimeSummaries> {
-    let mut all = TimeSummaries::new();
+    let mut summaries = TimeSummaries::new();
     for line in output.lines() {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let ["sample", name, count, median, p99, least] = words[..] else {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let ["sample", name, count, median, p99, shortest] = fields[..] else {
             continue;
         };
-        let number = |word: &str| {
-            word.parse::<f64>()
+        let parse_number = |text: &str| {
+            text.parse::<f64>()
                 .with_context(|| format!("no number: {line}"))
         };
-        let (median_us, p99_us, least_us) = (number(median)?, number(p99)?, number(least)?);
-        all.insert(
+        let (median_us, p99_us, least_us) = (
+            parse_number(median)?,
+            parse_number(p99)?,
+            parse_number(shortest)?,
+        );
+        summaries.insert(
             name.to_string(),
             TimeSummary {
                 count: count.parse()?,
@@ -101,54 +105,64 @@ pub(crate) fn parse_samples(output: &str) -> Result<TimeSummaries> {
             },
         );
     }
-    if all.is_empty() {
+    if summaries.is_empty() {
         bail!("no samples in its output: {}", output.trim());
     }
-    Ok(all)
+    Ok(summaries)
 }
 
-/// Combines the summaries of the time `name` in all repetitions: takes the median of the medians,
-/// of the p99 values, and of the shortest times. `None` if no repetition has the time.
-pub(crate) fn combine_repetitions(all: &[TimeSummaries], name: &str) -> Option<TimeSummary> {
-    let own: Vec<TimeSummary> = all
+/// Combines the summaries of the time `time_name` in all repetitions: computes the median of the
+/// medians, of the p99 values, and of the shortest times. Returns `None` if no repetition has the
+/// time.
+pub(crate) fn combine_repetitions(
+    repetitions: &[TimeSummaries],
+    time_name: &str,
+) -> Option<TimeSummary> {
+    let summaries: Vec<TimeSummary> = repetitions
         .iter()
-        .filter_map(|samples| samples.get(name))
+        .filter_map(|run_summaries| run_summaries.get(time_name))
         .copied()
         .collect();
-    let middle = |pick: fn(&TimeSummary) -> f64| median(own.iter().map(pick).collect());
+    let median_of =
+        |select: fn(&TimeSummary) -> f64| median(summaries.iter().map(select).collect());
     Some(TimeSummary {
-        count: own.iter().map(|sample| sample.count).sum(),
-        median_us: middle(|sample| sample.median_us)?,
-        p99_us: middle(|sample| sample.p99_us)?,
-        least_us: middle(|sample| sample.least_us)?,
+        count: summaries.iter().map(|sample| sample.count).sum(),
+        median_us: median_of(|sample| sample.median_us)?,
+        p99_us: median_of(|sample| sample.p99_us)?,
+        least_us: median_of(|sample| sample.least_us)?,
     })
 }
 
-/// Returns the smallest and the largest median of the time `name` if the largest one exceeds the
-/// smallest one by more than `factor`; otherwise `None`.
-pub(crate) fn spread_above(all: &[TimeSummaries], name: &str, factor: f64) -> Option<(f64, f64)> {
+/// Returns the smallest and the largest median of the time `time_name` if the largest median exceeds the
+/// smallest one by more than the factor `factor`; otherwise `None`.
+pub(crate) fn median_range_above(
+    repetitions: &[TimeSummaries],
+    time_name: &str,
+    factor: f64,
+) -> Option<(f64, f64)> {
     let medians = || {
-        all.iter()
-            .filter_map(|samples| samples.get(name))
+        repetitions
+            .iter()
+            .filter_map(|summaries| summaries.get(time_name))
             .map(|sample| sample.median_us)
     };
-    let (least, most) = (
+    let (smallest, largest) = (
         medians().fold(f64::INFINITY, f64::min),
         medians().fold(0.0, f64::max),
     );
-    (most > factor * least).then_some((least, most))
+    (largest > factor * smallest).then_some((smallest, largest))
 }
 
 /// Returns the median; `None` if there are no values. For an even number of values, the median is
 /// the mean of the two in the middle.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    let upper = values.get(middle)?;
+    let middle_index = values.len() / 2;
+    let upper_value = values.get(middle_index)?;
     Some(if values.len() % 2 == 1 {
-        *upper
+        *upper_value
     } else {
-        (values[middle - 1] + upper) / 2.0
+        (values[middle_index - 1] + upper_value) / 2.0
     })
 }
 
@@ -156,13 +170,12 @@ pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Sample lines are parsed, others are not.
     #[test]
     fn only_sample_lines_are_parsed() {
-        let all =
+        let summaries =
             parse_samples("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
         assert_eq!(
-            all["rtt"],
+            summaries["rtt"],
             TimeSummary {
                 count: 3,
                 median_us: 1.5,
@@ -174,23 +187,30 @@ mod tests {
         assert!(parse_samples("sample rtt 3 x 2.5 1.0\n").is_err());
     }
 
-    /// Repetitions are combined to their median.
     #[test]
     fn repetitions_combine_to_median() {
-        let one = |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::one(us))]);
-        let all = combine_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
-        assert_eq!((all.median_us, all.count), (2.0, 3));
-        assert_eq!(combine_repetitions(&[one(1.0)], "other"), None);
+        let single_time =
+            |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::of_single_time(us))]);
+        let combined = combine_repetitions(
+            &[single_time(1.0), single_time(100.0), single_time(2.0)],
+            "rtt",
+        )
+        .expect("three");
+        assert_eq!((combined.median_us, combined.count), (2.0, 3));
+        assert_eq!(combine_repetitions(&[single_time(1.0)], "other"), None);
         assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
     }
 
-    /// Medians that differ much are reported.
     #[test]
     fn large_spread_is_reported() {
-        let one = |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::one(us))]);
-        let all = [one(169.0), one(400.0), one(170.0)];
-        assert_eq!(spread_above(&all, "rtt", 1.5), Some((169.0, 400.0)));
-        assert_eq!(spread_above(&all, "rtt", 3.0), None);
-        assert_eq!(spread_above(&all, "other", 1.5), None);
+        let single_time =
+            |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::of_single_time(us))]);
+        let repetitions = [single_time(169.0), single_time(400.0), single_time(170.0)];
+        assert_eq!(
+            median_range_above(&repetitions, "rtt", 1.5),
+            Some((169.0, 400.0))
+        );
+        assert_eq!(median_range_above(&repetitions, "rtt", 3.0), None);
+        assert_eq!(median_range_above(&repetitions, "other", 1.5), None);
     }
 }

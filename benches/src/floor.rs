@@ -1,29 +1,29 @@
 //! Measures the round trips that the machine and its kernel achieve without a message-passing
-//! library: lower bounds for the times in the table.
+//! library. They are lower bounds for the times in the table.
 
 use crate::figures::{TimeSummary, combine_repetitions, parse_samples};
 use crate::rows::Unit;
-use crate::systems::compile_one;
+use crate::systems::compile_program;
 use anyhow::{Context, Result, bail};
-use sempa_tests::run::{RunningCommand, run};
+use sempa_tests::run::{RunningCommand, run_to_end};
 use sempa_tests::{Testbed, requirements};
 use serde::Serialize;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Word that selects this measurement in `--only`.
+/// Name that selects this measurement in `--only`.
 pub(crate) const SELECTOR_NAME: &str = "floor";
-/// Repetitions of each figure.
-const FLOOR_REPETITIONS: usize = 3;
-/// Time limit for one run of the program.
+/// Number of repetitions of each figure.
+const REPETITION_COUNT: usize = 3;
+/// Time limit for one run of the measuring program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
-const MIB: f64 = 1_048_576.0;
+const BYTES_PER_MIB: f64 = 1_048_576.0;
 
-/// A figure, as (title, unit, arguments of the program, number of rounds).
+/// A measured figure: title, unit, arguments of the measuring program, and number of rounds.
 type FloorBenchmark = (&'static str, Unit, &'static [&'static str], usize);
 
-const FIGURES: [FloorBenchmark; 11] = [
+const FLOOR_BENCHMARKS: [FloorBenchmark; 11] = [
     (
         "round trip, two cores spinning on words in shared memory",
         Unit::Micros,
@@ -62,25 +62,25 @@ const FIGURES: [FloorBenchmark; 11] = [
     ),
     (
         "one copy of 1 MiB in memory",
-        Unit::MegabytesPerSecond(MIB),
+        Unit::MegabytesPerSecond(BYTES_PER_MIB),
         &["copy", "size=1048576"],
         200,
     ),
     (
         "one copy of 16 MiB in memory",
-        Unit::MegabytesPerSecond(16.0 * MIB),
+        Unit::MegabytesPerSecond(16.0 * BYTES_PER_MIB),
         &["copy", "size=16777216"],
         30,
     ),
     (
         "1 MiB there and back, Unix socket",
-        Unit::RoundTripGigabytesPerSecond(MIB),
+        Unit::RoundTripGigabytesPerSecond(BYTES_PER_MIB),
         &["socket", "size=1048576", "cores=0,1"],
         100,
     ),
     (
         "stream of 1 MiB, plain TCP to the other host",
-        Unit::MegabytesPerSecond(MIB),
+        Unit::MegabytesPerSecond(BYTES_PER_MIB),
         &["tcp", "size=1048576", "batch=50", "host=h2"],
         5,
     ),
@@ -92,7 +92,7 @@ const FIGURES: [FloorBenchmark; 11] = [
     ),
 ];
 
-/// The result of one figure.
+/// The result for one figure.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FloorResult {
     pub(crate) title: &'static str,
@@ -104,51 +104,57 @@ pub(crate) struct FloorResult {
 }
 
 /// Measures all figures and returns their results.
-pub(crate) fn measure_floor(quick: bool) -> Result<Vec<FloorResult>> {
-    if let Some(lack) = requirements::lacks() {
-        bail!("bench peers: {lack}");
+pub(crate) fn measure_floor(is_quick: bool) -> Result<Vec<FloorResult>> {
+    if let Some(unmet_requirement) = requirements::unmet_requirement() {
+        bail!("bench peers: {unmet_requirement}");
     }
-    let bed = Testbed::new(2, None, &[])?;
-    compile_one(&bed, "gcc", "floor", None)?;
+    let testbed = Testbed::new(2, None, &[])?;
+    compile_program(&testbed, "gcc", "floor", None)?;
     eprintln!("bench peers: floor");
-    FIGURES
+    FLOOR_BENCHMARKS
         .iter()
-        .map(|figure| measure_one(&bed, figure, quick).with_context(|| figure.0))
+        .map(|benchmark| measure_figure(&testbed, benchmark, is_quick).with_context(|| benchmark.0))
         .collect()
 }
 
-fn measure_one(
-    bed: &Testbed,
-    (title, unit, args, rounds): &FloorBenchmark,
-    quick: bool,
+fn measure_figure(
+    testbed: &Testbed,
+    (title, unit, args, round_count): &FloorBenchmark,
+    is_quick: bool,
 ) -> Result<FloorResult> {
-    let program = bed.home().join("pvm3/bin/LINUX64/floor");
-    let rounds = if quick { (rounds / 5).max(2) } else { *rounds };
-    let mut all = Vec::new();
-    for _ in 0..FLOOR_REPETITIONS {
-        let mut serve = bed.host(2).command(&program);
-        serve.arg("serve");
+    let program = testbed.root_home().join("pvm3/bin/LINUX64/floor");
+    let round_count = if is_quick {
+        (round_count / 5).max(2)
+    } else {
+        *round_count
+    };
+    let mut summaries = Vec::new();
+    for _ in 0..REPETITION_COUNT {
+        let mut server_command = testbed.host(2).root_command(&program);
+        server_command.arg("serve");
         // The server exits when its only client disconnects.
         let server = (args[0] == "tcp")
-            .then(|| RunningCommand::start(serve, Stdio::null()))
+            .then(|| RunningCommand::start(server_command, Stdio::null()))
             .transpose()?;
-        let mut command = bed.host(1).command(&program);
+        let mut command = testbed.host(1).root_command(&program);
         command.args(*args).args([
-            format!("rounds={rounds}"),
-            format!("warm={}", (rounds / 10).max(1)),
+            format!("rounds={round_count}"),
+            format!("warm={}", (round_count / 10).max(1)),
         ]);
-        all.push(parse_samples(
-            &run(command, RUN_TIMEOUT)?.expect_success("floor")?.out,
+        summaries.push(parse_samples(
+            &run_to_end(command, RUN_TIMEOUT)?
+                .expect_success("floor")?
+                .stdout,
         )?);
         server
-            .map(|server| server.finish(RUN_TIMEOUT))
+            .map(|server| server.wait_or_kill(RUN_TIMEOUT))
             .transpose()?;
     }
-    let time = combine_repetitions(&all, "time").context("no times")?;
+    let time = combine_repetitions(&summaries, "time").context("no times")?;
     Ok(FloorResult {
         title,
-        unit: unit.name(),
-        value: unit.convert(time.median_us),
+        unit: unit.symbol(),
+        value: unit.convert_us(time.median_us),
         time,
     })
 }

@@ -5,7 +5,7 @@
 //! | --- | --- |
 //! | `bench micro` | single layers without I/O (`benches/*.rs`), compared with saved figures |
 //! | `bench peers` | the running system, PVM 3.4.6, Open MPI and MPICH, in one run on one machine |
-//! | `bench rm` | the same operations with and without the resource manager |
+//! | `bench rm` | spawns and additions of hosts, with and without the resource manager |
 //! | `bench balance` | a task farm with and without rebalancing |
 //! | `bench migrate` | migrations by Sempa and by bare CRIU |
 //! | `bench owners --sizes` | evictions of tasks when an owner logs in |
@@ -43,8 +43,8 @@ pub use rm_overhead::bench_rm;
 pub use simulation::{store_decide, store_sim};
 pub use soak::{SoakSettings, bench_soak};
 
-/// Debian packages of the measured systems.
-pub const PACKAGES: [&str; 7] = [
+/// Debian packages that the benchmarks need: the measured systems and their tools.
+pub const DEBIAN_PACKAGES: [&str; 7] = [
     "pvm",
     "pvm-dev",
     "openmpi-bin",
@@ -55,93 +55,111 @@ pub const PACKAGES: [&str; 7] = [
 ];
 
 /// Number of repetitions in a full run.
-const REPETITIONS_FULL: usize = 5;
+const FULL_REPETITION_COUNT: usize = 5;
 /// Number of repetitions in a quick run.
-const REPETITIONS_QUICK: usize = 2;
+const QUICK_REPETITION_COUNT: usize = 2;
 
 /// Settings of `bench peers`.
 #[derive(Clone, Debug)]
 pub struct PeersSettings {
-    /// Folder in which our programs are installed.
+    /// Folder in which the programs of Sempa are installed.
     pub prefix: PathBuf,
-    /// True if the programs were built from these sources for this run.
-    pub own_build: bool,
-    /// Reduces the number of repetitions and rounds.
-    pub quick: bool,
+    /// True if the programs were built for this run.
+    pub is_own_build: bool,
+    /// True if the run has fewer repetitions and rounds than a full run.
+    pub is_quick: bool,
     /// Names of the rows and curves to measure; a final `*` matches any suffix. If empty, all are
     /// measured.
-    pub only: Vec<String>,
-    /// Number of repetitions; `None` for the default.
-    pub repetitions: Option<usize>,
+    pub selected_names: Vec<String>,
+    /// Number of repetitions; `None` for the default number.
+    pub repetition_count: Option<usize>,
     /// Folder to which the JSON file and the plots are written.
-    pub results: PathBuf,
+    pub results_folder: PathBuf,
 }
 
 impl PeersSettings {
     /// Returns the command line that repeats this measurement.
     fn command_line(&self) -> String {
-        let mut words = "cargo xtask bench peers".to_string();
-        if self.quick {
-            words.push_str(" --quick");
+        let mut command_line = "cargo xtask bench peers".to_string();
+        if self.is_quick {
+            command_line.push_str(" --quick");
         }
-        if let Some(repetitions) = self.repetitions {
-            words.push_str(&format!(" --repetitions {repetitions}"));
+        if let Some(repetitions) = self.repetition_count {
+            command_line.push_str(&format!(" --repetitions {repetitions}"));
         }
-        self.only
+        self.selected_names
             .iter()
-            .for_each(|name| words.push_str(&format!(" --only '{name}'")));
-        words
+            .for_each(|name| command_line.push_str(&format!(" --only '{name}'")));
+        command_line
     }
 }
 
 /// Runs the measurement, prints the table and writes the results. Returns true if all measurements
-/// of our system succeeded, whether fast or slow. Failures of other systems are only reported.
+/// of Sempa succeeded, even if they missed their goals. Failures of other systems are only
+/// reported.
 pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
-    let only = &settings.only;
-    let chosen = rows::select_measurements(only);
-    let curves: Vec<&str> = curves::NAMES
+    let selected_names = &settings.selected_names;
+    let measurements = rows::select_measurements(selected_names);
+    let curve_names: Vec<&str> = curves::CURVE_NAMES
         .into_iter()
-        .filter(|name| only.is_empty() || rows::matches_any(name, only))
+        .filter(|name| selected_names.is_empty() || rows::matches_any_pattern(name, selected_names))
         .collect();
-    let with_floor = only.is_empty() || rows::matches_any(floor::SELECTOR_NAME, only);
-    if chosen.is_empty() && curves.is_empty() && !with_floor {
-        let names = [
-            rows::names(),
-            curves::NAMES.to_vec(),
+    let includes_floor = selected_names.is_empty()
+        || rows::matches_any_pattern(floor::SELECTOR_NAME, selected_names);
+    if measurements.is_empty() && curve_names.is_empty() && !includes_floor {
+        let known_names = [
+            rows::row_names(),
+            curves::CURVE_NAMES.to_vec(),
             vec![floor::SELECTOR_NAME],
         ]
         .concat();
         bail!(
             "bench peers: no row is named {}; the names are: {}",
-            only.join(", "),
-            names.join(", ")
+            selected_names.join(", "),
+            known_names.join(", ")
         );
     }
-    let repetitions = settings.repetitions.unwrap_or(if settings.quick {
-        REPETITIONS_QUICK
+    let repetition_count = settings.repetition_count.unwrap_or(if settings.is_quick {
+        QUICK_REPETITION_COUNT
     } else {
-        REPETITIONS_FULL
+        FULL_REPETITION_COUNT
     });
-    fs::create_dir_all(&settings.results)
-        .with_context(|| settings.results.display().to_string())?;
-    let machine =
-        machine_info::MachineInfo::describe(settings.own_build, repetitions, settings.quick);
-    let mut report = report::Report::new(machine, settings.command_line());
-    // The results are written after each part, so that an interrupted run keeps the results of its
-    // complete parts.
-    report.add_rows(
-        &chosen,
-        systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?,
+    fs::create_dir_all(&settings.results_folder)
+        .with_context(|| settings.results_folder.display().to_string())?;
+    let machine = machine_info::MachineInfo::collect(
+        settings.is_own_build,
+        repetition_count,
+        settings.is_quick,
     );
-    report.write(&settings.results)?;
-    if with_floor {
-        report.add_floor(floor::measure_floor(settings.quick)?);
-        report.write(&settings.results)?;
+    let mut report = report::Report::new(machine, settings.command_line());
+    // The results are written after each part, so that an interrupted run retains the results of
+    // its complete parts.
+    report.add_rows(
+        &measurements,
+        systems::measure_rows(
+            &settings.prefix,
+            &measurements,
+            repetition_count,
+            settings.is_quick,
+        )?,
+    );
+    report.write_files(&settings.results_folder)?;
+    if includes_floor {
+        report.add_floor(floor::measure_floor(settings.is_quick)?);
+        report.write_files(&settings.results_folder)?;
     }
-    for name in curves {
-        report.add_curves(curves::measure(&settings.prefix, name, settings.quick)?);
-        report.write(&settings.results)?;
+    for name in curve_names {
+        report.add_curves(curves::measure_curve(
+            &settings.prefix,
+            name,
+            settings.is_quick,
+        )?);
+        report.write_files(&settings.results_folder)?;
     }
-    println!("{}written: {}", report.text(), settings.results.display());
-    Ok(!report.has_own_failure())
+    println!(
+        "{}written: {}",
+        report.format_report(),
+        settings.results_folder.display()
+    );
+    Ok(!report.has_sempa_failure())
 }

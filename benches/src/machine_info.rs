@@ -1,4 +1,4 @@
-//! Describes the machine and its load during a measurement.
+//! Describes the machine, and its load during a measurement.
 
 use procfs::{CpuInfo, Current, LoadAverage, Meminfo};
 use serde::Serialize;
@@ -7,14 +7,14 @@ use std::fs;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Load averages of the kernel over one, five and fifteen minutes, as text.
+/// The kernel's load averages over one, five and fifteen minutes, as text.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct LoadAverages(String);
 
 impl LoadAverages {
     /// Reads the current load averages.
-    fn now() -> LoadAverages {
-        LoadAverages(LoadAverage::current().map_or_else(
+    fn read_current() -> Self {
+        Self(LoadAverage::current().map_or_else(
             |_| String::new(),
             |load| format!("{:.2} {:.2} {:.2}", load.one, load.five, load.fifteen),
         ))
@@ -33,11 +33,11 @@ pub(crate) struct MachineInfo {
     pub(crate) memory_gb: u64,
     /// Release of the kernel.
     pub(crate) kernel: String,
-    /// Versions of the measured systems, by package name.
+    /// Versions of the measured systems, by name of the package.
     pub(crate) versions: BTreeMap<String, String>,
     /// Load before the first measurement.
     pub(crate) load_before: LoadAverages,
-    /// Load after the last measurement. The measurement itself is a part of this load.
+    /// Load after the last measurement. The measurement itself contributes to this load.
     pub(crate) load_after: LoadAverages,
     /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,
@@ -46,21 +46,21 @@ pub(crate) struct MachineInfo {
 }
 
 impl MachineInfo {
-    /// Collects the facts about this machine. `own_build` is true if the programs were built for
-    /// this run.
-    pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> MachineInfo {
+    /// Collects the facts about this machine. `is_own_build` is true if the programs were built for
+    /// this run. The load is measured at once.
+    pub(crate) fn collect(is_own_build: bool, repetition_count: usize, is_quick: bool) -> Self {
         let processor = CpuInfo::current()
             .ok()
             .and_then(|info| info.model_name(0).map(String::from));
-        let memory_bytes = Meminfo::current().map_or(0, |memory| memory.mem_total);
+        let memory_bytes = Meminfo::current().map_or(0, |memory_info| memory_info.mem_total);
         let mut versions: BTreeMap<String, String> = ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"]
             .map(|name| (name.to_string(), debian_version(name)))
             .into();
-        versions.insert("sempa".to_string(), sempa_version(own_build));
-        MachineInfo {
+        versions.insert("sempa".to_string(), sempa_version(is_own_build));
+        Self {
             at: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
-                .map_or(0, |since| since.as_secs()),
+                .map_or(0, |elapsed| elapsed.as_secs()),
             processor: processor.unwrap_or_default(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_gb: memory_bytes >> 30,
@@ -69,20 +69,20 @@ impl MachineInfo {
                 .trim()
                 .to_string(),
             versions,
-            load_before: LoadAverages::now(),
-            load_after: LoadAverages::now(),
-            repetitions,
-            quick,
+            load_before: LoadAverages::read_current(),
+            load_after: LoadAverages::read_current(),
+            repetitions: repetition_count,
+            quick: is_quick,
         }
     }
 
     /// Sets [`MachineInfo::load_after`] to the current load.
-    pub(crate) fn update_load(&mut self) {
-        self.load_after = LoadAverages::now();
+    pub(crate) fn update_load_after(&mut self) {
+        self.load_after = LoadAverages::read_current();
     }
 
     /// Formats the facts as text.
-    pub(crate) fn text(&self) -> String {
+    pub(crate) fn format(&self) -> String {
         let versions: Vec<String> = self
             .versions
             .iter()
@@ -104,17 +104,17 @@ impl MachineInfo {
     }
 }
 
-fn debian_version(name: &str) -> String {
-    first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
+fn debian_version(package: &str) -> String {
+    first_output_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", package]))
 }
 
 /// Returns the version of Sempa. If the programs were built for this run, the version includes the
 /// revision of the sources.
-fn sempa_version(own_build: bool) -> String {
-    if !own_build {
+fn sempa_version(is_own_build: bool) -> String {
+    if !is_own_build {
         return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));
     }
-    let revision = first_line(
+    let revision = first_output_line(
         Command::new("git")
             .args(["describe", "--always", "--dirty"])
             .current_dir(env!("CARGO_MANIFEST_DIR")),
@@ -122,10 +122,10 @@ fn sempa_version(own_build: bool) -> String {
     format!("{} ({revision})", env!("CARGO_PKG_VERSION"))
 }
 
-fn first_line(command: &mut Command) -> String {
+fn first_output_line(command: &mut Command) -> String {
     let stdout = command
         .output()
-        .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
         .unwrap_or_default();
     stdout
         .lines()

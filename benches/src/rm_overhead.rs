@@ -1,17 +1,17 @@
 //! `cargo xtask bench rm`: measures by how much the resource manager slows down spawns and the
 //! addition of hosts.
 //!
-//! Two of our virtual machines, one with a resource manager and one without, are up at the same
-//! time and are measured in turn, so that other load on the machine affects both equally. The
+//! Two virtual machines of Sempa, one with a resource manager and one without, run at the same
+//! time. They are measured alternately, so that other load on the machine affects both equally. The
 //! authors of SEMPA published the same measurements for their resource manager.
 
 use crate::figures::{TimeSummaries, combine_repetitions, median, parse_samples};
 use crate::machine_info::MachineInfo;
-use crate::systems::compile_one;
+use crate::systems::compile_program;
 use anyhow::{Context, Result, bail};
-use sempa_tests::run::run;
+use sempa_tests::run::run_to_end;
 use sempa_tests::testbed::wait_until_no_process;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
@@ -22,93 +22,93 @@ use std::time::Duration;
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for the daemon of a deleted host to exit.
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Number of repetitions of each row in a full run. With only nine repetitions, the results of two
-/// identical virtual machines differ by a tenth.
-const REPETITIONS_FULL: usize = 61;
-const REPETITIONS_QUICK: usize = 3;
-/// Goal: maximum overhead of the resource manager in percent.
-const OVERHEAD_PERCENT_MAX: f64 = 10.0;
+/// Number of repetitions of each row in a full run. In a run with only nine repetitions, the
+/// results of two identical virtual machines differed by a tenth.
+const FULL_REPETITION_COUNT: usize = 61;
+const QUICK_REPETITION_COUNT: usize = 3;
+/// Goal: upper limit of the resource manager's overhead in percent, exclusive.
+const OVERHEAD_PERCENT_END: f64 = 10.0;
 
 /// A row of the table, and how it is measured.
 struct OverheadRow {
-    what: &'static str,
+    title: &'static str,
     /// Arguments of the measuring program.
-    args: &'static [&'static str],
-    /// Name of the time that the row shows.
-    sample: &'static str,
+    program_arguments: &'static [&'static str],
+    /// Name in the program's output of the time that the row shows.
+    time_name: &'static str,
     /// True if the measurement needs a second host in the virtual machine.
-    two_hosts: bool,
-    /// Overhead of SEMPA's resource manager, as published by its authors; `-` if they did not
+    needs_two_hosts: bool,
+    /// Overhead of the resource manager of SEMPA, as its authors published it; `-` if they did not
     /// measure it.
     published_overhead: &'static str,
-    /// True if the overhead must not exceed [`OVERHEAD_PERCENT_MAX`].
+    /// True if the overhead must be less than [`OVERHEAD_PERCENT_END`].
     has_goal: bool,
 }
 
 const OVERHEAD_ROWS: [OverheadRow; 8] = [
     OverheadRow {
-        what: "spawn here, the call",
-        args: &["spawn", "tasks=1", "rounds=100", "warm=4"],
-        sample: "call",
-        two_hosts: false,
+        title: "spawn here, the call",
+        program_arguments: &["spawn", "tasks=1", "rounds=100", "warm=4"],
+        time_name: "call",
+        needs_two_hosts: false,
         published_overhead: "+75 %",
         has_goal: true,
     },
     OverheadRow {
-        what: "spawn here, to the first message",
-        args: &["spawn", "tasks=1", "rounds=100", "warm=4"],
-        sample: "first",
-        two_hosts: false,
+        title: "spawn here, to the first message",
+        program_arguments: &["spawn", "tasks=1", "rounds=100", "warm=4"],
+        time_name: "first",
+        needs_two_hosts: false,
         published_overhead: "-",
         has_goal: true,
     },
     OverheadRow {
-        what: "spawn there, the call",
-        args: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
-        sample: "call",
-        two_hosts: true,
+        title: "spawn there, the call",
+        program_arguments: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
+        time_name: "call",
+        needs_two_hosts: true,
         published_overhead: "+166 %",
         has_goal: true,
     },
     OverheadRow {
-        what: "spawn there, to the first message",
-        args: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
-        sample: "first",
-        two_hosts: true,
+        title: "spawn there, to the first message",
+        program_arguments: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
+        time_name: "first",
+        needs_two_hosts: true,
         published_overhead: "-",
         has_goal: true,
     },
     OverheadRow {
-        what: "addhosts of one host",
-        args: &["add_hosts", "host=h2"],
-        sample: "call",
-        two_hosts: false,
+        title: "addhosts of one host",
+        program_arguments: &["add_hosts", "host=h2"],
+        time_name: "call",
+        needs_two_hosts: false,
         published_overhead: "+10-30 %",
         has_goal: true,
     },
     OverheadRow {
-        what: "two tasks here, the call",
-        args: &["spawn", "tasks=2", "rounds=50", "warm=4"],
-        sample: "call",
-        two_hosts: false,
+        title: "two tasks here, the call",
+        program_arguments: &["spawn", "tasks=2", "rounds=50", "warm=4"],
+        time_name: "call",
+        needs_two_hosts: false,
         published_overhead: "-",
         has_goal: true,
     },
     OverheadRow {
-        what: "one after a second, the call",
-        args: &["spawn", "tasks=1", "rounds=2", "warm=2", "pause=1100"],
-        sample: "call",
-        two_hosts: false,
+        title: "one after a second, the call",
+        program_arguments: &["spawn", "tasks=1", "rounds=2", "warm=2", "pause=1100"],
+        time_name: "call",
+        needs_two_hosts: false,
         published_overhead: "-",
         has_goal: true,
     },
-    // In this row every spawn must ask the resource manager: it grants placement leases only to
-    // tasks that have spawned twice. So the row has no goal.
+    // In this row every spawn must ask the resource manager, because it grants placement leases
+    // only to tasks that have spawned twice. Therefore the row has no goal.
     OverheadRow {
-        what: "a program's first spawn, the call",
-        args: &["spawn", "tasks=1", "rounds=1", "warm=0"],
-        sample: "call",
-        two_hosts: false,
+        title: "a program's first spawn, the call",
+        program_arguments: &["spawn", "tasks=1", "rounds=1", "warm=0"],
+        time_name: "call",
+        needs_two_hosts: false,
         published_overhead: "-",
         has_goal: false,
     },
@@ -120,8 +120,8 @@ struct MeasuredRow {
     what: &'static str,
     without_ms: f64,
     with_ms: f64,
-    /// Overhead of the resource manager in percent: the median of the overheads of the repetitions.
-    /// In a repetition the two virtual machines are measured directly one after the other.
+    /// Overhead of the resource manager in percent: the median of the overheads of all repetitions.
+    /// Each repetition measures the second virtual machine directly after the first.
     share_percent: f64,
     sempa: &'static str,
     judged: bool,
@@ -135,110 +135,121 @@ struct Results {
 
 /// A running virtual machine, with or without a resource manager.
 struct MeasuredVm<'a> {
-    bed: &'a Testbed,
+    testbed: &'a Testbed,
     vm: Vm<'a>,
 }
 
 impl<'a> MeasuredVm<'a> {
-    fn start(bed: &'a Testbed, managed: bool, two_hosts: bool) -> Result<MeasuredVm<'a>> {
-        let rm = managed.then(|| "pvm-rm".to_string());
-        let side = MeasuredVm {
-            bed,
+    fn start(testbed: &'a Testbed, has_rm: bool, needs_two_hosts: bool) -> Result<Self> {
+        let rm = has_rm.then(|| "pvm-rm".to_string());
+        let measured_vm = MeasuredVm {
+            testbed,
             vm: Vm::start(
-                bed,
-                Settings {
-                    rm,
-                    ..Settings::default()
+                testbed,
+                VmSettings {
+                    rm_command: rm,
+                    ..VmSettings::default()
                 },
             )?,
         };
-        if two_hosts {
-            side.vm.add(&["h2"])?;
+        if needs_two_hosts {
+            measured_vm.vm.add_hosts(&["h2"])?;
         }
-        Ok(side)
+        Ok(measured_vm)
     }
 
-    fn run_once(&self, words: &[&str]) -> Result<TimeSummaries> {
-        let mut command = self.vm.command(
-            self.bed.host(1),
-            self.bed.home().join("pvm3/bin/LINUX64/peers"),
+    fn measure_once(&self, arguments: &[&str]) -> Result<TimeSummaries> {
+        let mut command = self.vm.user_command(
+            self.testbed.host(1),
+            self.testbed.root_home().join("pvm3/bin/LINUX64/peers"),
         );
-        command.args(words);
+        command.args(arguments);
         let samples = parse_samples(
-            &run(command, RUN_TIMEOUT)?
+            &run_to_end(command, RUN_TIMEOUT)?
                 .expect_success("the measuring program")?
-                .out,
+                .stdout,
         )?;
-        if words[0] == "add_hosts" {
-            wait_until_no_process(self.bed.host(2), "pvmd", DAEMON_EXIT_TIMEOUT)?;
+        if arguments[0] == "add_hosts" {
+            wait_until_no_process(self.testbed.host(2), "pvmd", DAEMON_EXIT_TIMEOUT)?;
         }
         Ok(samples)
     }
 }
 
 /// Measures with and without the resource manager and prints a table. Writes the table and JSON to
-/// `results`. Returns true if every overhead with a goal is within `OVERHEAD_PERCENT_MAX`.
-pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> Result<bool> {
-    if let Some(lack) = requirements::lacks() {
-        bail!("bench rm: {lack}");
+/// the folder `results_folder`. Returns true if every overhead with a goal is less than
+/// [`OVERHEAD_PERCENT_END`].
+pub fn bench_rm(
+    prefix: &Path,
+    is_own_build: bool,
+    is_quick: bool,
+    results_folder: &Path,
+) -> Result<bool> {
+    if let Some(unmet_requirement) = requirements::unmet_requirement() {
+        bail!("bench rm: {unmet_requirement}");
     }
-    let repetitions = if quick {
-        REPETITIONS_QUICK
+    let repetition_count = if is_quick {
+        QUICK_REPETITION_COUNT
     } else {
-        REPETITIONS_FULL
+        FULL_REPETITION_COUNT
     };
-    let mut machine = MachineInfo::describe(own_build, repetitions, quick);
-    let beds = [
+    let mut machine = MachineInfo::collect(is_own_build, repetition_count, is_quick);
+    let testbeds = [
         Testbed::new(2, Some(prefix), &[])?,
         Testbed::new(2, Some(prefix), &[])?,
     ];
-    beds.iter()
-        .try_for_each(|bed| compile_one(bed, "gcc", "peers", Some("-lpvm3")))?;
+    testbeds
+        .iter()
+        .try_for_each(|testbed| compile_program(testbed, "gcc", "peers", Some("-lpvm3")))?;
     let mut rows = Vec::new();
-    for two_hosts in [false, true] {
-        let sides = [
-            MeasuredVm::start(&beds[0], false, two_hosts)?,
-            MeasuredVm::start(&beds[1], true, two_hosts)?,
+    for needs_two_hosts in [false, true] {
+        let vms = [
+            MeasuredVm::start(&testbeds[0], false, needs_two_hosts)?,
+            MeasuredVm::start(&testbeds[1], true, needs_two_hosts)?,
         ];
-        rows.extend(measure_in_turns(&sides, two_hosts, repetitions)?);
-        let [without, with] = sides;
-        without.vm.halt()?;
-        with.vm.halt()?;
+        rows.extend(measure_alternately(
+            &vms,
+            needs_two_hosts,
+            repetition_count,
+        )?);
+        let [vm_without_rm, vm_with_rm] = vms;
+        vm_without_rm.vm.halt_and_wait()?;
+        vm_with_rm.vm.halt_and_wait()?;
     }
-    machine.update_load();
-    let order = |row: &MeasuredRow| {
+    machine.update_load_after();
+    let row_index = |row: &MeasuredRow| {
         OVERHEAD_ROWS
             .iter()
-            .position(|known| known.what == row.what)
+            .position(|overhead_row| overhead_row.title == row.what)
     };
-    rows.sort_by_key(order);
-    let text = format!("{}{}", machine.text(), table(&rows));
-    fs::create_dir_all(results).with_context(|| results.display().to_string())?;
-    fs::write(results.join("rm.txt"), &text)?;
-    let good = rows
+    rows.sort_by_key(row_index);
+    let text = format!("{}{}", machine.format(), format_table(&rows));
+    fs::create_dir_all(results_folder).with_context(|| results_folder.display().to_string())?;
+    fs::write(results_folder.join("rm.txt"), &text)?;
+    let meets_goals = rows
         .iter()
         .filter(|row| row.judged)
-        .all(|row| row.share_percent < OVERHEAD_PERCENT_MAX);
+        .all(|row| row.share_percent < OVERHEAD_PERCENT_END);
     fs::write(
-        results.join("rm.json"),
+        results_folder.join("rm.json"),
         serde_json::to_string_pretty(&Results { machine, rows })? + "\n",
     )?;
-    println!("{text}written: {}", results.display());
-    Ok(good)
+    println!("{text}written: {}", results_folder.display());
+    Ok(meets_goals)
 }
 
-/// Measures the rows that need two hosts, or those that need one. Both virtual machines take turns;
-/// the first of `sides` has no resource manager.
-fn measure_in_turns(
-    sides: &[MeasuredVm<'_>; 2],
+/// Measures the rows that need two hosts, or the rows that need one, alternately on both virtual
+/// machines. The first element of `vms` has no resource manager.
+fn measure_alternately(
+    vms: &[MeasuredVm<'_>; 2],
     two_hosts: bool,
     repetitions: usize,
 ) -> Result<Vec<MeasuredRow>> {
     let chosen: Vec<&OverheadRow> = OVERHEAD_ROWS
         .iter()
-        .filter(|row| row.two_hosts == two_hosts)
+        .filter(|row| row.needs_two_hosts == two_hosts)
         .collect();
-    let mut words: Vec<&[&str]> = chosen.iter().map(|row| row.args).collect();
+    let mut words: Vec<&[&str]> = chosen.iter().map(|row| row.program_arguments).collect();
     words.dedup();
     let mut rows = Vec::new();
     for words in words {
@@ -248,24 +259,25 @@ fn measure_in_turns(
                 "bench rm: {} ({repetition} of {repetitions})",
                 words.join(" ")
             );
-            // Every second repetition reverses the order, because the first virtual machine may
-            // find cold caches.
+            // Every second repetition reverses the order, because caches may be cold for the
+            // virtual machine that is measured first.
             let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
             for side in order {
-                taken[side].push(sides[side].run_once(words)?);
+                taken[side].push(vms[side].measure_once(words)?);
             }
         }
-        for row in chosen.iter().filter(|row| row.args == words) {
+        for row in chosen.iter().filter(|row| row.program_arguments == words) {
             let ms = |side: usize| {
-                combine_repetitions(&taken[side], row.sample).map(|sample| sample.median_us / 1e3)
+                combine_repetitions(&taken[side], row.time_name)
+                    .map(|sample| sample.median_us / 1e3)
             };
             let (without_ms, with_ms) = ms(0)
                 .zip(ms(1))
-                .with_context(|| format!("{} was not measured", row.what))?;
+                .with_context(|| format!("{} was not measured", row.title))?;
             let share_percent =
-                overhead_percent(&taken, row.sample).context("no repetition has both sides")?;
+                overhead_percent(&taken, row.time_name).context("no repetition has both sides")?;
             let OverheadRow {
-                what,
+                title: what,
                 published_overhead: sempa,
                 has_goal: judged,
                 ..
@@ -284,7 +296,7 @@ fn measure_in_turns(
 }
 
 /// Returns the overhead of the second virtual machine over the first one in percent: the median
-/// over all repetitions.
+/// over all repetitions. `None` if no repetition has the time `name` of both.
 fn overhead_percent(samples: &[Vec<TimeSummaries>; 2], name: &str) -> Option<f64> {
     let ratios = samples[0]
         .iter()
@@ -296,8 +308,8 @@ fn overhead_percent(samples: &[Vec<TimeSummaries>; 2], name: &str) -> Option<f64
     median(ratios.collect()).map(|ratio| (ratio - 1.0) * 100.0)
 }
 
-fn table(rows: &[MeasuredRow]) -> String {
-    let head = [
+fn format_table(rows: &[MeasuredRow]) -> String {
+    let column_titles = [
         "milliseconds, medians",
         "without",
         "with RM",
@@ -306,7 +318,7 @@ fn table(rows: &[MeasuredRow]) -> String {
     ];
     let mut text = format!(
         "{:36} {:>10} {:>10} {:>10} {:>10}\n",
-        head[0], head[1], head[2], head[3], head[4]
+        column_titles[0], column_titles[1], column_titles[2], column_titles[3], column_titles[4]
     );
     for MeasuredRow {
         what,
@@ -317,17 +329,17 @@ fn table(rows: &[MeasuredRow]) -> String {
         judged,
     } in rows
     {
-        let share = format!("{share_percent:+.1} %");
+        let overhead = format!("{share_percent:+.1} %");
         let note = if *judged {
             ""
         } else {
             "  no goal: the resource manager must be asked"
         };
         text.push_str(&format!(
-            "{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}{note}\n"
+            "{what:36} {without_ms:>10.3} {with_ms:>10.3} {overhead:>10} {sempa:>10}{note}\n"
         ));
     }
     text + &format!(
-        "share: the median over the repetitions; goal: less than {OVERHEAD_PERCENT_MAX} % for repeated operations\n"
+        "share: the median over the repetitions; goal: less than {OVERHEAD_PERCENT_END} % for repeated operations\n"
     )
 }

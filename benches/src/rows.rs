@@ -1,13 +1,13 @@
-//! Defines the rows of the table of `bench peers`: how each row is measured, and the goals for our
-//! system.
+//! Defines the rows of the table of `bench peers`: how each row is measured, and the goals for
+//! Sempa.
 
 /// The virtual machine on which a measurement runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum VmSetup {
     OneHost,
     TwoHosts,
-    /// One host. Our virtual machine has a resource manager.
-    Managed,
+    /// One host. Sempa's virtual machine has a resource manager.
+    OneHostWithRm,
 }
 
 /// Unit in which the table shows a time or a rate.
@@ -17,68 +17,69 @@ pub(crate) enum Unit {
     Millis,
     /// Millions of messages per second, computed from the time per message.
     MillionsPerSecond,
-    /// Gigabytes per second, computed from the time of a round trip with this number of bytes in
-    /// each direction.
+    /// Gigabytes per second, computed from the time of a round trip. The value is the number of
+    /// bytes in each direction.
     RoundTripGigabytesPerSecond(f64),
-    /// Megabytes per second, computed from the time of one message with this number of bytes.
+    /// Megabytes per second, computed from the time of one message. The value is the number of
+    /// bytes of the message.
     MegabytesPerSecond(f64),
 }
 
 impl Unit {
     /// Converts a time in microseconds to this unit.
-    pub(crate) fn convert(self, us: f64) -> f64 {
+    pub(crate) fn convert_us(self, us: f64) -> f64 {
         match self {
-            Unit::Micros => us,
-            Unit::Millis => us / 1e3,
-            Unit::MillionsPerSecond => 1.0 / us,
-            Unit::RoundTripGigabytesPerSecond(bytes) => 2.0 * bytes / us / 1e3,
-            Unit::MegabytesPerSecond(bytes) => bytes / us,
+            Self::Micros => us,
+            Self::Millis => us / 1e3,
+            Self::MillionsPerSecond => 1.0 / us,
+            Self::RoundTripGigabytesPerSecond(bytes) => 2.0 * bytes / us / 1e3,
+            Self::MegabytesPerSecond(bytes) => bytes / us,
         }
     }
 
     /// Returns the symbol of the unit.
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn symbol(self) -> &'static str {
         match self {
-            Unit::Micros => "us",
-            Unit::Millis => "ms",
-            Unit::MillionsPerSecond => "M/s",
-            Unit::RoundTripGigabytesPerSecond(_) => "GB/s",
-            Unit::MegabytesPerSecond(_) => "MB/s",
+            Self::Micros => "us",
+            Self::Millis => "ms",
+            Self::MillionsPerSecond => "M/s",
+            Self::RoundTripGigabytesPerSecond(_) => "GB/s",
+            Self::MegabytesPerSecond(_) => "MB/s",
         }
     }
 
     /// True for units of time, false for rates. For times the table also shows the 99th percentile.
     pub(crate) fn is_time(self) -> bool {
-        matches!(self, Unit::Micros | Unit::Millis)
+        matches!(self, Self::Micros | Self::Millis)
     }
 }
 
-/// Goals for our system. `None` means that there is no such goal.
+/// The goals of a row for Sempa. `None` means that the row has no such goal.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RowGoal {
-    /// Upper bound of a time or lower bound of a rate, in the unit of the row.
+pub(crate) struct RowGoals {
+    /// Upper bound of a time, or lower bound of a rate, in the unit of the row.
     pub(crate) bound: Option<f64>,
-    /// Upper bound of the ratio of our time to PVM's.
+    /// Upper bound of the ratio of Sempa's time to PVM's time.
     pub(crate) pvm_ratio_max: Option<f64>,
-    /// Upper bound of the ratio of our time to another one of our times in the same run, and the
-    /// name of that other time.
+    /// Upper bound of the ratio of Sempa's time to another time of Sempa in the same run, and the
+    /// name of this other time.
     pub(crate) own_ratio_max: Option<(f64, &'static str)>,
 }
 
-const NO_GOAL: RowGoal = RowGoal {
+const NO_GOAL: RowGoals = RowGoals {
     bound: None,
     pvm_ratio_max: None,
     own_ratio_max: None,
 };
 
-const fn bound(value: f64) -> RowGoal {
-    RowGoal {
+const fn bound_goal(value: f64) -> RowGoals {
+    RowGoals {
         bound: Some(value),
         ..NO_GOAL
     }
 }
 
-const NOT_SLOWER_THAN_PVM: RowGoal = RowGoal {
+const NOT_SLOWER_THAN_PVM: RowGoals = RowGoals {
     pvm_ratio_max: Some(1.0),
     ..NO_GOAL
 };
@@ -89,103 +90,105 @@ pub(crate) struct Row {
     /// Name by which `--only` selects the row.
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// Name of the measured time from which the row is computed.
-    pub(crate) sample: &'static str,
+    /// Name in the program's output of the time from which the row is computed.
+    pub(crate) time_name: &'static str,
     pub(crate) unit: Unit,
-    pub(crate) goal: RowGoal,
+    pub(crate) goal: RowGoals,
 }
 
-/// The steps of a measurement.
+/// The steps of one run of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MeasurementKind {
     /// Runs the measuring program.
     Program,
-    /// Measures plain ssh logins, then runs the measuring program, which adds hosts. The added
-    /// hosts must be gone before the next measurement.
+    /// Measures ssh logins without PVM, then runs the measuring program, which adds hosts. The
+    /// daemons of the added hosts must have ended before the next measurement.
     Login,
 }
 
-/// A call of the measuring program, which runs once per system and repetition. Its output may yield
-/// several rows.
+/// A measurement that runs once per system and repetition. Several rows may be computed from its
+/// output.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
     pub(crate) setup: VmSetup,
     pub(crate) kind: MeasurementKind,
     /// Arguments of the measuring program.
     pub(crate) args: &'static [&'static str],
-    /// Number of times that one run measures.
-    pub(crate) rounds: usize,
-    /// Number of processes of the corresponding MPI program; 0 if MPI has no such operation.
+    /// Number of times that one run of the program measures.
+    pub(crate) round_count: usize,
+    /// Number of processes of the corresponding MPI program; 0 if the measurement has no MPI
+    /// program.
     pub(crate) mpi_ranks: usize,
-    /// True if there are more processes than cores. MPI must then be configured to yield.
-    pub(crate) oversubscribed: bool,
+    /// True if there are more processes than cores. MPI must then be configured so that waiting
+    /// processes yield.
+    pub(crate) is_oversubscribed: bool,
     pub(crate) rows: &'static [Row],
 }
 
-const MIB: f64 = 1_048_576.0;
+const BYTES_PER_MIB: f64 = 1_048_576.0;
 
 const fn make_row(
     name: &'static str,
     title: &'static str,
-    sample: &'static str,
+    time_name: &'static str,
     unit: Unit,
-    goal: RowGoal,
+    goal: RowGoals,
 ) -> Row {
     Row {
         name,
         title,
-        sample,
+        time_name,
         unit,
         goal,
     }
 }
 
-const fn on_one_host(
-    words: &'static [&'static str],
-    rounds: usize,
+const fn one_host_measurement(
+    args: &'static [&'static str],
+    round_count: usize,
     mpi_ranks: usize,
     rows: &'static [Row],
 ) -> Measurement {
     Measurement {
         setup: VmSetup::OneHost,
         kind: MeasurementKind::Program,
-        args: words,
-        rounds,
+        args,
+        round_count,
         mpi_ranks,
-        oversubscribed: false,
+        is_oversubscribed: false,
         rows,
     }
 }
 
-const fn on_two_hosts(
-    words: &'static [&'static str],
-    rounds: usize,
+const fn two_hosts_measurement(
+    args: &'static [&'static str],
+    round_count: usize,
     mpi_ranks: usize,
     rows: &'static [Row],
 ) -> Measurement {
     Measurement {
         setup: VmSetup::TwoHosts,
-        ..on_one_host(words, rounds, mpi_ranks, rows)
+        ..one_host_measurement(args, round_count, mpi_ranks, rows)
     }
 }
 
-const SHARED_CORE_GOAL: RowGoal = RowGoal {
+const SHARED_CORE_GOAL: RowGoals = RowGoals {
     bound: Some(12.0),
     pvm_ratio_max: Some(1.0),
     own_ratio_max: None,
 };
-const LOGIN_GOAL: RowGoal = RowGoal {
+const LOGIN_GOAL: RowGoals = RowGoals {
     own_ratio_max: Some((1.15, "ssh")),
     ..NO_GOAL
 };
-const MCAST_GOAL: RowGoal = RowGoal {
+const MULTICAST_GOAL: RowGoals = RowGoals {
     own_ratio_max: Some((2.0, "send_call")),
     ..NO_GOAL
 };
 
 /// All measurements, in the order of the table.
 pub(crate) const MEASUREMENTS: &[Measurement] = &[
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=8", "cores=0,1"],
         5000,
         2,
@@ -194,10 +197,10 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "round trip 8 B, same host, a core each",
             "rtt",
             Unit::Micros,
-            bound(1.0),
+            bound_goal(1.0),
         )],
     ),
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=8", "cores=0,1", "direct=1"],
         5000,
         0,
@@ -206,12 +209,12 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "  the same, PvmRouteDirect",
             "rtt",
             Unit::Micros,
-            bound(1.0),
+            bound_goal(1.0),
         )],
     ),
     Measurement {
-        oversubscribed: true,
-        ..on_one_host(
+        is_oversubscribed: true,
+        ..one_host_measurement(
             &["rtt", "size=8", "cores=0,0"],
             3000,
             2,
@@ -225,8 +228,8 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         )
     },
     Measurement {
-        oversubscribed: true,
-        ..on_one_host(
+        is_oversubscribed: true,
+        ..one_host_measurement(
             &["rtt", "size=8", "cores=0,0", "direct=1"],
             3000,
             0,
@@ -240,8 +243,8 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         )
     },
     Measurement {
-        oversubscribed: true,
-        ..on_one_host(
+        is_oversubscribed: true,
+        ..one_host_measurement(
             &["ring", "size=8", "tasks=32"],
             200,
             32,
@@ -255,8 +258,8 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         )
     },
     Measurement {
-        oversubscribed: true,
-        ..on_one_host(
+        is_oversubscribed: true,
+        ..one_host_measurement(
             &["ring", "size=8", "tasks=32", "direct=1"],
             200,
             0,
@@ -269,7 +272,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             )],
         )
     },
-    on_one_host(
+    one_host_measurement(
         &["one_way", "size=64", "batch=10000", "cores=0,1"],
         10,
         2,
@@ -278,10 +281,10 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "64 B one way, same host",
             "message",
             Unit::MillionsPerSecond,
-            bound(2.0),
+            bound_goal(2.0),
         )],
     ),
-    on_one_host(
+    one_host_measurement(
         &["one_way", "size=64", "batch=10000", "cores=0,1", "direct=1"],
         10,
         0,
@@ -290,10 +293,10 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "  the same, PvmRouteDirect",
             "message",
             Unit::MillionsPerSecond,
-            bound(2.0),
+            bound_goal(2.0),
         )],
     ),
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=1048576", "cores=0,1"],
         200,
         2,
@@ -302,8 +305,8 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
                 "rtt1m",
                 "round trip 1 MiB, same host",
                 "rtt",
-                Unit::RoundTripGigabytesPerSecond(MIB),
-                bound(5.0),
+                Unit::RoundTripGigabytesPerSecond(BYTES_PER_MIB),
+                bound_goal(5.0),
             ),
             make_row(
                 "copy1m",
@@ -314,7 +317,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             ),
         ],
     ),
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=1048576", "cores=0,1", "direct=1"],
         200,
         0,
@@ -323,8 +326,8 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
                 "rtt1m-direct",
                 "  the same, PvmRouteDirect",
                 "rtt",
-                Unit::RoundTripGigabytesPerSecond(MIB),
-                bound(5.0),
+                Unit::RoundTripGigabytesPerSecond(BYTES_PER_MIB),
+                bound_goal(5.0),
             ),
             make_row(
                 "copy1m-direct",
@@ -335,7 +338,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             ),
         ],
     ),
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=16777216", "cores=0,1"],
         20,
         2,
@@ -343,11 +346,11 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "rtt16m",
             "round trip 16 MiB, same host",
             "rtt",
-            Unit::RoundTripGigabytesPerSecond(16.0 * MIB),
-            bound(3.0),
+            Unit::RoundTripGigabytesPerSecond(16.0 * BYTES_PER_MIB),
+            bound_goal(3.0),
         )],
     ),
-    on_one_host(
+    one_host_measurement(
         &["rtt", "size=16777216", "cores=0,1", "direct=1"],
         20,
         0,
@@ -355,11 +358,11 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "rtt16m-direct",
             "  the same, PvmRouteDirect",
             "rtt",
-            Unit::RoundTripGigabytesPerSecond(16.0 * MIB),
-            bound(3.0),
+            Unit::RoundTripGigabytesPerSecond(16.0 * BYTES_PER_MIB),
+            bound_goal(3.0),
         )],
     ),
-    on_one_host(
+    one_host_measurement(
         &["mcast", "size=1048576", "tasks=8"],
         40,
         9,
@@ -369,7 +372,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
                 "mcast of 1 MiB to 8 tasks, the call",
                 "mcast_call",
                 Unit::Millis,
-                MCAST_GOAL,
+                MULTICAST_GOAL,
             ),
             make_row(
                 "send-call",
@@ -394,7 +397,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             ),
         ],
     ),
-    on_two_hosts(
+    two_hosts_measurement(
         &["rtt", "size=8", "host=h2"],
         2000,
         2,
@@ -406,7 +409,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             NOT_SLOWER_THAN_PVM,
         )],
     ),
-    on_two_hosts(
+    two_hosts_measurement(
         &["rtt", "size=8", "host=h2", "direct=1"],
         2000,
         0,
@@ -418,7 +421,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             NOT_SLOWER_THAN_PVM,
         )],
     ),
-    on_two_hosts(
+    two_hosts_measurement(
         &["one_way", "size=1048576", "batch=50", "host=h2"],
         5,
         2,
@@ -426,11 +429,11 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "stream",
             "stream of 1 MiB messages, other host",
             "message",
-            Unit::MegabytesPerSecond(MIB),
-            bound(600.0),
+            Unit::MegabytesPerSecond(BYTES_PER_MIB),
+            bound_goal(600.0),
         )],
     ),
-    on_two_hosts(
+    two_hosts_measurement(
         &["one_way", "size=1048576", "batch=50", "host=h2", "direct=1"],
         5,
         0,
@@ -438,13 +441,13 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "stream-direct",
             "  the same, PvmRouteDirect",
             "message",
-            Unit::MegabytesPerSecond(MIB),
-            bound(800.0),
+            Unit::MegabytesPerSecond(BYTES_PER_MIB),
+            bound_goal(800.0),
         )],
     ),
     Measurement {
-        setup: VmSetup::Managed,
-        ..on_one_host(
+        setup: VmSetup::OneHostWithRm,
+        ..one_host_measurement(
             &["spawn", "tasks=1", "host=h1"],
             40,
             0,
@@ -454,21 +457,21 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
                     "spawn of one task, the call (ours with RM)",
                     "call",
                     Unit::Millis,
-                    bound(1.0),
+                    bound_goal(1.0),
                 ),
                 make_row(
                     "spawn-first",
                     "  to its first message",
                     "first",
                     Unit::Millis,
-                    bound(2.0),
+                    bound_goal(2.0),
                 ),
             ],
         )
     },
     Measurement {
-        setup: VmSetup::Managed,
-        ..on_one_host(
+        setup: VmSetup::OneHostWithRm,
+        ..one_host_measurement(
             &["spawn", "tasks=32", "host=h1"],
             6,
             0,
@@ -477,13 +480,13 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
                 "32 spawned until all are up (ours with RM)",
                 "all",
                 Unit::Millis,
-                bound(35.0),
+                bound_goal(35.0),
             )],
         )
     },
     Measurement {
         kind: MeasurementKind::Login,
-        ..on_one_host(
+        ..one_host_measurement(
             &["add_hosts", "host=h2"],
             1,
             0,
@@ -514,7 +517,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
     },
     Measurement {
         kind: MeasurementKind::Login,
-        ..on_one_host(
+        ..one_host_measurement(
             &["add_hosts", "host=h2,h3,h4"],
             1,
             0,
@@ -550,11 +553,11 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             ],
         )
     },
-    on_one_host(&["packing", "batch=1000"], 300, 0, PACKING),
+    one_host_measurement(&["packing", "batch=1000"], 300, 0, PACKING_ROWS),
 ];
 
-/// Rows for packing and unpacking with PVM's calls. Only the libraries take part.
-const PACKING: &[Row] = &[
+/// Rows for packing and unpacking with PVM's calls. Only the libraries are measured.
+const PACKING_ROWS: &[Row] = &[
     make_row(
         "pack-byte",
         "pack 1,000 bytes, raw",
@@ -642,60 +645,64 @@ const PACKING: &[Row] = &[
 ];
 
 /// Returns the names of all rows, in the order of the table.
-pub(crate) fn names() -> Vec<&'static str> {
+pub(crate) fn row_names() -> Vec<&'static str> {
     MEASUREMENTS
         .iter()
-        .flat_map(|one| one.rows)
+        .flat_map(|measurement| measurement.rows)
         .map(|row| row.name)
         .collect()
 }
 
-/// True if one of the patterns in `words` matches the name. A final `*` in a pattern matches any
-/// suffix.
-pub(crate) fn matches_any(name: &str, words: &[String]) -> bool {
-    words.iter().any(|word| match word.strip_suffix('*') {
-        Some(start) => name.starts_with(start),
-        None => name == word,
-    })
+/// True if a pattern in `patterns` matches the name. A final `*` in a pattern matches any suffix.
+pub(crate) fn matches_any_pattern(name: &str, patterns: &[String]) -> bool {
+    patterns
+        .iter()
+        .any(|pattern| match pattern.strip_suffix('*') {
+            Some(prefix) => name.starts_with(prefix),
+            None => name == pattern,
+        })
 }
 
-/// Returns the measurements that yield one of the rows named in `only`; all measurements if `only`
-/// is empty.
-pub(crate) fn select_measurements(only: &[String]) -> Vec<Measurement> {
-    let is_chosen = |one: &&Measurement| {
-        only.is_empty() || one.rows.iter().any(|row| matches_any(row.name, only))
+/// Returns the measurements of which a row's name matches `patterns`; all measurements if `patterns` is
+/// empty.
+pub(crate) fn select_measurements(patterns: &[String]) -> Vec<Measurement> {
+    let is_selected = |measurement: &&Measurement| {
+        patterns.is_empty()
+            || measurement
+                .rows
+                .iter()
+                .any(|row| matches_any_pattern(row.name, patterns))
     };
-    MEASUREMENTS.iter().filter(is_chosen).copied().collect()
+    MEASUREMENTS.iter().filter(is_selected).copied().collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Row names are unique, and each selects only its own row.
+    /// Each row name selects only its own row.
     #[test]
     fn row_names_are_unique() {
-        let all = names();
-        for name in &all {
+        let names = row_names();
+        for name in &names {
             assert_eq!(
-                all.iter().filter(|other| other == &name).count(),
+                names.iter().filter(|other| other == &name).count(),
                 1,
                 "{name} is there twice"
             );
-            let found = select_measurements(&[(*name).to_string()]);
-            assert_eq!(found.len(), 1);
-            assert!(found[0].rows.iter().any(|row| row.name == *name));
+            let measurements = select_measurements(&[(*name).to_string()]);
+            assert_eq!(measurements.len(), 1);
+            assert!(measurements[0].rows.iter().any(|row| row.name == *name));
         }
         assert_eq!(select_measurements(&["rtt8*".to_string()]).len(), 2);
         assert!(select_measurements(&["nothing".to_string()]).is_empty());
     }
 
-    /// Shorter times give larger rates.
     #[test]
     fn rates_are_inverse_to_times() {
-        assert_eq!(Unit::MillionsPerSecond.convert(0.5), 2.0);
-        assert_eq!(Unit::MegabytesPerSecond(1e6).convert(1e4), 100.0);
-        assert_eq!(Unit::RoundTripGigabytesPerSecond(1e6).convert(1e3), 2.0);
-        assert_eq!(Unit::Millis.convert(1500.0), 1.5);
+        assert_eq!(Unit::MillionsPerSecond.convert_us(0.5), 2.0);
+        assert_eq!(Unit::MegabytesPerSecond(1e6).convert_us(1e4), 100.0);
+        assert_eq!(Unit::RoundTripGigabytesPerSecond(1e6).convert_us(1e3), 2.0);
+        assert_eq!(Unit::Millis.convert_us(1500.0), 1.5);
     }
 }

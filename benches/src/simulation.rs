@@ -1,6 +1,7 @@
 //! `cargo xtask bench sim` and `cargo xtask bench decide`: store the results of the resource
-//! manager's own benchmarks (`rm/benches`) with a description of the machine, and draw them. Only
-//! the decisions are measured in real time; everything else is simulated.
+//! manager's own benchmarks (`rm/benches`) with a description of the machine. The results of `sim`
+//! are also drawn as charts. Only the decisions are measured in real time; everything else is
+//! simulated.
 
 use crate::machine_info::MachineInfo;
 use crate::plot::{Chart, Series};
@@ -11,7 +12,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// The parts of the simulation's results that are drawn as charts.
+/// Those results of the simulation that are drawn as charts.
 #[derive(Deserialize)]
 struct SimulationResults {
     week: SimulatedWeek,
@@ -22,23 +23,23 @@ struct SimulationResults {
 struct SimulatedWeek {
     by_hour: Vec<(f64, f64)>,
     moves_by_hour: Vec<f64>,
-    clean_s: Spread,
-    stall_s: Spread,
+    clean_s: Percentiles,
+    stall_s: Percentiles,
 }
 
 #[derive(Deserialize)]
-struct Spread {
+struct Percentiles {
     hundredths: Vec<f64>,
 }
 
 #[derive(Deserialize)]
 struct SimulatedDays {
     hosts: u16,
-    light: Vec<Pair>,
+    light: Vec<WaitComparison>,
 }
 
 #[derive(Deserialize)]
-struct Pair {
+struct WaitComparison {
     waits_s: (Vec<f64>, Vec<f64>),
 }
 
@@ -48,61 +49,63 @@ struct StoredResults<'a> {
     results: Value,
 }
 
-/// Stores the output (`text`) and the results (the file `json`) of a benchmark in the folder
-/// `results`, under the name `name`. Returns the results.
+/// Stores the results of a benchmark in the folder `results_folder`: `output`, its output, as `NAME.txt`,
+/// and the content of the file `json_file` as `NAME.json`. `name` is NAME. Returns the content of
+/// `json_file`.
 fn store_results(
     name: &str,
-    text: &str,
-    json: &Path,
+    output: &str,
+    json_file: &Path,
     machine: &MachineInfo,
-    results: &Path,
+    results_folder: &Path,
 ) -> Result<Value> {
-    let found = fs::read(json).with_context(|| json.display().to_string())?;
-    let found: Value =
-        serde_json::from_slice(&found).with_context(|| json.display().to_string())?;
-    fs::create_dir_all(results).with_context(|| results.display().to_string())?;
-    fs::write(results.join(format!("{name}.txt")), text)?;
-    let kept = StoredResults {
+    let results_value = fs::read(json_file).with_context(|| json_file.display().to_string())?;
+    let results_value: Value =
+        serde_json::from_slice(&results_value).with_context(|| json_file.display().to_string())?;
+    fs::create_dir_all(results_folder).with_context(|| results_folder.display().to_string())?;
+    fs::write(results_folder.join(format!("{name}.txt")), output)?;
+    let stored_results = StoredResults {
         machine,
-        results: found.clone(),
+        results: results_value.clone(),
     };
     fs::write(
-        results.join(format!("{name}.json")),
-        serde_json::to_string_pretty(&kept)? + "\n",
+        results_folder.join(format!("{name}.json")),
+        serde_json::to_string_pretty(&stored_results)? + "\n",
     )?;
-    println!("written: {}", results.display());
-    Ok(found)
+    println!("written: {}", results_folder.display());
+    Ok(results_value)
 }
 
-/// Stores the output and the results of `rm/benches/decide.rs`: the cost of decisions.
+/// Stores the output and the results of `rm/benches/decide.rs`: the times of decisions.
 ///
 /// # Errors
-/// Fails if the file `json` is missing or the results cannot be written.
-pub fn store_decide(text: &str, json: &Path, results: &Path) -> Result<()> {
-    let machine = MachineInfo::describe(true, 1, false);
-    let text = format!("{}{text}", machine.text());
-    store_results("decide", &text, json, &machine, results).map(drop)
+/// The file `json_file` is missing, or the results cannot be written.
+pub fn store_decide(text: &str, json_file: &Path, results_folder: &Path) -> Result<()> {
+    let machine = MachineInfo::collect(true, 1, false);
+    let text = format!("{}{text}", machine.format());
+    store_results("decide", &text, json_file, &machine, results_folder).map(drop)
 }
 
-/// Stores and draws the results of `rm/benches/sim.rs`: a simulated week, and some simulated days.
+/// Stores and draws the results of `rm/benches/sim.rs`: a simulated week, and several simulated
+/// days.
 ///
 /// # Errors
-/// Fails if the file `json` is missing or malformed, or if the results cannot be written.
-pub fn store_sim(text: &str, json: &Path, results: &Path) -> Result<()> {
-    let machine = MachineInfo::describe(true, 1, false);
-    let results_json = store_results("sim", text, json, &machine, results)?;
-    let results_json: SimulationResults =
-        serde_json::from_value(results_json).with_context(|| json.display().to_string())?;
-    for chart in charts(&results_json) {
+/// The file `json_file` is missing or malformed, or the results cannot be written.
+pub fn store_sim(text: &str, json_file: &Path, results_folder: &Path) -> Result<()> {
+    let machine = MachineInfo::collect(true, 1, false);
+    let simulation_results = store_results("sim", text, json_file, &machine, results_folder)?;
+    let simulation_results: SimulationResults = serde_json::from_value(simulation_results)
+        .with_context(|| json_file.display().to_string())?;
+    for chart in make_charts(&simulation_results) {
         if let Some(svg) = chart.linear_svg() {
-            fs::write(results.join(format!("{}.svg", chart.name)), svg)?;
+            fs::write(results_folder.join(format!("{}.svg", chart.name)), svg)?;
         }
     }
     Ok(())
 }
 
-fn charts(found: &SimulationResults) -> [Chart; 4] {
-    let SimulationResults { week, days } = found;
+fn make_charts(results: &SimulationResults) -> [Chart; 4] {
+    let SimulationResults { week, days } = results;
     let series = |name: &str, points: Vec<(f64, f64)>| Series {
         name: name.to_string(),
         points,
@@ -132,7 +135,7 @@ fn charts(found: &SimulationResults) -> [Chart; 4] {
         .enumerate()
         .map(|(hour, moves)| (hour as f64, *moves))
         .collect();
-    let ms = |spread: &Spread| {
+    let ms = |spread: &Percentiles| {
         spread
             .hundredths
             .iter()
@@ -143,7 +146,10 @@ fn charts(found: &SimulationResults) -> [Chart; 4] {
     let pools: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
     let both = |hosts: u16| {
         [("alone", false), ("beside a greedy one", true)].map(|(how, beside)| {
-            series(&format!("{hosts} hosts, {how}"), waits(days, hosts, beside))
+            series(
+                &format!("{hosts} hosts, {how}"),
+                waits_by_percentage(days, hosts, beside),
+            )
         })
     };
     [
@@ -184,10 +190,11 @@ fn charts(found: &SimulationResults) -> [Chart; 4] {
     ]
 }
 
-/// Returns the waiting times, in minutes, of those who want little in a pool of `hosts` hosts, by
-/// the percentage of their jobs. `is_shared` is true for the times next to a greedy user.
-fn waits(days: &[SimulatedDays], hosts: u16, is_shared: bool) -> Vec<(f64, f64)> {
-    let of_pair = |pair: &Pair| {
+/// Returns the waiting times of users with a light load in clusters of `hosts` hosts, as
+/// (percentage of their jobs, minutes), in ascending order. `is_shared` is true for the times while
+/// a user with a heavy load is active, too.
+fn waits_by_percentage(days: &[SimulatedDays], hosts: u16, is_shared: bool) -> Vec<(f64, f64)> {
+    let pair_waits_s = |pair: &WaitComparison| {
         if is_shared {
             pair.waits_s.1.clone()
         } else {
@@ -198,12 +205,13 @@ fn waits(days: &[SimulatedDays], hosts: u16, is_shared: bool) -> Vec<(f64, f64)>
         .iter()
         .filter(|day| day.hosts == hosts)
         .flat_map(|day| &day.light);
-    let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
-    all.sort_by(f64::total_cmp);
-    let last = all.len().saturating_sub(1).max(1) as f64;
-    all.iter()
+    let mut waits_s: Vec<f64> = pairs.flat_map(pair_waits_s).collect();
+    waits_s.sort_by(f64::total_cmp);
+    let last_index = waits_s.len().saturating_sub(1).max(1) as f64;
+    waits_s
+        .iter()
         .enumerate()
-        .map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0))
+        .map(|(n, wait_s)| (100.0 * n as f64 / last_index, wait_s / 60.0))
         .collect()
 }
 
@@ -211,29 +219,31 @@ fn waits(days: &[SimulatedDays], hosts: u16, is_shared: bool) -> Vec<(f64, f64)>
 mod tests {
     use super::*;
 
-    /// Results of a simulation are stored and drawn.
     #[test]
     fn simulation_is_stored_and_drawn() {
         let spread = serde_json::json!({ "hundredths": [0.0, 0.02, 0.04] });
         let pair = serde_json::json!({ "waits_s": [[0.0, 60.0], [5.0, 66.0]] });
-        let found = serde_json::json!({
+        let results = serde_json::json!({
             "week": { "by_hour": [[400.0, 300.0], [500.0, 450.0]], "moves_by_hour": [3, 4], "clean_s": spread, "stall_s": spread },
             "days": [{ "hosts": 9, "light": [pair] }, { "hosts": 7, "light": [pair] }, { "hosts": 9, "light": [] }],
         });
         let folder = std::env::temp_dir().join(format!("simulated-{}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder");
-        let json = folder.join("found.json");
-        fs::write(&json, found.to_string()).expect("it can be written");
-        store_sim("a table\n", &json, &folder).expect("it is kept");
-        let read = |name: &str| fs::read_to_string(folder.join(name)).expect("it was written");
-        assert_eq!(read("sim.txt"), "a table\n");
-        let kept: Value = serde_json::from_str(&read("sim.json")).expect("it is JSON");
-        assert_eq!(kept["results"], found);
+        let json_file = folder.join("found.json");
+        fs::write(&json_file, results.to_string()).expect("it can be written");
+        store_sim("a table\n", &json_file, &folder).expect("it is kept");
+        let read_file = |name: &str| fs::read_to_string(folder.join(name)).expect("it was written");
+        assert_eq!(read_file("sim.txt"), "a table\n");
+        let stored: Value = serde_json::from_str(&read_file("sim.json")).expect("it is JSON");
+        assert_eq!(stored["results"], results);
         for name in ["sim-week", "sim-moves", "sim-owners", "sim-waits"] {
-            assert!(read(&format!("{name}.svg")).contains("<polyline"), "{name}");
+            assert!(
+                read_file(&format!("{name}.svg")).contains("<polyline"),
+                "{name}"
+            );
         }
-        let waits = read("sim-waits.svg");
-        let labels: Vec<&str> = waits
+        let waits_chart = read_file("sim-waits.svg");
+        let labels: Vec<&str> = waits_chart
             .split(['<', '>'])
             .filter(|text| text.contains(" hosts, "))
             .collect();

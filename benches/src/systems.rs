@@ -1,46 +1,47 @@
-//! Runs the measured systems. Debian's PVM and Sempa each have a testbed; the MPIs run on the hosts
-//! of PVM's testbed. All systems are up at the same time and their runs alternate, so that other
-//! load on the machine affects all systems equally.
+//! Runs the measured systems. Debian's PVM and Sempa each have a testbed; the MPI systems run on
+//! the hosts of PVM's testbed. All systems are ready at the same time and their runs alternate, so
+//! that other load on the machine affects all systems equally.
 
 use crate::figures::{System, TimeSummaries, TimeSummary, parse_samples};
 use crate::rows::{Measurement, MeasurementKind, VmSetup};
 use anyhow::{Context, Result, bail};
 use sempa_tests::real_pvm::RealVm;
-use sempa_tests::run::{run, run_ok};
+use sempa_tests::run::{run_successfully, run_to_end};
 use sempa_tests::testbed::{Host, wait_until_no_process};
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{Testbed, Vm, requirements, ssh};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time limit for one run of a program.
+/// Time limit for one run of a measured program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for a compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for the daemons of deleted hosts to exit.
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of hosts in each testbed.
-const HOSTS: usize = 4;
-/// Divisor of the number of rounds in a quick run.
-const QUICK_DIVISOR: usize = 5;
-/// Options that make ssh use the key exchange algorithm that our daemon requests when it adds
+const HOST_COUNT: usize = 4;
+/// Divisor of each measurement's number of rounds in a quick run.
+const QUICK_ROUNDS_DIVISOR: usize = 5;
+/// Options that make ssh use the key exchange algorithm that Sempa's daemon requests when it adds
 /// hosts.
 const X25519_OPTIONS: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
 /// Divisor of the number of MPICH's rounds if there are more processes than cores. MPICH polls
-/// without yielding, so each round then takes a time slice of the kernel.
-const MPICH_OVERSUBSCRIBED_DIVISOR: usize = 100;
+/// without yielding, so each of these rounds needs a time slice of the kernel.
+const MPICH_OVERSUBSCRIBED_ROUNDS_DIVISOR: usize = 100;
 
 /// Result of one measurement on one system.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SystemResult {
-    /// The times of each successful repetition.
+    /// The summaries of the times, one element for each successful repetition.
     pub(crate) repetitions: Vec<TimeSummaries>,
-    /// Reason of the first failure; `None` if all repetitions succeeded.
+    /// Reason of the failure, after which the system was not measured again; `None` if all
+    /// repetitions succeeded.
     pub(crate) failure: Option<String>,
 }
 
-/// For each measurement, in the requested order: the results of all systems.
+/// The results of all systems for each measurement, in the order of the measurements.
 pub(crate) type MeasuredRows = Vec<Vec<(System, SystemResult)>>;
 
 /// Returns the folder with the sources of the C programs.
@@ -51,67 +52,70 @@ fn source_folder() -> PathBuf {
 /// Runs the measurements on all systems.
 ///
 /// # Errors
-/// Fails if no testbed can be created, a program does not compile, or a virtual machine does not
-/// start.
-pub(crate) fn measure(
+/// A testbed cannot be created, a program does not compile, or a virtual machine does not start.
+pub(crate) fn measure_rows(
     prefix: &Path,
     measurements: &[Measurement],
-    repetitions: usize,
-    quick: bool,
+    repetition_count: usize,
+    is_quick: bool,
 ) -> Result<MeasuredRows> {
-    let mut measured: MeasuredRows = vec![Vec::new(); measurements.len()];
+    let mut results: MeasuredRows = vec![Vec::new(); measurements.len()];
     if measurements.is_empty() {
-        return Ok(measured);
+        return Ok(results);
     }
-    let (theirs, ours) = new_beds(prefix, HOSTS)?;
-    for stage in [VmSetup::OneHost, VmSetup::TwoHosts, VmSetup::Managed] {
-        if measurements.iter().all(|one| one.setup != stage) {
+    let (pvm_testbed, sempa_testbed) = new_testbeds(prefix, HOST_COUNT)?;
+    for setup in [VmSetup::OneHost, VmSetup::TwoHosts, VmSetup::OneHostWithRm] {
+        if measurements
+            .iter()
+            .all(|measurement| measurement.setup != setup)
+        {
             continue;
         }
-        let peers = RunningSystems::start(&theirs, &ours, stage)?;
-        for (one, place) in measurements
+        let systems = RunningSystems::start(&pvm_testbed, &sempa_testbed, setup)?;
+        for (measurement, results_by_system) in measurements
             .iter()
-            .zip(&mut measured)
-            .filter(|(one, _)| one.setup == stage)
+            .zip(&mut results)
+            .filter(|(measurement, _)| measurement.setup == setup)
         {
-            *place = peers.measure_in_turns(one, repetitions, quick);
+            *results_by_system =
+                systems.measure_alternately(measurement, repetition_count, is_quick);
         }
-        peers.halt()?;
+        systems.halt()?;
     }
-    Ok(measured)
+    Ok(results)
 }
 
-/// Creates two testbeds with the programs installed: the first one for PVM, the second one for our
-/// system.
+/// Creates two testbeds and compiles the programs on them. The first testbed is for PVM, the second
+/// for Sempa.
 ///
 /// # Errors
-/// Fails if the machine lacks something for a testbed or a program does not compile.
-pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
-    if let Some(missing) = requirements::lacks() {
-        bail!("bench peers: {missing}");
+/// The machine does not meet a requirement of a testbed, or a program does not compile.
+pub(crate) fn new_testbeds(prefix: &Path, host_count: usize) -> Result<(Testbed, Testbed)> {
+    if let Some(unmet_requirement) = requirements::unmet_requirement() {
+        bail!("bench peers: {unmet_requirement}");
     }
-    let beds = (
-        Testbed::new(hosts, None, &[])?,
-        Testbed::new(hosts, Some(prefix), &[])?,
+    let testbeds = (
+        Testbed::new(host_count, None, &[])?,
+        Testbed::new(host_count, Some(prefix), &[])?,
     );
-    compile(&beds.0)?;
-    compile(&beds.1)?;
-    Ok(beds)
+    compile_programs(&testbeds.0)?;
+    compile_programs(&testbeds.1)?;
+    Ok(testbeds)
 }
 
-fn compile(bed: &Testbed) -> Result<()> {
+fn compile_programs(testbed: &Testbed) -> Result<()> {
     // Both testbeds compile with Debian's header, so that both systems run the same program.
-    compile_one(bed, "gcc", "peers", Some("-lpvm3"))?;
-    compile_one(bed, "mpicc.openmpi", "twin", None)?;
-    compile_one(bed, "mpicc.mpich", "twin", None)
+    compile_program(testbed, "gcc", "peers", Some("-lpvm3"))?;
+    compile_program(testbed, "mpicc.openmpi", "twin", None)?;
+    compile_program(testbed, "mpicc.mpich", "twin", None)
 }
 
 /// Compiles one of the C programs into the folder where `spawn` searches.
 ///
 /// # Errors
-/// Fails if the compiler fails; the error has its output.
-pub(crate) fn compile_one(
-    bed: &Testbed,
+/// The compiler fails; the error contains its output.
+pub(crate) fn compile_program(
+    testbed: &Testbed,
     compiler: &str,
     source: &str,
     library: Option<&str>,
@@ -119,41 +123,42 @@ pub(crate) fn compile_one(
     let mut command = Command::new(compiler);
     command.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]);
     command.arg(
-        bed.home()
+        testbed
+            .root_home()
             .join("pvm3/bin/LINUX64")
             .join(program_name(compiler, source)),
     );
     command
         .arg(source_folder().join(source).with_extension("c"))
         .args(library);
-    run_ok(command, COMPILE_TIMEOUT)
+    run_successfully(command, COMPILE_TIMEOUT)
         .with_context(|| format!("compiling {source}.c with {compiler}"))?;
     Ok(())
 }
 
 fn program_name(compiler: &str, source: &str) -> String {
     match compiler.split_once('.') {
-        Some((_, kind)) => format!("{source}-{kind}"),
+        Some((_, mpi_name)) => format!("{source}-{mpi_name}"),
         None => source.to_string(),
     }
 }
 
-/// The parameters of one run of the measuring program.
+/// The parameters for one run of the measuring program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProgramRun<'a> {
     pub(crate) args: &'a [String],
-    /// Number of processes of the corresponding MPI program.
-    pub(crate) ranks: usize,
-    /// True if there are more processes than cores.
-    pub(crate) oversubscribed: bool,
+    /// Number of processes if the program is an MPI program.
+    pub(crate) mpi_ranks: usize,
+    /// True if there are more processes than cores, so that waiting processes must yield.
+    pub(crate) is_oversubscribed: bool,
     /// True if the processes run on two hosts.
-    pub(crate) on_two_hosts: bool,
+    pub(crate) uses_two_hosts: bool,
 }
 
 /// The running virtual machines of PVM and of Sempa.
 pub(crate) struct RunningSystems<'a> {
-    pvm_bed: &'a Testbed,
-    sempa_bed: &'a Testbed,
+    pvm_testbed: &'a Testbed,
+    sempa_testbed: &'a Testbed,
     pvm: RealVm<'a>,
     sempa: Vm<'a>,
 }
@@ -162,114 +167,117 @@ impl<'a> RunningSystems<'a> {
     /// Starts both virtual machines for this setup.
     ///
     /// # Errors
-    /// Fails if one of them does not start.
+    /// A virtual machine does not start.
     pub(crate) fn start(
-        theirs: &'a Testbed,
-        ours: &'a Testbed,
-        stage: VmSetup,
-    ) -> Result<RunningSystems<'a>> {
-        let rm = (stage == VmSetup::Managed).then(|| "pvm-rm".to_string());
-        let settings = Settings {
-            rm,
-            ..Settings::default()
+        pvm_testbed: &'a Testbed,
+        sempa_testbed: &'a Testbed,
+        setup: VmSetup,
+    ) -> Result<Self> {
+        let rm = (setup == VmSetup::OneHostWithRm).then(|| "pvm-rm".to_string());
+        let settings = VmSettings {
+            rm_command: rm,
+            ..VmSettings::default()
         };
-        let pvm = RealVm::start(theirs)?;
-        let sempa = Vm::start(ours, settings)?;
-        let peers = RunningSystems {
-            pvm_bed: theirs,
-            sempa_bed: ours,
+        let pvm = RealVm::start(pvm_testbed)?;
+        let sempa = Vm::start(sempa_testbed, settings)?;
+        let systems = RunningSystems {
+            pvm_testbed,
+            sempa_testbed,
             pvm,
             sempa,
         };
-        if stage == VmSetup::TwoHosts {
+        if setup == VmSetup::TwoHosts {
             for system in [System::Pvm, System::Sempa] {
-                let mut command = peers.measuring_program(system);
+                let mut command = systems.measuring_program_command(system);
                 command.args(["add_hosts", "host=h2", "keep=1"]);
-                run_ok(command, RUN_TIMEOUT)
+                run_successfully(command, RUN_TIMEOUT)
                     .with_context(|| format!("a second host for {}", system.name()))?;
             }
         }
-        Ok(peers)
+        Ok(systems)
     }
 
     /// Halts both virtual machines.
     ///
     /// # Errors
-    /// Fails if a process of them remains.
+    /// A process of a virtual machine remains.
     pub(crate) fn halt(self) -> Result<()> {
-        self.sempa.halt()?;
-        self.pvm.halt()
+        self.sempa.halt_and_wait()?;
+        self.pvm.halt_or_kill()
     }
 
-    /// Runs a measurement `repetitions` times on each system. The systems take turns. A system
-    /// whose run has failed is not run again.
-    fn measure_in_turns(
+    /// Runs a measurement `repetition_count` times on each system. Each repetition runs all systems, one
+    /// after another. A system whose run has failed is not run again.
+    fn measure_alternately(
         &self,
         measurement: &Measurement,
-        repetitions: usize,
-        quick: bool,
+        repetition_count: usize,
+        is_quick: bool,
     ) -> Vec<(System, SystemResult)> {
-        let takes_part = |system: &System| system.is_pvm() || measurement.mpi_ranks > 0;
-        let mut all: Vec<(System, SystemResult)> = System::ALL
+        let is_measured = |system: &System| system.uses_pvm_calls() || measurement.mpi_ranks > 0;
+        let mut results: Vec<(System, SystemResult)> = System::ALL
             .into_iter()
-            .filter(takes_part)
+            .filter(is_measured)
             .map(|system| (system, SystemResult::default()))
             .collect();
-        for repetition in 1..=repetitions {
+        for repetition in 1..=repetition_count {
             eprintln!(
-                "bench peers: {} ({repetition} of {repetitions})",
+                "bench peers: {} ({repetition} of {repetition_count})",
                 measurement.args.join(" ")
             );
-            // Every second repetition reverses the order, because the first system may find cold
-            // caches.
+            // Every second repetition reverses the order, because caches may be cold for the system
+            // that is measured first.
             if repetition % 2 == 0 {
-                all.reverse();
+                results.reverse();
             }
-            for (system, given) in all.iter_mut().filter(|(_, given)| given.failure.is_none()) {
-                match self.run_once(*system, measurement, quick) {
-                    Ok(samples) => given.repetitions.push(samples),
-                    Err(error) => given.failure = Some(format!("{error:#}")),
+            for (system, result) in results
+                .iter_mut()
+                .filter(|(_, result)| result.failure.is_none())
+            {
+                match self.measure_once(*system, measurement, is_quick) {
+                    Ok(samples) => result.repetitions.push(samples),
+                    Err(error) => result.failure = Some(format!("{error:#}")),
                 }
             }
         }
-        all.sort_by_key(|(system, _)| *system);
-        all
+        results.sort_by_key(|(system, _)| *system);
+        results
     }
 
-    fn run_once(
+    fn measure_once(
         &self,
         system: System,
         measurement: &Measurement,
-        quick: bool,
+        is_quick: bool,
     ) -> Result<TimeSummaries> {
         if measurement.kind == MeasurementKind::Login {
-            return self.measure_login(system, measurement);
+            return self.measure_logins(system, measurement);
         }
-        let mut rounds = if quick {
-            (measurement.rounds / QUICK_DIVISOR).max(2)
+        let mut round_count = if is_quick {
+            (measurement.round_count / QUICK_ROUNDS_DIVISOR).max(2)
         } else {
-            measurement.rounds
+            measurement.round_count
         };
-        if system == System::Mpich && measurement.oversubscribed {
-            rounds = (rounds / MPICH_OVERSUBSCRIBED_DIVISOR).max(2);
+        if system == System::Mpich && measurement.is_oversubscribed {
+            round_count = (round_count / MPICH_OVERSUBSCRIBED_ROUNDS_DIVISOR).max(2);
         }
-        let mut words: Vec<String> = measurement
+        let mut arguments: Vec<String> = measurement
             .args
             .iter()
-            .map(|word| (*word).to_string())
+            .map(|argument| (*argument).to_string())
             .collect();
-        words.extend([
-            format!("rounds={rounds}"),
-            format!("warm={}", (rounds / 10).max(1)),
+        arguments.extend([
+            format!("rounds={round_count}"),
+            format!("warm={}", (round_count / 10).max(1)),
         ]);
-        let apart = measurement.setup == VmSetup::TwoHosts;
-        self.run(
+        let uses_two_hosts = measurement.setup == VmSetup::TwoHosts;
+        self.run_measuring_program(
             system,
             &ProgramRun {
-                args: &words,
-                ranks: measurement.mpi_ranks,
-                oversubscribed: measurement.oversubscribed,
-                on_two_hosts: apart,
+                args: &arguments,
+                mpi_ranks: measurement.mpi_ranks,
+                is_oversubscribed: measurement.is_oversubscribed,
+                uses_two_hosts,
             },
         )
     }
@@ -277,59 +285,66 @@ impl<'a> RunningSystems<'a> {
     /// Runs the measuring program of a system once.
     ///
     /// # Errors
-    /// Fails if the program fails, does not end, or prints no samples.
-    pub(crate) fn run(&self, system: System, call: &ProgramRun) -> Result<TimeSummaries> {
-        let mut command = if system.is_pvm() {
-            self.measuring_program(system)
+    /// The program fails, does not end, or prints no samples.
+    pub(crate) fn run_measuring_program(
+        &self,
+        system: System,
+        program_run: &ProgramRun,
+    ) -> Result<TimeSummaries> {
+        let mut command = if system.uses_pvm_calls() {
+            self.measuring_program_command(system)
         } else {
-            self.mpi_launcher(system, call)?
+            self.mpi_launcher_command(system, program_run)?
         };
         // The MPI launcher has already placed the processes, so the argument `host=` is omitted.
         command.args(
-            call.args
+            program_run
+                .args
                 .iter()
-                .filter(|word| system.is_pvm() || !word.starts_with("host=")),
+                .filter(|argument| system.uses_pvm_calls() || !argument.starts_with("host=")),
         );
-        let done = run(command, RUN_TIMEOUT)?.expect_success(system.name())?;
-        parse_samples(&done.out)
+        let result = run_to_end(command, RUN_TIMEOUT)?.expect_success(system.name())?;
+        parse_samples(&result.stdout)
     }
 
     /// Returns a command that runs the measuring program on h1.
-    pub(crate) fn measuring_program(&self, system: System) -> Command {
-        self.command(
+    pub(crate) fn measuring_program_command(&self, system: System) -> Command {
+        self.command_on_h1(
             system,
-            self.bed(system).home().join("pvm3/bin/LINUX64/peers"),
+            self.testbed(system)
+                .root_home()
+                .join("pvm3/bin/LINUX64/peers"),
         )
     }
 
-    /// Returns a command that runs `program` on h1 with the environment of the system's virtual
-    /// machine.
-    pub(crate) fn command(&self, system: System, program: impl AsRef<Path>) -> Command {
-        let host = self.bed(system).host(1);
+    /// Returns a command that runs `program` on h1 with the environment variables of the system's
+    /// virtual machine.
+    pub(crate) fn command_on_h1(&self, system: System, program: impl AsRef<Path>) -> Command {
+        let host = self.testbed(system).host(1);
         if system == System::Pvm {
             self.pvm.command(host, program)
         } else {
-            self.sempa.command(host, program)
+            self.sempa.user_command(host, program)
         }
     }
 
-    fn bed(&self, system: System) -> &'a Testbed {
+    fn testbed(&self, system: System) -> &'a Testbed {
         if system == System::Sempa {
-            self.sempa_bed
+            self.sempa_testbed
         } else {
-            self.pvm_bed
+            self.pvm_testbed
         }
     }
 
-    /// Returns a command that runs the MPI launcher on h1 of PVM's testbed. None of our libraries
-    /// is installed there.
-    fn mpi_launcher(&self, system: System, call: &ProgramRun) -> Result<Command> {
-        let bed = self.pvm_bed;
-        let shell = self.pvm.remote_shell();
-        let ranks = call.ranks.to_string();
+    /// Returns a command that runs the MPI launcher on h1 of PVM's testbed. None of Sempa's
+    /// libraries is installed there.
+    fn mpi_launcher_command(&self, system: System, program_run: &ProgramRun) -> Result<Command> {
+        let testbed = self.pvm_testbed;
+        let remote_shell = self.pvm.rsh_script();
+        let ranks = program_run.mpi_ranks.to_string();
         let mut command = match system {
             System::OpenMpi => {
-                let mut command = bed.host(1).command("mpirun.openmpi");
+                let mut command = testbed.host(1).root_command("mpirun.openmpi");
                 command.args([
                     "--allow-run-as-root",
                     "--bind-to",
@@ -341,9 +356,13 @@ impl<'a> RunningSystems<'a> {
                 command.args([
                     "--mca",
                     "mpi_yield_when_idle",
-                    if call.oversubscribed { "1" } else { "0" },
+                    if program_run.is_oversubscribed {
+                        "1"
+                    } else {
+                        "0"
+                    },
                 ]);
-                if call.on_two_hosts {
+                if program_run.uses_two_hosts {
                     command.args(["--host", "h1:1,h2:1", "--mca", "btl_tcp_if_include", "eth0"]);
                     command
                         .args([
@@ -353,14 +372,14 @@ impl<'a> RunningSystems<'a> {
                             "--mca",
                             "plm_rsh_agent",
                         ])
-                        .arg(shell);
+                        .arg(remote_shell);
                 }
                 command
             }
             System::Mpich => {
-                let mut command = bed.host(1).command("mpirun.mpich");
+                let mut command = testbed.host(1).root_command("mpirun.mpich");
                 command.args(["-bind-to", "none", "-n", &ranks]);
-                if call.on_two_hosts {
+                if program_run.uses_two_hosts {
                     command.args([
                         "-hosts",
                         "h1,h2",
@@ -371,9 +390,9 @@ impl<'a> RunningSystems<'a> {
                         "-launcher",
                         "ssh",
                     ]);
-                    command.arg("-launcher-exec").arg(shell);
-                    // MPICH's transport treats hosts that share a kernel as one host, and then
-                    // fails because they share no memory.
+                    command.arg("-launcher-exec").arg(remote_shell);
+                    // MPICH's transport treats hosts that share a kernel as one host. It then fails
+                    // because these hosts share no memory.
                     command.args([
                         "-genv",
                         "UCX_TLS",
@@ -387,48 +406,54 @@ impl<'a> RunningSystems<'a> {
             }
             _ => bail!("{} is not an MPI", system.name()),
         };
-        let kind = if system == System::OpenMpi {
+        let mpi_name = if system == System::OpenMpi {
             "mpicc.openmpi"
         } else {
             "mpicc.mpich"
         };
         command.arg(
-            bed.home()
+            testbed
+                .root_home()
                 .join("pvm3/bin/LINUX64")
-                .join(program_name(kind, "twin")),
+                .join(program_name(mpi_name, "twin")),
         );
         Ok(command)
     }
 
-    /// Adds and deletes hosts with the measuring program. Also measures plain ssh logins to the
-    /// same hosts.
-    fn measure_login(&self, system: System, measurement: &Measurement) -> Result<TimeSummaries> {
-        let bed = self.bed(system);
-        let all: Vec<&str> = measurement
+    /// Adds and deletes hosts with the measuring program. Also measures ssh logins without PVM to
+    /// the same hosts.
+    fn measure_logins(&self, system: System, measurement: &Measurement) -> Result<TimeSummaries> {
+        let testbed = self.testbed(system);
+        let host_names: Vec<&str> = measurement
             .args
             .iter()
-            .filter_map(|word| word.strip_prefix("host="))
-            .flat_map(|l| l.split(','))
+            .filter_map(|argument| argument.strip_prefix("host="))
+            .flat_map(|list| list.split(','))
             .collect();
-        // ssh is measured with its defaults, and with the key exchange algorithm that our daemon
-        // requests.
-        let mut bare = TimeSummaries::new();
-        for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
-            bare.insert(
+        // ssh is measured with its defaults, and with the key exchange algorithm that Sempa's
+        // daemon requests.
+        let mut ssh_times = TimeSummaries::new();
+        for (name, hosts) in [("ssh", &host_names[..1]), ("ssh_all", &host_names[..])] {
+            ssh_times.insert(
                 name.to_string(),
-                TimeSummary::one(measure_ssh_logins(bed, hosts, &[])?),
+                TimeSummary::of_single_time(measure_ssh_logins_us(testbed, hosts, &[])?),
             );
-            bare.insert(
+            ssh_times.insert(
                 format!("{name}_x25519"),
-                TimeSummary::one(measure_ssh_logins(bed, hosts, &X25519_OPTIONS)?),
+                TimeSummary::of_single_time(measure_ssh_logins_us(
+                    testbed,
+                    hosts,
+                    &X25519_OPTIONS,
+                )?),
             );
         }
-        let mut command = self.measuring_program(system);
+        let mut command = self.measuring_program_command(system);
         command.args(measurement.args);
-        let done = run(command, RUN_TIMEOUT)?.expect_success(system.name())?;
-        let mut samples = parse_samples(&done.out)?;
-        samples.extend(bare);
-        bed.hosts()
+        let result = run_to_end(command, RUN_TIMEOUT)?.expect_success(system.name())?;
+        let mut samples = parse_samples(&result.stdout)?;
+        samples.extend(ssh_times);
+        testbed
+            .hosts()
             .iter()
             .skip(1)
             .try_for_each(|host: &Host| wait_until_no_process(host, "pvmd", DAEMON_EXIT_TIMEOUT))?;
@@ -436,14 +461,14 @@ impl<'a> RunningSystems<'a> {
     }
 }
 
-/// Runs `ssh HOST true` on all these hosts at the same time. Returns the microseconds until all
-/// have ended.
-fn measure_ssh_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
-    let login = |host: &str| {
-        let mut command = bed.host(1).command("ssh");
+/// Runs `ssh HOST true` on all these hosts at the same time. Returns the time in microseconds until
+/// all have ended.
+fn measure_ssh_logins_us(testbed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
+    let start_login = |host: &str| {
+        let mut command = testbed.host(1).root_command("ssh");
         command
             .arg("-F")
-            .arg(ssh::client_config(bed.folder(), "root"))
+            .arg(ssh::client_config_path(testbed.folder(), "root"))
             .args(options)
             .args([host, "true"]);
         command
@@ -452,18 +477,18 @@ fn measure_ssh_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result
             .stderr(Stdio::null());
         command.spawn().context("ssh")
     };
-    let begun = Instant::now();
+    let started_at = Instant::now();
     let logins = hosts
         .iter()
-        .map(|host| login(host))
+        .map(|host| start_login(host))
         .collect::<Result<Vec<_>>>()?;
-    let ended = logins
+    let exit_statuses = logins
         .into_iter()
-        .map(|mut login| login.wait())
+        .map(|mut start_login| start_login.wait())
         .collect::<std::io::Result<Vec<_>>>()?;
-    let us = begun.elapsed().as_secs_f64() * 1e6;
-    match ended.iter().find(|status| !status.success()) {
-        None => Ok(us),
+    let elapsed_us = started_at.elapsed().as_secs_f64() * 1e6;
+    match exit_statuses.iter().find(|status| !status.success()) {
+        None => Ok(elapsed_us),
         Some(status) => bail!("a bare ssh to one of {hosts:?}: {status}"),
     }
 }

@@ -8,16 +8,16 @@
 ///
 /// The default limit is eight arenas for each processor; with it, a daemon that had forwarded some
 /// hundred images retained 130 MB. [`trim_freed`] trims the top of the first arena only.
-pub fn limit_arenas(count: i32) {
-    set_option(libc::M_ARENA_MAX, count);
+pub fn limit_arenas(arena_count_max: i32) {
+    set_option(libc::M_ARENA_MAX, arena_count_max);
 }
 
-/// Makes the allocator retain up to `bytes` of freed memory and serve larger buffers from it.
+/// Makes the allocator retain up to `bytes_max` of freed memory and serve larger buffers from it.
 /// Otherwise a process under load would obtain such buffers from the kernel, page by page and
 /// zeroed, and return them, many times a second.
-pub fn keep_freed_bytes(bytes: i32) {
-    set_option(libc::M_MMAP_THRESHOLD, bytes);
-    set_option(libc::M_TRIM_THRESHOLD, bytes);
+pub fn retain_freed_bytes(bytes_max: i32) {
+    set_option(libc::M_MMAP_THRESHOLD, bytes_max);
+    set_option(libc::M_TRIM_THRESHOLD, bytes_max);
 }
 
 /// Returns the freed memory to the kernel, including pages between allocations.
@@ -26,7 +26,7 @@ pub fn trim_freed() {
     unsafe { libc::malloc_trim(0) };
 }
 
-fn set_option(setting: libc::c_int, value: libc::c_int) {
+fn set_option(option: libc::c_int, value: libc::c_int) {
     // SAFETY: the call changes a number in the allocator, under the allocator's lock.
-    unsafe { libc::mallopt(setting, value) };
+    unsafe { libc::mallopt(option, value) };
 }

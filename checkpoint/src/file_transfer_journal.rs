@@ -1,7 +1,7 @@
 //! Journal of the files that are copied to the target before their task runs there.
 //!
 //! The journal is a file next to the image directory of a migration. It exists until the task runs.
-//! If the tasker is killed before that, the process that finds the journal removes the copied
+//! If the tasker is killed earlier, the process that later finds the journal removes the copied
 //! files.
 //!
 //! Each file is created under a temporary name that no other program uses; the journal records that
@@ -24,9 +24,9 @@ use std::path::{Path, PathBuf};
 
 /// Prefix of the journal's file name; the name of the image directory follows.
 const JOURNAL_PREFIX: &str = "carried-";
-/// Maximum size of a journal that is read. The journal of one task is always smaller.
+/// Maximum size in bytes of a journal that is read. The journal of one task is always smaller.
 const JOURNAL_BYTES_MAX: u64 = 32 << 20;
-/// Size of the length field before each entry.
+/// Size in bytes of the length field before each entry.
 const LENGTH_BYTES: usize = 4;
 
 /// An entry of the journal: one file.
@@ -41,20 +41,20 @@ pub enum JournalEntry {
 impl JournalEntry {
     /// Removes the file. Does nothing if another file has replaced it.
     fn undo(&self) {
-        let (JournalEntry::Temporary(path) | JournalEntry::Final(path, ..)) = self;
-        let Ok((folder, name)) = open_parent_dir(path) else {
+        let (Self::Temporary(path) | Self::Final(path, ..)) = self;
+        let Ok((parent_dir, name)) = open_parent_dir(path) else {
             return;
         };
-        let found = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
-        let is_ours = match self {
-            JournalEntry::Temporary(_) => found.is_ok(),
+        let stat_result = fstatat(&parent_dir, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
+        let is_own_file = match self {
+            Self::Temporary(_) => stat_result.is_ok(),
             // Another program may have replaced the file.
-            JournalEntry::Final(_, device, inode) => {
-                found.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode))
+            Self::Final(_, device, inode) => {
+                stat_result.is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (*device, *inode))
             }
         };
-        if is_ours {
-            let _ = unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+        if is_own_file {
+            let _ = unlinkat(&parent_dir, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
         }
     }
 }
@@ -73,18 +73,18 @@ impl FileTransferJournal {
     ///
     /// # Errors
     /// The journal cannot be written.
-    pub fn create_next_to(images: &Path) -> io::Result<FileTransferJournal> {
-        let name = images.file_name().ok_or(ErrorKind::InvalidInput)?;
+    pub fn create_next_to(image_dir: &Path) -> io::Result<Self> {
+        let name = image_dir.file_name().ok_or(ErrorKind::InvalidInput)?;
         let mut journal_name = OsString::from(JOURNAL_PREFIX);
         journal_name.push(name);
-        let path = images.with_file_name(journal_name);
+        let path = image_dir.with_file_name(journal_name);
         undo_journal(&path);
         let file = OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(0o600)
             .open(&path)?;
-        Ok(FileTransferJournal {
+        Ok(Self {
             path,
             file,
             entries: Vec::new(),
@@ -97,16 +97,16 @@ impl FileTransferJournal {
     /// The entry cannot be written. Then the file must not be created.
     pub fn record(&mut self, entry: JournalEntry) -> io::Result<()> {
         let body = postcard::to_allocvec(&entry).map_err(io::Error::other)?;
-        let head = u32::try_from(body.len())
+        let length_field = u32::try_from(body.len())
             .map_err(io::Error::other)?
             .to_le_bytes();
-        self.file.write_all(&[&head[..], &body].concat())?;
+        self.file.write_all(&[&length_field[..], &body].concat())?;
         self.entries.push(entry);
         Ok(())
     }
 
     /// Removes the journal but not the files: the task runs and owns them.
-    pub fn keep_files(mut self) {
+    pub fn retain_files(mut self) {
         self.entries.clear();
     }
 }
@@ -122,20 +122,24 @@ impl Drop for FileTransferJournal {
 ///
 /// # Errors
 /// The file system refuses.
-pub fn rename_no_replace(folder: impl AsFd, temporary: &OsStr, name: &OsStr) -> io::Result<bool> {
-    let folder = folder.as_fd();
-    match linkat(folder, temporary, folder, name, LinkatFlags::empty()) {
+pub fn rename_no_replace(
+    dir_fd: impl AsFd,
+    temporary_name: &OsStr,
+    name: &OsStr,
+) -> io::Result<bool> {
+    let dir_fd = dir_fd.as_fd();
+    match linkat(dir_fd, temporary_name, dir_fd, name, LinkatFlags::empty()) {
         Ok(()) => {
-            let _ = unlinkat(folder, temporary, UnlinkatFlags::NoRemoveDir);
+            let _ = unlinkat(dir_fd, temporary_name, UnlinkatFlags::NoRemoveDir);
             Ok(true)
         }
         Err(Errno::EEXIST) => Ok(false),
         // Some file systems do not support hard links.
         Err(Errno::EPERM | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EMLINK) => {
             match renameat2(
-                folder,
-                temporary,
-                folder,
+                dir_fd,
+                temporary_name,
+                dir_fd,
                 name,
                 RenameFlags::RENAME_NOREPLACE,
             ) {
@@ -150,7 +154,7 @@ pub fn rename_no_replace(folder: impl AsFd, temporary: &OsStr, name: &OsStr) -> 
 
 /// Removes the recorded files of all journals in a directory. The processes that wrote the journals
 /// must have ended, and the tasks must not run.
-pub fn undo_all(dir: &Path) {
+pub fn undo_all_journals(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry
             .file_name()
@@ -163,12 +167,12 @@ pub fn undo_all(dir: &Path) {
 }
 
 fn undo_journal(path: &Path) {
-    let open = OpenOptions::new()
+    let open_result = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
     let mut bytes = Vec::new();
-    if let Ok(file) = open {
+    if let Ok(file) = open_result {
         // After a read error, the entries that were read are used.
         let _ = file.take(JOURNAL_BYTES_MAX).read_to_end(&mut bytes);
     }
@@ -182,8 +186,8 @@ fn undo_journal(path: &Path) {
 /// Parses all complete entries; ignores a last entry that is truncated.
 fn parse_entries(mut bytes: &[u8]) -> Vec<JournalEntry> {
     let mut entries = Vec::new();
-    while let Some((head, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() {
-        let length = usize::try_from(u32::from_le_bytes(*head)).unwrap_or(usize::MAX);
+    while let Some((length_field, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() {
+        let length = usize::try_from(u32::from_le_bytes(*length_field)).unwrap_or(usize::MAX);
         let Some((body, rest)) = rest.split_at_checked(length) else {
             break;
         };
@@ -211,61 +215,65 @@ mod tests {
     #[test]
     fn undo_removes_exactly_the_recorded_files() {
         let dir = tempfile::tempdir().expect("dir");
-        let real = dir.path().canonicalize().expect("there");
-        let file = |name: &str| {
-            let path = real.join(name);
+        let real_dir = dir.path().canonicalize().expect("there");
+        let create_file = |name: &str| {
+            let path = real_dir.join(name);
             std::fs::write(&path, name).expect("written");
             path
         };
-        let (temporary, recorded, replaced, kept) = (
-            file("nameless"),
-            file("own"),
-            file("replaced"),
-            file("kept"),
+        let (temporary_path, recorded_path, replaced_path, unrecorded_path) = (
+            create_file("nameless"),
+            create_file("own"),
+            create_file("replaced"),
+            create_file("kept"),
         );
         let mut journal =
-            FileTransferJournal::create_next_to(&real.join("images-1")).expect("notes");
+            FileTransferJournal::create_next_to(&real_dir.join("images-1")).expect("notes");
         journal
-            .record(JournalEntry::Temporary(temporary.clone()))
+            .record(JournalEntry::Temporary(temporary_path.clone()))
             .expect("noted");
-        journal.record(final_entry(&recorded)).expect("noted");
-        journal.record(final_entry(&replaced)).expect("noted");
+        journal.record(final_entry(&recorded_path)).expect("noted");
+        journal.record(final_entry(&replaced_path)).expect("noted");
         journal
-            .record(JournalEntry::Temporary(real.join("never made")))
+            .record(JournalEntry::Temporary(real_dir.join("never made")))
             .expect("noted");
-        std::fs::rename(&replaced, real.join("elsewhere")).expect("renamed");
-        std::fs::write(&replaced, "somebody else's").expect("written");
+        std::fs::rename(&replaced_path, real_dir.join("elsewhere")).expect("renamed");
+        std::fs::write(&replaced_path, "somebody else's").expect("written");
         // A truncated entry, as written by a tasker that was killed.
         journal.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
         std::mem::forget(journal);
-        undo_all(&real);
-        assert!(!temporary.exists() && !recorded.exists());
-        assert!(replaced.exists() && kept.exists() && real.join("elsewhere").exists());
+        undo_all_journals(&real_dir);
+        assert!(!temporary_path.exists() && !recorded_path.exists());
         assert!(
-            !real.join("carried-images-1").exists(),
+            replaced_path.exists()
+                && unrecorded_path.exists()
+                && real_dir.join("elsewhere").exists()
+        );
+        assert!(
+            !real_dir.join("carried-images-1").exists(),
             "the notes go with the files"
         );
     }
 
-    /// Dropping a journal removes its files; after `keep_files` only the journal is removed.
+    /// Dropping a journal removes its files; after `retain_files` dropping removes only the journal.
     #[test]
     fn dropping_journal_removes_files_unless_kept() {
         let dir = tempfile::tempdir().expect("dir");
-        let real = dir.path().canonicalize().expect("there");
-        for keep in [false, true] {
-            std::fs::write(real.join("file"), "").expect("written");
+        let real_dir = dir.path().canonicalize().expect("there");
+        for is_retained in [false, true] {
+            std::fs::write(real_dir.join("file"), "").expect("written");
             let mut journal =
-                FileTransferJournal::create_next_to(&real.join("images-1")).expect("notes");
+                FileTransferJournal::create_next_to(&real_dir.join("images-1")).expect("notes");
             journal
-                .record(final_entry(&real.join("file")))
+                .record(final_entry(&real_dir.join("file")))
                 .expect("noted");
-            if keep {
-                journal.keep_files()
+            if is_retained {
+                journal.retain_files()
             } else {
                 drop(journal)
             }
-            assert_eq!(real.join("file").exists(), keep);
-            assert!(!real.join("carried-images-1").exists());
+            assert_eq!(real_dir.join("file").exists(), is_retained);
+            assert!(!real_dir.join("carried-images-1").exists());
         }
     }
 
@@ -273,18 +281,20 @@ mod tests {
     #[test]
     fn existing_name_is_not_replaced() {
         let dir = tempfile::tempdir().expect("dir");
-        let folder = File::open(dir.path()).expect("open");
+        let dir_file = File::open(dir.path()).expect("open");
         std::fs::write(dir.path().join("new"), "new").expect("written");
         std::fs::write(dir.path().join("old"), "old").expect("written");
         assert!(
-            !rename_no_replace(&folder, OsStr::new("new"), OsStr::new("old")).expect("it is told")
+            !rename_no_replace(&dir_file, OsStr::new("new"), OsStr::new("old"))
+                .expect("it is told")
         );
         assert_eq!(
             std::fs::read(dir.path().join("old")).expect("there"),
             b"old"
         );
         assert!(
-            rename_no_replace(&folder, OsStr::new("new"), OsStr::new("free")).expect("it is named")
+            rename_no_replace(&dir_file, OsStr::new("new"), OsStr::new("free"))
+                .expect("it is named")
         );
         assert!(!dir.path().join("new").exists() && dir.path().join("free").exists());
     }

@@ -1,7 +1,7 @@
-//! Reads facts about processes from /proc, with the crate `procfs` where it has them.
+//! Reads facts about processes from /proc, with the crate `procfs` where the crate can read them.
 //!
 //! The following files are read here by hand, because the crate does not read them or loses
-//! something that matters:
+//! information that is needed:
 //!
 //! | file | reason |
 //! | --- | --- |
@@ -14,9 +14,12 @@
 //! | `sysvipc/NAME` | The crate reads only `shm`, and fails for a user ID above 65535. |
 //! | `sys/kernel/osrelease` | The crate returns three numbers, not the whole text. |
 //!
-//! Elsewhere stay: `PID/mem` and `PID/pagemap`, on which the dump spends its time and which are
-//! read at offsets and with an ioctl; `self/mountinfo` and `self/cgroup`, which the pure module
-//! `sempa_proto::cgroup` parses; and paths such as `self/fd/N`, by which files are opened.
+//! Other modules read the remaining files:
+//!
+//! - `PID/mem` and `PID/pagemap`, on which the dump spends its time; they are read at offsets and
+//!   with an ioctl,
+//! - `self/mountinfo` and `self/cgroup`, which the pure module `sempa_proto::cgroup` parses,
+//! - paths such as `self/fd/N`, by which files are opened.
 
 use procfs::ProcError;
 use procfs::process::Process;
@@ -94,20 +97,20 @@ pub(crate) fn descriptors(pid: i32) -> io::Result<impl Iterator<Item = DirEntry>
 ///
 /// # Errors
 /// The descriptor was closed.
-pub(crate) fn descriptor_info(pid: i32, number: &str) -> io::Result<String> {
-    std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))
+pub(crate) fn descriptor_info(pid: i32, fd_number: &str) -> io::Result<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd_number}"))
 }
 
 /// Returns the signal sets of all signalfds of a process: bit 0 is signal 1. Descriptors that have
 /// just been closed are omitted.
 pub fn signalfd_masks(pid: i32) -> Vec<u64> {
-    let numbers = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter();
-    let mask = |entry: DirEntry| {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter();
+    let read_mask = |entry: DirEntry| {
         let text = std::fs::read_to_string(entry.path()).ok()?;
         let hex = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
         u64::from_str_radix(hex?.trim(), 16).ok()
     };
-    numbers.flatten().flatten().filter_map(mask).collect()
+    entries.flatten().flatten().filter_map(read_mask).collect()
 }
 
 /// Returns the text of the file `maps` or `smaps` of a process; bytes that are not UTF-8 are
@@ -115,8 +118,8 @@ pub fn signalfd_masks(pid: i32) -> Vec<u64> {
 ///
 /// # Errors
 /// The process does not exist, or access is denied.
-pub(crate) fn mappings(pid: i32, file: &str) -> io::Result<String> {
-    let text = std::fs::read(format!("/proc/{pid}/{file}"))?;
+pub(crate) fn mappings(pid: i32, file_name: &str) -> io::Result<String> {
+    let text = std::fs::read(format!("/proc/{pid}/{file_name}"))?;
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
@@ -126,10 +129,10 @@ pub(crate) fn environment(pid: i32) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
 }
 
-/// Returns the identity of a namespace of the process `of`, a PID or "self", as the kernel prints
-/// it.
-pub(crate) fn namespace(of: &str, name: &str) -> Option<PathBuf> {
-    std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok()
+/// Returns the identity of a namespace, as the kernel prints it; `None` if it cannot be read. `process`
+/// is the PID of a process in the namespace, or "self".
+pub(crate) fn namespace(process: &str, name: &str) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/{process}/ns/{name}")).ok()
 }
 
 /// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. It is empty if the
@@ -154,21 +157,23 @@ mod tests {
         status(std::process::id().cast_signed()).expect("it runs")
     }
 
-    /// Swapped-out memory counts as memory of the process.
     #[test]
     fn swapped_memory_counts() {
-        let of = |resident, swapped| {
+        let memory_of = |resident, swapped| {
             let mut status = own_status();
             (status.vmrss, status.vmswap) = (resident, swapped);
             memory_bytes(&status)
         };
-        assert_eq!(of(Some(344), Some(2 << 20)), Some((344 + (2 << 20)) << 10));
         assert_eq!(
-            of(Some(344), None),
+            memory_of(Some(344), Some(2 << 20)),
+            Some((344 + (2 << 20)) << 10)
+        );
+        assert_eq!(
+            memory_of(Some(344), None),
             Some(344 << 10),
             "a kernel without swap"
         );
-        assert_eq!(of(None, None), None, "a zombie");
+        assert_eq!(memory_of(None, None), None, "a zombie");
     }
 
     #[test]
@@ -185,8 +190,8 @@ mod tests {
     fn missing_process_is_not_found() {
         let error = thread_ids(-1).expect_err("no process has this id");
         assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
-        let own = std::process::id().cast_signed();
-        assert!(thread_ids(own).expect("it runs").contains(&own));
-        assert!(process_ids().contains(&own));
+        let own_pid = std::process::id().cast_signed();
+        assert!(thread_ids(own_pid).expect("it runs").contains(&own_pid));
+        assert!(process_ids().contains(&own_pid));
     }
 }

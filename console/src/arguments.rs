@@ -1,16 +1,17 @@
-//! Parses the words after a command: options, tids, users, numbers and durations.
+//! Parses arguments of commands: options, tids, users, numbers and durations.
 
 use crate::parse_error::ParseError;
 use sempa_proto::Tid;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Returns the value of an option written as `--name value` or `--name=value`: from `arg` itself,
-/// or the next word of `rest`. Returns `None` if `arg` is not that option.
+/// Returns the value of the option `name` if `arg` is that option: for `--name=value` the text
+/// after `=`, for `--name value` the next element of `rest`. Returns `None` if `arg` is not that
+/// option.
 ///
 /// # Errors
-/// Fails if the value is missing; `command` is named in the error.
-pub(crate) fn option_value<'a>(
+/// Fails with [`ParseError::WrongArgs`] for `command` if the value is missing.
+pub(crate) fn parse_option_value<'a>(
     command: &'static str,
     name: &str,
     arg: &'a str,
@@ -27,12 +28,12 @@ pub(crate) fn option_value<'a>(
 }
 
 /// Returns the error for an option that the command does not have. `arg` includes the dashes.
-pub(crate) fn unknown_option(arg: &str) -> ParseError {
+pub(crate) fn unknown_option_error(arg: &str) -> ParseError {
     ParseError::UnknownFlag(arg.trim_start_matches('-').to_string())
 }
 
-/// Returns the arguments of a command that requires at least one.
-pub(crate) fn one_or_more(
+/// Returns the arguments of a command that requires at least one argument.
+pub(crate) fn require_args(
     command: &'static str,
     args: &[String],
 ) -> Result<Vec<String>, ParseError> {
@@ -43,8 +44,8 @@ pub(crate) fn one_or_more(
     }
 }
 
-/// Returns the parsed form of a command that has no arguments.
-pub(crate) fn no_args<C>(
+/// Returns `parsed`, a command without arguments, if `args` is empty.
+pub(crate) fn require_no_args<C>(
     command: &'static str,
     args: &[String],
     parsed: C,
@@ -62,14 +63,14 @@ pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
         .strip_prefix('t')
         .or_else(|| word.strip_prefix("0x"))
         .unwrap_or(word);
-    let raw = u32::from_str_radix(digits, 16).ok()?;
+    let raw_tid = u32::from_str_radix(digits, 16).ok()?;
     // `from_str_radix` accepts a sign, but a tid has none.
     digits
         .starts_with(|c: char| c.is_ascii_hexdigit())
-        .then(|| Tid::from_raw(raw.cast_signed()))
+        .then(|| Tid::from_raw(raw_tid.cast_signed()))
 }
 
-/// Parses a tid of any kind.
+/// Parses a tid, which may also belong to a host or a daemon.
 pub(crate) fn parse_any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     parse_tid(word).ok_or_else(|| ParseError::NotATid {
         command,
@@ -112,20 +113,20 @@ pub(crate) fn parse_number<T: FromStr>(command: &'static str, word: &str) -> Res
 
 /// Parses a user id or user name.
 pub(crate) fn parse_user(command: &'static str, word: &str) -> Result<u32, ParseError> {
-    let named = || {
+    let uid_of_name = || {
         nix::unistd::User::from_name(word)
             .ok()
             .flatten()
             .map(|user| user.uid.as_raw())
     };
-    let wanted = "a user";
+    let expected_type = "a user";
     word.parse()
         .ok()
-        .or_else(named)
+        .or_else(uid_of_name)
         .ok_or_else(|| ParseError::WrongType {
             command,
             word: word.to_string(),
-            expected: wanted,
+            expected: expected_type,
         })
 }
 
@@ -149,7 +150,8 @@ pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
 mod tests {
     use super::*;
 
-    /// Tids are accepted in all spellings, and other words are not.
+    /// A tid may have the prefix `t` or `0x`. A word with a sign, without digits or with too many
+    /// digits is not a tid.
     #[test]
     fn all_tid_spellings_parse() {
         for word in ["t40002", "40002", "0x40002"] {

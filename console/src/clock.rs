@@ -5,8 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Returns the microseconds since the Unix epoch.
 pub(crate) fn unix_micros() -> Micros {
-    let since = SystemTime::now()
+    let since_epoch = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    Micros(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+    Micros(u64::try_from(since_epoch.as_micros()).unwrap_or(u64::MAX))
 }

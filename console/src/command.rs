@@ -14,56 +14,57 @@ use std::io;
 /// The list of all commands.
 pub(crate) type CommandTable = &'static [&'static CommandSpec];
 
-/// An entry of the table of commands: all that parser, help and completion need.
+/// An entry of the table of commands. Contains what the parser, `help` and the completion need.
 pub(crate) struct CommandSpec {
-    /// The name as typed.
+    /// Name that the user types.
     pub(crate) name: &'static str,
-    /// One line for the list of commands.
+    /// Summary in one line, for the list of commands.
     pub(crate) summary: &'static str,
     /// The lines of the help text below the summary: syntax, options and details.
     pub(crate) detail: &'static str,
-    /// Parses the words after the command.
+    /// Parses the words after the command's name.
     pub(crate) parse: fn(&[String]) -> Result<ParsedCommand, ParseError>,
-    /// False if `help` omits the command from its list, because it only inspects the daemon or the
-    /// console.
+    /// False if `help` omits the command from its list, because the command only inspects the
+    /// daemon or the console.
     pub(crate) is_listed: bool,
     /// True if the command has output that a program can read.
     pub(crate) has_json: bool,
-    /// Returns how many of the words after the command belong to the command itself. The rest
-    /// belongs to a program, an alias or a variable, and may contain `--json` as an ordinary word.
-    pub(crate) own_words: fn(&[String]) -> usize,
+    /// Returns how many of the words after the command's name are options of the command. The
+    /// remaining words belong to a program, an alias or a variable, and may contain `--json` as an
+    /// ordinary word.
+    pub(crate) own_word_count: fn(&[String]) -> usize,
     pub(crate) completion: Completion,
 }
 
 impl CommandSpec {
-    /// Default values for the fields that are alike in most commands. Each command must set name,
-    /// texts and parser.
-    pub(crate) const DEFAULT: CommandSpec = CommandSpec {
+    /// Default values of the fields, which most commands use. Each command must set `name`,
+    /// `summary`, `detail` and `parse`.
+    pub(crate) const DEFAULT: Self = Self {
         name: "",
         summary: "",
         detail: "",
         parse: |_| Err(ParseError::WrongArgs("")),
         is_listed: true,
         has_json: true,
-        own_words: |args| args.len(),
+        own_word_count: |args| args.len(),
         completion: Completion::None,
     };
 }
 
-/// Kind of completions for the words after a command.
+/// Which words after a command are completed, and to which kind of name.
 #[derive(Clone, Copy)]
 pub(crate) enum Completion {
     None,
     /// Only the first word after the command is completed.
     FirstWord(WordKind),
     EveryWord(WordKind),
-    /// The kind depends on the words. The function gets the words between the command and the word
-    /// to complete, and that word. It returns the number of bytes in front of the name that the
-    /// word contains, and the kind of the name.
-    ByWords(fn(&[&str], &str) -> (usize, WordKind)),
+    /// The kind depends on the words. The function receives the words between the command and the
+    /// word to complete, and the word to complete. It returns the length in bytes of the part of
+    /// that word before the name, and the kind of the name.
+    WordDependent(fn(&[&str], &str) -> (usize, WordKind)),
 }
 
-/// The kind of name that a word of a command is.
+/// Kind of name that a word of a command stands for.
 #[derive(Clone, Copy)]
 pub(crate) enum WordKind {
     Unknown,
@@ -81,24 +82,24 @@ pub(crate) enum WordKind {
 #[derive(Debug)]
 pub(crate) enum ParsedCommand {
     Local(Box<dyn LocalCommand>),
-    OnVm(Box<dyn VmCommand>),
+    Vm(Box<dyn VmCommand>),
 }
 
 impl ParsedCommand {
-    pub(crate) fn local(command: impl LocalCommand + 'static) -> ParsedCommand {
-        ParsedCommand::Local(Box::new(command))
+    pub(crate) fn local_command(command: impl LocalCommand + 'static) -> Self {
+        Self::Local(Box::new(command))
     }
 
-    pub(crate) fn on_vm(command: impl VmCommand + 'static) -> ParsedCommand {
-        ParsedCommand::OnVm(Box::new(command))
+    pub(crate) fn vm_command(command: impl VmCommand + 'static) -> Self {
+        Self::Vm(Box::new(command))
     }
 }
 
-/// State that a command without a virtual machine can use.
+/// Input of a command that needs no virtual machine.
 pub(crate) struct LocalContext {
     pub(crate) commands: CommandTable,
     /// True if the command was given on the program's command line, with `--json`.
-    pub(crate) json: bool,
+    pub(crate) prints_json: bool,
 }
 
 /// A command that needs no virtual machine.
@@ -106,12 +107,12 @@ pub(crate) trait LocalCommand: Debug {
     fn run(&self, context: &LocalContext) -> Outcome;
 }
 
-/// Options of the program's command line for a command that is given there.
+/// Options of the program's command line that change how a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ShellOptions {
-    pub(crate) json: bool,
-    /// Set in a detached drain process: the console that requested the drain, or [`Tid::NONE`]
-    /// for a shell.
+    pub(crate) prints_json: bool,
+    /// In a detached drain process, the console that requested the drain, or [`Tid::NONE`] if a
+    /// shell requested it. `None` in any other process.
     pub(crate) requester: Option<Tid>,
 }
 
@@ -123,8 +124,9 @@ pub(crate) trait VmCommand: Debug {
     /// Fails if the virtual machine refuses a request of the command, or has ended.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error>;
 
-    /// Executes the command for a shell before this process joins the virtual machine: refuses it,
-    /// or passes it to another process. Returns `None` if this process must join.
+    /// Handles the command, given by a shell, before this process joins the virtual machine:
+    /// refuses the command, or passes it to another process. Returns `None` if this process must
+    /// join.
     ///
     /// # Errors
     /// Fails if standard output cannot be written.
@@ -132,8 +134,8 @@ pub(crate) trait VmCommand: Debug {
         Ok(None)
     }
 
-    /// Executes the command for a shell, if it prints while it runs. Returns `None` if
-    /// [`VmCommand::run`] must execute it.
+    /// Executes a command of a shell that prints while it runs. Returns `None` if the caller must
+    /// execute [`VmCommand::run`] instead.
     ///
     /// # Errors
     /// Fails if standard output cannot be written.

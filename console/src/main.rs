@@ -1,7 +1,7 @@
 //! `pvm`: the console of a virtual machine.
 //!
-//! It starts a virtual machine if none is running. Apart from that it is an ordinary task of the
-//! virtual machine.
+//! The console starts a virtual machine if none is running. Apart from that the console is an
+//! ordinary task of the virtual machine.
 //!
 //! | module | purpose |
 //! | --- | --- |
@@ -13,8 +13,8 @@
 //! | [`command`], [`outcome`], [`parse_error`], [`arguments`] | what all commands share |
 //! | [`virtual_machine`] | the operations that commands need from the virtual machine |
 //!
-//! The modules form layers: `cli` uses `commands`, commands use `session`, `output` and the shared
-//! modules, and nothing uses the layer above it.
+//! The modules form layers: `cli` uses `commands`, and commands use `session`, `output` and the
+//! shared modules. No module uses a module of a higher layer.
 //!
 //! To add a command, write a file in `commands/` and add its `SPEC` to the table in
 //! `commands/mod.rs`. Parser, help and completion read this table.

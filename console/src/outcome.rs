@@ -8,21 +8,21 @@ pub(crate) enum AfterCommand {
     /// Reads the next line.
     #[default]
     ReadLine,
-    /// Ends the console; the virtual machine keeps running.
+    /// Ends the console. The virtual machine continues to run.
     Quit,
     /// Halts the virtual machine.
     Halt,
 }
 
-/// The result of a command.
+/// The output and the errors of a command, and the action that follows it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     /// Text for standard output.
     pub(crate) text: String,
-    /// Values for standard output in place of `text` when JSON is requested.
-    pub(crate) json: Vec<Value>,
-    /// True if the line requested JSON.
-    pub(crate) as_json: bool,
+    /// JSON values that are printed in place of `text` if JSON is requested.
+    pub(crate) json_values: Vec<Value>,
+    /// True if the command line requested JSON.
+    pub(crate) prints_json: bool,
     /// Reason why the command was not executed, without newline. The interactive console prints the
     /// reason on standard output, as PVM does; a command from a shell prints it on standard error.
     pub(crate) refusal: Option<String>,
@@ -34,36 +34,36 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    pub(crate) fn from_text(text: String) -> Outcome {
-        Outcome {
+    pub(crate) fn from_text(text: String) -> Self {
+        Self {
             text,
-            ..Outcome::default()
+            ..Self::default()
         }
     }
 
-    /// Creates a result with output; `failed` is true if part of the request failed.
-    pub(crate) fn with_values(text: String, json: Value, failed: bool) -> Outcome {
-        Outcome {
+    /// Creates an outcome with output. `failed` is true if part of the request failed.
+    pub(crate) fn with_json(text: String, json: Value, failed: bool) -> Self {
+        Self {
             text,
-            json: vec![json],
+            json_values: vec![json],
             failed,
-            ..Outcome::default()
+            ..Self::default()
         }
     }
 
-    pub(crate) fn refused(line: impl std::fmt::Display) -> Outcome {
-        Outcome {
+    pub(crate) fn from_refusal(line: impl std::fmt::Display) -> Self {
+        Self {
             refusal: Some(line.to_string()),
             failed: true,
-            ..Outcome::default()
+            ..Self::default()
         }
     }
 
-    pub(crate) fn error(line: impl std::fmt::Display) -> Outcome {
-        Outcome {
+    pub(crate) fn from_error(line: impl std::fmt::Display) -> Self {
+        Self {
             errors: vec![line.to_string()],
             failed: true,
-            ..Outcome::default()
+            ..Self::default()
         }
     }
 }

@@ -1,17 +1,17 @@
-//! Errors of the words of a command.
+//! Errors in the words of a command.
 
-/// Why words are not a valid command. The text is printed as it is.
+/// Reason why words are not a valid command. The console prints the text without a prefix.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ParseError {
     #[error("{0}: not found")]
     NotFound(String),
-    /// Too few or too many words.
+    /// Too few or too many words. Contains the command.
     #[error("{0}: wrong #args")]
     WrongArgs(&'static str),
-    /// Options without an argument after them.
+    /// The command has options, but no argument follows them.
     #[error("incorrect arg count")]
     OnlyOptions,
-    /// A single `-`: what remains of `->` after a shell took the `>` as a redirection.
+    /// A single `-`. It remains of `->` if a shell takes the `>` as a redirection.
     #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
     LoneDash,
     /// The command has no such option.
@@ -20,7 +20,7 @@ pub(crate) enum ParseError {
     /// The word is neither `t40001` nor `40001`.
     #[error("{command}: {word} is not a task id: write it as t40001")]
     NotATid { command: &'static str, word: String },
-    /// The word is not of the kind that is required.
+    /// The word does not have the required type.
     #[error("{command}: {word} is not {expected}")]
     WrongType {
         command: &'static str,
@@ -28,7 +28,7 @@ pub(crate) enum ParseError {
         /// The required argument, with an article, such as "a number".
         expected: &'static str,
     },
-    /// The argument of `reset` is unknown.
+    /// The argument of `reset` is unknown. Contains the argument.
     #[error("\"{0}\" arg to reset not valid")]
-    Reset(String),
+    UnknownResetArg(String),
 }

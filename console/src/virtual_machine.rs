@@ -1,5 +1,5 @@
-//! The operations that the console needs from a virtual machine, as a trait: tests of commands
-//! implement it without a daemon.
+//! The operations that the console needs from a virtual machine, as a trait. Tests of commands
+//! implement the trait without a daemon.
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
@@ -13,12 +13,12 @@ use sempa_proto::task::{MailboxRequest, MigrationReport, Reply, Request, SpawnRe
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::time::Duration;
 
-/// Time limit for an answer of the resource manager.
-const RM_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for a reply of the resource manager.
+const RM_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error text for a query to the resource manager when none is running.
-const NO_RM_RUNNING: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
+const NO_RM_TEXT: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
-/// The virtual machine as seen by the console's task.
+/// A virtual machine, with the operations that the console's task uses.
 pub(crate) trait VirtualMachine {
     /// Returns the console's own tid.
     fn tid(&self) -> Tid;
@@ -29,14 +29,14 @@ pub(crate) trait VirtualMachine {
     /// or of one task.
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
-    /// Adds hosts, one per host-file line.
-    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
+    /// Adds a host for each host-file line.
+    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
     /// Removes the named hosts.
-    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
+    fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Migrates a task and waits for the end of the migration.
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError>;
-    /// Returns which hosts would accept a task. If `to` is given, only that host is asked.
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error>;
+    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError>;
+    /// Returns which hosts would accept a task. If `target` is given, queries only that host.
+    fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message. A message to a task that has exited is dropped.
@@ -49,7 +49,7 @@ pub(crate) trait VirtualMachine {
 
 impl VirtualMachine for Vm {
     fn tid(&self) -> Tid {
-        Vm::tid(self)
+        Self::tid(self)
     }
 
     fn local_host(&self) -> HostId {
@@ -61,23 +61,23 @@ impl VirtualMachine for Vm {
     }
 
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
-        Vm::tasks(self, selector)
+        Self::tasks(self, selector)
     }
 
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
-        Vm::spawn(self, request)
+        Self::spawn(self, request)
     }
 
-    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
         self.add_hosts(lines)
     }
 
-    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
+    fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
         self.delete_hosts(names)
     }
 
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError> {
-        match Vm::migrate(self, tid, to, None, true)? {
+    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
+        match Self::migrate(self, tid, target, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
                 let reason = format!(
@@ -88,12 +88,12 @@ impl VirtualMachine for Vm {
         }
     }
 
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
-        Vm::can_migrate(self, tid, to)
+    fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error> {
+        Self::can_migrate(self, tid, target)
     }
 
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        Vm::events(self, from, limit)
+        Self::events(self, from, limit)
     }
 
     fn send(&self, message: Message) -> Result<(), Error> {
@@ -101,49 +101,51 @@ impl VirtualMachine for Vm {
     }
 
     fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error> {
-        let rm = Vm::tasks(self, Tid::NONE)?
+        let rm_tid = Self::tasks(self, Tid::NONE)?
             .into_iter()
             .find(|task| task.flags & TASK_RM != 0);
-        let rm = rm
+        let rm_tid = rm_tid
             .map(|task| task.tid)
-            .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_RUNNING))?;
+            .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_TEXT))?;
         let body =
             rm::encode(query).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
         let wid = std::process::id().cast_signed();
-        let (src, body) = (Vm::tid(self), Bytes::from(body));
+        let (src, body) = (Self::tid(self), Bytes::from(body));
         self.send_message(Message {
             src,
-            dst: rm,
+            dst: rm_tid,
             ctx: CTX_RM,
             tag: TAG_QUERY,
             wid,
             enc: DSIG_X86_64,
             body,
         })?;
-        let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_REPLY);
-        let Some(answer) = self.recv_timeout(wanted, RM_ANSWER_TIMEOUT)? else {
+        let reply_match = Match::any().src(rm_tid).ctx(CTX_RM).tag(TAG_REPLY);
+        let Some(reply) = self.recv_timeout(reply_match, RM_REPLY_TIMEOUT)? else {
             let reason = format!(
-                "resource manager {rm} did not answer within {} s: it is not Sempa's pvm-rm, or it hangs",
-                RM_ANSWER_TIMEOUT.as_secs()
+                "resource manager {rm_tid} did not answer within {} s: it is not Sempa's pvm-rm, or it hangs",
+                RM_REPLY_TIMEOUT.as_secs()
             );
             return Err(Error::new(PvmError::NotImpl, reason));
         };
-        match rm::decode(&answer.body) {
-            Ok(Some(RmReply::UnsupportedVersion(other))) => Err(version_mismatch(rm, other)),
-            Ok(Some(answer)) => Ok(answer),
-            Ok(None) => Err(version_mismatch(
-                rm,
-                rm::version_prefix(&answer.body).unwrap_or(0),
+        match rm::decode(&reply.body) {
+            Ok(Some(RmReply::UnsupportedVersion(rm_version))) => {
+                Err(version_mismatch_error(rm_tid, rm_version))
+            }
+            Ok(Some(reply)) => Ok(reply),
+            Ok(None) => Err(version_mismatch_error(
+                rm_tid,
+                rm::version_prefix(&reply.body).unwrap_or(0),
             )),
             Err(error) => Err(Error::new(
                 PvmError::BadMsg,
-                format!("the answer of resource manager {rm}: {error}"),
+                format!("the answer of resource manager {rm_tid}: {error}"),
             )),
         }
     }
 
     fn ask(&self, request: Request) -> Result<Reply, Error> {
-        match self.runtime().request(request) {
+        match self.runtime().request_and_wait(request) {
             Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
             Reply::Failed { error, reason } => Err(Error::new(error, reason)),
             reply => Ok(reply),
@@ -152,16 +154,16 @@ impl VirtualMachine for Vm {
 }
 
 /// Returns the error for a resource manager with another protocol version.
-fn version_mismatch(rm: Tid, other: u16) -> Error {
+fn version_mismatch_error(rm_tid: Tid, rm_version: u16) -> Error {
     let reason = format!(
-        "resource manager {rm} speaks protocol version {other}, this console version {}: use programs of one version",
+        "resource manager {rm_tid} speaks protocol version {rm_version}, this console version {}: use programs of one version",
         rm::RM_VERSION
     );
     Error::new(PvmError::Mismatch, reason)
 }
 
 /// Returns the error for a reply that does not belong to the request.
-pub(crate) fn unexpected_reply() -> Error {
+pub(crate) fn unexpected_reply_error() -> Error {
     Error::new(
         PvmError::BadMsg,
         "the daemon sent an unexpected reply: console and daemon are of different versions",
@@ -174,7 +176,7 @@ pub(crate) fn unexpected_reply() -> Error {
 ///
 /// # Errors
 /// Fails if the connection to the daemon is lost; the error gives the reason.
-pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
+pub(crate) fn wait_for_message(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
     match runtime.wait_for_inbox(None, &mut |inbox| {
         inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)
@@ -193,7 +195,7 @@ pub(crate) fn mailbox_classes(
         pattern: pattern.to_string(),
     }))? {
         Reply::MailboxClasses(classes) => Ok(classes),
-        _ => Err(unexpected_reply()),
+        _ => Err(unexpected_reply_error()),
     }
 }
 
@@ -204,10 +206,10 @@ pub(crate) fn put_mailbox_entry(
     flags: i32,
     body: Packer,
 ) -> Result<(), Error> {
-    let me = machine.tid();
+    let console = machine.tid();
     let message = Message {
-        src: me,
-        dst: me,
+        src: console,
+        dst: console,
         ctx: CTX_BASE,
         tag: 0,
         wid: 0,

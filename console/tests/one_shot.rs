@@ -1,11 +1,12 @@
-//! Tests of single console commands, starts and ends: exit statuses and error messages.
+//! Tests of single console commands, and of the start and the end of the virtual machine: exit
+//! statuses and error messages.
 
 mod common;
 
-use common::{PATIENCE, Terminal, lab, script, started};
+use common::{Terminal, WAIT_TIMEOUT, private_vm, run_script, running_vm};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_tests::run::{RunningCommand, run};
+use sempa_tests::run::{RunningCommand, run_to_end};
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::process::Stdio;
@@ -14,34 +15,33 @@ use std::process::Stdio;
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn unwritable_output_is_reported() {
-    let lab = started();
-    let full = || {
+    let vm = running_vm();
+    let full_device = || {
         OpenOptions::new()
             .write(true)
             .open("/dev/full")
             .expect("a full device")
     };
-    let done = lab
-        .console()
+    let output = vm
+        .console_command()
         .arg("conf")
         .stdin(Stdio::null())
-        .stdout(full())
+        .stdout(full_device())
         .output()
         .expect("it starts");
-    assert_eq!(done.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    let stderr_text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(
-        said,
+        stderr_text,
         "pvm: standard output cannot be written: No space left on device (os error 28)\n"
     );
 }
 
-/// Errors about the command line begin with the name of the program.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn usage_errors_begin_with_the_program_name() {
-    let lab = lab();
-    for (words, said) in [
+    let vm = private_vm();
+    for (words, expected_start) in [
         (
             &["--json", "halt"][..],
             "pvm: --json belongs to a command that prints something; halt prints nothing",
@@ -49,40 +49,43 @@ fn usage_errors_begin_with_the_program_name() {
         (&["nosuch"], "pvm: nosuch: not found"),
         (&["conf"], "pvm: no virtual machine is running here"),
     ] {
-        let done = lab.pvm(words);
+        let output = vm.run_console(words);
         assert!(
-            !done.succeeded() && done.out.is_empty() && done.err.starts_with(said),
-            "{words:?}: {done:?}"
+            !output.succeeded()
+                && output.stdout.is_empty()
+                && output.stderr.starts_with(expected_start),
+            "{words:?}: {output:?}"
         );
     }
 }
 
-/// Several consoles that halt at the same time all report success.
+/// If several consoles halt at the same time, each succeeds or reports that no virtual machine is
+/// running.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn concurrent_halts_all_succeed() {
-    let lab = started();
+fn concurrent_halts_end_the_vm() {
+    let vm = running_vm();
     let halts: Vec<RunningCommand> = (0..6)
         .map(|_| {
-            let mut command = lab.console();
+            let mut command = vm.console_command();
             command.arg("halt");
             RunningCommand::start(command, Stdio::null()).expect("it starts")
         })
         .collect();
-    let done: Vec<_> = halts
+    let output: Vec<_> = halts
         .into_iter()
-        .map(|halt| halt.finish(PATIENCE).expect("it ends"))
+        .map(|halt| halt.wait_or_kill(WAIT_TIMEOUT).expect("it ends"))
         .collect();
-    assert!(!lab.daemon_folder().exists(), "nothing is left");
-    assert!(done.iter().any(|done| done.succeeded()), "{done:?}");
-    for done in done {
+    assert!(!vm.daemon_folder().exists(), "nothing is left");
+    assert!(output.iter().any(|output| output.succeeded()), "{output:?}");
+    for output in output {
         // The last console may find that the virtual machine has ended.
-        let late = done
-            .err
+        let found_no_vm = output
+            .stderr
             .starts_with("pvm: no virtual machine is running here");
         assert!(
-            (done.succeeded() && done.err.is_empty()) || late,
-            "{done:?}"
+            (output.succeeded() && output.stderr.is_empty()) || found_no_vm,
+            "{output:?}"
         );
     }
 }
@@ -91,173 +94,190 @@ fn concurrent_halts_all_succeed() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn daemon_keeps_no_locks_or_pipes_of_its_starter() {
-    let lab = lab();
-    let start_under_a_lock = |how: &str, program: &str| {
-        let mut command = lab.command("flock");
+    let vm = private_vm();
+    let start_under_a_lock = |lock_option: &str, program: &str| {
+        let mut command = vm.command_in_vm("flock");
         command
-            .args([how, "lock", program])
+            .args([lock_option, "lock", program])
             .args((program != "true").then_some("start"));
-        run(command, PATIENCE).expect("it ends")
+        run_to_end(command, WAIT_TIMEOUT).expect("it ends")
     };
     assert!(start_under_a_lock("--exclusive", "pvm").succeeded());
-    assert!(lab.daemon_pid().is_some(), "it runs");
-    let next = start_under_a_lock("--nonblock", "true");
-    assert!(next.succeeded(), "the lock is free again: {next:?}");
+    assert!(vm.daemon_pid().is_some(), "it runs");
+    let second_run = start_under_a_lock("--nonblock", "true");
+    assert!(
+        second_run.succeeded(),
+        "the lock is free again: {second_run:?}"
+    );
 }
 
-/// After a daemon is killed the console reports that none runs, and the next start repairs the
-/// files.
+/// After a daemon is killed, the console reports that no virtual machine is running, and the next
+/// start repairs the files.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_after_a_killed_daemon_repairs_its_files() {
-    let lab = started();
+    let vm = running_vm();
     kill(
-        Pid::from_raw(lab.daemon_pid().expect("a daemon")),
+        Pid::from_raw(vm.daemon_pid().expect("a daemon")),
         Signal::SIGKILL,
     )
     .expect("ours");
-    let none = sempa_tests::wait_for(PATIENCE, || {
-        let done = lab.pvm(&["conf"]);
+    let conf_output = sempa_tests::wait_for(WAIT_TIMEOUT, || {
+        let output = vm.run_console(&["conf"]);
         // A daemon that is being killed may still accept a connection and close it.
-        if done.err.contains("no virtual machine") {
-            Ok(done)
+        if output.stderr.contains("no virtual machine") {
+            Ok(output)
         } else {
-            Err(format!("{done:?}"))
+            Err(format!("{output:?}"))
         }
     });
-    let none = none.expect("it is dead");
+    let conf_output = conf_output.expect("it is dead");
     assert!(
-        none.err
+        conf_output
+            .stderr
             .starts_with("pvm: no virtual machine is running here: start one with `pvm`"),
-        "{none:?}"
+        "{conf_output:?}"
     );
-    let halt = lab.pvm(&["halt"]);
+    let halt = vm.run_console(&["halt"]);
     assert!(
         !halt.succeeded()
             && halt
-                .err
+                .stderr
                 .starts_with("pvm: no virtual machine is running here"),
         "{halt:?}"
     );
-    let start = lab.pvm(&["start"]);
+    let start = vm.run_console(&["start"]);
     assert!(
-        start.succeeded() && start.out.is_empty(),
+        start.succeeded() && start.stdout.is_empty(),
         "it does not think that one runs: {start:?}"
     );
-    assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
-    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
-    assert!(!lab.daemon_folder().exists(), "nothing is left");
+    assert!(vm.run_console(&["conf"]).stdout.starts_with("1 host, "));
+    vm.run_console(&["halt"])
+        .expect_success("halt")
+        .expect("it ends");
+    assert!(!vm.daemon_folder().exists(), "nothing is left");
 }
 
 /// A daemon that is started while the previous daemon ends is usable.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_during_a_halt_gives_a_working_daemon() {
-    let lab = started();
+    let vm = running_vm();
     for _ in 0..20 {
         kill(
-            Pid::from_raw(lab.daemon_pid().expect("a daemon")),
+            Pid::from_raw(vm.daemon_pid().expect("a daemon")),
             Signal::SIGKILL,
         )
         .expect("ours");
-        let start = lab.pvm(&["start"]);
-        assert!(start.succeeded() && start.out.is_empty(), "{start:?}");
-        assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
+        let start = vm.run_console(&["start"]);
+        assert!(start.succeeded() && start.stdout.is_empty(), "{start:?}");
+        assert!(vm.run_console(&["conf"]).stdout.starts_with("1 host, "));
     }
-    // The daemon listens, but is dead before it accepts.
-    let daemon = Pid::from_raw(lab.daemon_pid().expect("a daemon"));
+    // The daemon listens, and is killed before it accepts the connection of the new console.
+    let daemon = Pid::from_raw(vm.daemon_pid().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
-    let mut command = lab.console();
+    let mut command = vm.console_command();
     command.arg("start");
     let start = RunningCommand::start(command, Stdio::null()).expect("it starts");
-    let waits = || match fs::read_to_string(format!("/proc/{}/syscall", start.id())) {
+    let is_receiving = || match fs::read_to_string(format!("/proc/{}/syscall", start.process_id()))
+    {
         Ok(call) if call.starts_with(&format!("{} ", nix::libc::SYS_recvmsg)) => Ok(()),
         other => Err(format!("{other:?}")),
     };
-    sempa_tests::wait_for(PATIENCE, waits).expect("it waits for an answer");
+    sempa_tests::wait_for(WAIT_TIMEOUT, is_receiving).expect("it waits for an answer");
     kill(daemon, Signal::SIGKILL).expect("ours");
-    let start = start.finish(PATIENCE).expect("it ends");
-    assert!(start.succeeded() && start.out.is_empty(), "{start:?}");
-    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
+    let start = start.wait_or_kill(WAIT_TIMEOUT).expect("it ends");
+    assert!(start.succeeded() && start.stdout.is_empty(), "{start:?}");
+    vm.run_console(&["halt"])
+        .expect_success("halt")
+        .expect("it ends");
 }
 
 /// The console that starts a daemon reports the errors of the host file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_reports_errors_of_the_host_file() {
-    let lab = lab();
-    let hosts = lab.path("hosts");
+    let vm = private_vm();
+    let hosts = vm.path_below("hosts");
     fs::write(
         &hosts,
         "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n",
     )
     .expect("written");
-    let mut command = lab.console();
+    let mut command = vm.console_command();
     command
         .args(["start", "hosts"])
         .env("PVM_RSH", "/bin/false");
-    let done = run(command, PATIENCE).expect("it ends");
+    let output = run_to_end(command, WAIT_TIMEOUT).expect("it ends");
     assert_eq!(
-        done.status.code(),
+        output.status.code(),
         Some(1),
-        "not all of it was done: {done:?}"
+        "not all of it was done: {output:?}"
     );
-    let lines: Vec<&str> = done.err.lines().collect();
-    assert_eq!(lines.len(), 2, "{done:?}");
+    let lines: Vec<&str> = output.stderr.lines().collect();
+    assert_eq!(lines.len(), 2, "{output:?}");
     assert!(
         lines[0].starts_with("pvm: h2.invalid zz=1 was not added: ") && lines[0].contains("zz"),
-        "{done:?}"
+        "{output:?}"
     );
     assert!(
         lines[1].starts_with("pvm: h4.invalid was not added: cannot start a daemon on h4.invalid"),
-        "{done:?}"
+        "{output:?}"
     );
     assert!(
-        lab.pvm(&["conf"]).out.starts_with("1 host, "),
+        vm.run_console(&["conf"]).stdout.starts_with("1 host, "),
         "it runs all the same"
     );
-    let again = lab.pvm(&["start", "hosts"]);
+    let second_start = vm.run_console(&["start", "hosts"]);
     assert_eq!(
-        (again.succeeded(), again.out.as_str()),
+        (second_start.succeeded(), second_start.stdout.as_str()),
         (true, "pvmd already running.\n")
     );
 }
 
-/// With --json the console prints one JSON value on each line.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn json_output_is_one_value_per_line() {
-    let lab = started();
-    let value = |words: &[&str]| -> Value {
-        let done = lab.pvm(&[&["--json"], words].concat());
-        serde_json::from_str(done.out.trim())
-            .unwrap_or_else(|error| panic!("{words:?}: {error}: {done:?}"))
+    let vm = running_vm();
+    let parse_output = |words: &[&str]| -> Value {
+        let output = vm.run_console(&[&["--json"], words].concat());
+        serde_json::from_str(output.stdout.trim())
+            .unwrap_or_else(|error| panic!("{words:?}: {error}: {output:?}"))
     };
-    let host = value(&["conf"])["hosts"][0]["name"]
+    let host = parse_output(&["conf"])["hosts"][0]["name"]
         .as_str()
         .expect("a name")
         .to_string();
     assert_eq!(
-        value(&["mstat", &host, "nohost"])["results"][1]["error"]["code"],
+        parse_output(&["mstat", &host, "nohost"])["results"][1]["error"]["code"],
         -6
     );
-    assert_eq!(value(&["pstat", "t40077"])["results"][0]["up"], false);
-    assert_eq!(value(&["getopt", "PvmRoute"])["options"]["PvmRoute"], 1);
+    assert_eq!(
+        parse_output(&["pstat", "t40077"])["results"][0]["up"],
+        false
+    );
+    assert_eq!(
+        parse_output(&["getopt", "PvmRoute"])["options"]["PvmRoute"],
+        1
+    );
     assert!(
-        value(&["id"])["tid"]
+        parse_output(&["id"])["tid"]
             .as_str()
             .is_some_and(|tid| tid.starts_with("t40"))
     );
-    assert_eq!(value(&["names"])["classes"], Value::Array(Vec::new()));
-    assert_eq!(value(&["trace"])["options"], "full");
-    assert_eq!(value(&["version"])["interface"], "3.4.6");
     assert_eq!(
-        value(&["spawn", "/bin/true"])["results"][0]["tid"]
+        parse_output(&["names"])["classes"],
+        Value::Array(Vec::new())
+    );
+    assert_eq!(parse_output(&["trace"])["options"], "full");
+    assert_eq!(parse_output(&["version"])["interface"], "3.4.6");
+    assert_eq!(
+        parse_output(&["spawn", "/bin/true"])["results"][0]["tid"]
             .as_str()
             .map(|tid| &tid[..1]),
         Some("t")
     );
-    let text = script(lab.console(), "conf --json\nquit\n", true);
+    let text = run_script(vm.console_command(), "conf --json\nquit\n", true);
     let line = text
         .lines()
         .find(|line| line.starts_with('{'))
@@ -272,19 +292,19 @@ fn json_output_is_one_value_per_line() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_file_runs_before_other_commands() {
-    let lab = started();
+    let vm = running_vm();
     fs::write(
-        lab.home().join(".pvmrc"),
+        vm.home().join(".pvmrc"),
         "# mine\nalias greet echo hello\ngreet 1\n",
     )
     .expect("written");
-    let text = script(lab.console(), "greet 2\n", true);
-    let wanted = "pvmd already running.\n# mine\nalias greet echo hello\ngreet 1\nhello 1\npvm> greet 2\nhello 2\npvm> quit\n\n\
+    let text = run_script(vm.console_command(), "greet 2\n", true);
+    let expected = "pvmd already running.\n# mine\nalias greet echo hello\ngreet 1\nhello 1\npvm> greet 2\nhello 2\npvm> quit\n\n\
                   Console: exit handler called\npvmd still running.\n";
-    assert_eq!(text, wanted);
-    let mut terminal = Terminal::start(lab.console());
+    assert_eq!(text, expected);
+    let mut terminal = Terminal::start(vm.console_command());
     terminal.wait_for("hello 1\r\n");
     terminal.wait_for("pvm> ");
-    terminal.keys("greet 3\r");
+    terminal.type_keys("greet 3\r");
     terminal.wait_for("\r\nhello 3\r\n");
 }

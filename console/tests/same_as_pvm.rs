@@ -1,10 +1,10 @@
 //! Compares consoles: PVM's console on PVM's daemon, our console on our daemon, and PVM's console,
-//! from Debian, on our daemon. All print the same lines. Intended differences are listed with their
-//! reasons, and the test checks that they exist.
+//! from Debian, on our daemon. All three print the same lines. Intended differences are listed with
+//! their reasons, and the test checks that each difference exists.
 
 mod common;
 
-use common::{PATIENCE, Terminal, lab, script, started};
+use common::{Terminal, WAIT_TIMEOUT, private_vm, run_script, running_vm};
 use sempa_tests::private_vm::PrivateVm;
 use sempa_tests::requirements::require_program;
 use sempa_tests::wait_for;
@@ -12,13 +12,15 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
-/// PVM's console and daemon, from Debian.
-const CONSOLE: &str = "/usr/bin/pvm";
-const DAEMON: &str = "/usr/bin/pvmd";
-/// A program of Debian's examples that spawns another one and prints.
-const HELLO: &str = "/usr/bin/hello.pvm";
+/// Path of PVM's console, from Debian.
+const PVM_CONSOLE: &str = "/usr/bin/pvm";
+/// Path of PVM's daemon, from Debian.
+const PVM_DAEMON: &str = "/usr/bin/pvmd";
+/// A program of Debian's PVM examples. It spawns another program and prints the message of that
+/// program.
+const HELLO_PROGRAM: &str = "/usr/bin/hello.pvm";
 
-/// Commands with their arguments, in this order. Commands that end tasks come last, because the
+/// Command lines for the consoles, in this order. Commands that end tasks come last, because the
 /// time at which a task has ended is not defined.
 const COMMANDS: &str = r#"version
 id
@@ -226,8 +228,8 @@ reset
 quit
 "#;
 
-/// Intended differences of our console, with their reasons.
-const DIFFERENT: [(&str, &str); 13] = [
+/// Command lines for which our console intentionally prints other output, with the reasons.
+const INTENDED_DIFFERENCES: [(&str, &str); 13] = [
     ("help spawn", "our own words"),
     ("?", "our own words"),
     ("trace buf x", "what is no number is refused"),
@@ -244,49 +246,49 @@ const DIFFERENT: [(&str, &str); 13] = [
 ];
 
 /// A running daemon of PVM with folders of its own.
-struct Real {
-    lab: PrivateVm,
-    daemon: Child,
+struct PvmDaemon {
+    vm: PrivateVm,
+    child: Child,
 }
 
-impl Real {
-    fn start() -> Real {
-        let lab = lab();
-        let mut command = real(&lab, DAEMON);
+impl PvmDaemon {
+    fn start() -> Self {
+        let vm = private_vm();
+        let mut command = pvm_command(&vm, PVM_DAEMON);
         let daemon = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .expect("it starts");
-        let real = Real { lab, daemon };
-        let address = real
-            .lab
-            .path("tmp")
+        let pvm_daemon = Self { vm, child: daemon };
+        let address_file = pvm_daemon
+            .vm
+            .path_below("tmp")
             .join(format!("pvmd.{}", nix::unistd::geteuid()));
-        let up = || {
-            if address.exists() {
+        let has_address = || {
+            if address_file.exists() {
                 Ok(())
             } else {
                 Err("PVM's daemon gives no address".to_string())
             }
         };
-        wait_for(PATIENCE, up).expect("it comes up");
-        real
+        wait_for(WAIT_TIMEOUT, has_address).expect("it comes up");
+        pvm_daemon
     }
 }
 
-impl Drop for Real {
+impl Drop for PvmDaemon {
     fn drop(&mut self) {
-        let pid = nix::unistd::Pid::from_raw(self.daemon.id() as i32);
+        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
-        let _ = self.daemon.wait();
+        let _ = self.child.wait();
     }
 }
 
 /// Returns the command for a program that uses PVM's own library and daemon.
-fn real(lab: &PrivateVm, program: &str) -> Command {
-    let mut command = lab.command(program);
+fn pvm_command(vm: &PrivateVm, program: &str) -> Command {
+    let mut command = vm.command_in_vm(program);
     command
         .env_remove("LD_LIBRARY_PATH")
         .env_remove("SEMPA_LIB")
@@ -295,10 +297,10 @@ fn real(lab: &PrivateVm, program: &str) -> Command {
 }
 
 /// Returns each command with its standard output, in the order of the commands.
-fn answers(command: Command) -> Vec<(String, String)> {
-    // Standard error is not compared: it has messages of PVM's library and explanations of our
-    // console.
-    let text = script(command, COMMANDS, false);
+fn run_commands(command: Command) -> Vec<(String, String)> {
+    // Standard error is not compared, because it contains messages of PVM's library and
+    // explanations of our console.
+    let text = run_script(command, COMMANDS, false);
     let text = text
         .strip_prefix("pvmd already running.\n")
         .unwrap_or(&text);
@@ -306,29 +308,32 @@ fn answers(command: Command) -> Vec<(String, String)> {
     pieces
         .map(|piece| {
             let (command, answer) = piece.split_once('\n').unwrap_or((piece, ""));
-            (command.to_string(), plain(command, answer))
+            (command.to_string(), normalize_output(command, answer))
         })
         .collect()
 }
 
-/// Replaces what differs from run to run: process ids, and tids, which depend on the number of
+/// Replaces text that differs from run to run: process ids, and tids, which depend on the number of
 /// earlier tasks.
-fn plain(command: &str, answer: &str) -> String {
+fn normalize_output(command: &str, answer: &str) -> String {
     let mut tids = BTreeMap::new();
     let lines = answer.lines().map(|line| {
-        let mut words: Vec<String> = line.split(' ').map(|word| tid(word, &mut tids)).collect();
+        let mut words: Vec<String> = line
+            .split(' ')
+            .map(|word| normalize_tid(word, &mut tids))
+            .collect();
         let is_row = command.starts_with("ps")
             && command.contains('l')
             && line.contains("4/c") | line.contains("2/f");
         if is_row {
-            // Host, tid, parent, process.
-            let cells: Vec<usize> = words
+            // The columns are host, tid, parent and process id.
+            let cell_indices: Vec<usize> = words
                 .iter()
                 .enumerate()
                 .filter(|(_, w)| !w.is_empty())
-                .map(|(at, _)| at)
+                .map(|(index, _)| index)
                 .collect();
-            words[cells[3]] = "PID".into();
+            words[cell_indices[3]] = "PID".into();
             words.retain(|word| !word.is_empty());
         }
         words.join(" ")
@@ -336,14 +341,14 @@ fn plain(command: &str, answer: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Replaces the tid of another task by its number in the order of appearance.
-fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
+/// Replaces the tid of a task, except the console, by a number in the order of first appearance.
+fn normalize_tid(word: &str, numbers: &mut BTreeMap<String, usize>) -> String {
     let digits = word.strip_prefix('t').unwrap_or(word);
     if digits.len() != 5 || !digits.starts_with("400") || ["40000", "40001"].contains(&digits) {
         return word.to_string();
     }
-    let next = seen.len();
-    let number = *seen.entry(digits.to_string()).or_insert(next);
+    let next_number = numbers.len();
+    let number = *numbers.entry(digits.to_string()).or_insert(next_number);
     word.replace(digits, &format!("task{number}"))
 }
 
@@ -352,134 +357,140 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn both_consoles_answer_alike_on_both_daemons() {
-    require_program(CONSOLE, "pvm");
-    let pvm = Real::start();
-    let ours = started();
-    let mixed = started();
+    require_program(PVM_CONSOLE, "pvm");
+    let pvm = PvmDaemon::start();
+    let ours = running_vm();
+    let mixed = running_vm();
     // The consoles run at the same time: they mostly wait for time limits and need little processor
     // time.
     let commands = [
-        real(&pvm.lab, CONSOLE),
-        ours.console(),
-        mixed.command(CONSOLE),
+        pvm_command(&pvm.vm, PVM_CONSOLE),
+        ours.console_command(),
+        mixed.command_in_vm(PVM_CONSOLE),
     ];
-    let [wanted, own, strange] = std::thread::scope(|scope| {
+    let [pvm_output, our_output, mixed_output] = std::thread::scope(|scope| {
         commands
-            .map(|command| scope.spawn(move || answers(command)))
+            .map(|command| scope.spawn(move || run_commands(command)))
             .map(|thread| thread.join().expect("the console ends"))
     });
     assert_eq!(
-        wanted.len(),
+        pvm_output.len(),
         COMMANDS.lines().count(),
-        "PVM's console understood all: {wanted:?}"
+        "PVM's console understood all: {pvm_output:?}"
     );
-    let mut wrong = Vec::new();
-    for (at, (command, answer)) in wanted.iter().enumerate() {
-        let differs = DIFFERENT.iter().any(|(name, _)| name == command);
-        if own[at].0 != *command || (own[at].1 == *answer) == differs {
-            wrong.push(format!("{command}\nPVM: {answer}\nours: {}", own[at].1));
+    let mut mismatches = Vec::new();
+    for (index, (command, answer)) in pvm_output.iter().enumerate() {
+        let may_differ = INTENDED_DIFFERENCES.iter().any(|(name, _)| name == command);
+        if our_output[index].0 != *command || (our_output[index].1 == *answer) == may_differ {
+            mismatches.push(format!(
+                "{command}\nPVM: {answer}\nours: {}",
+                our_output[index].1
+            ));
         }
-        if strange.get(at) != Some(&wanted[at]) {
-            wrong.push(format!(
+        if mixed_output.get(index) != Some(&pvm_output[index]) {
+            mismatches.push(format!(
                 "{command}\nPVM: {answer}\nPVM's on our daemon: {:?}",
-                strange.get(at)
+                mixed_output.get(index)
             ));
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n\n"));
 }
 
-/// Waits for texts on the screen of PVM's console. Sends it commands meanwhile, because PVM's
-/// console reads messages only when it gets a command.
+/// Waits until the screen of PVM's console contains all texts. Meanwhile sends commands to that
+/// console, because it reads messages only when it receives a command.
 #[track_caller]
-fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
-    let shown = wait_for(PATIENCE, || {
-        terminal.keys("id\n");
-        let shown = terminal.shown();
-        match texts.iter().find(|text| !shown.contains(**text)) {
-            Some(missing) => Err(format!("no {missing:?} in {shown}")),
+fn wait_for_texts(terminal: &mut Terminal, texts: &[&str]) {
+    let output = wait_for(WAIT_TIMEOUT, || {
+        terminal.type_keys("id\n");
+        let output = terminal.output_text();
+        match texts.iter().find(|text| !output.contains(**text)) {
+            Some(missing) => Err(format!("no {missing:?} in {output}")),
             None => Ok(()),
         }
     });
-    shown.unwrap_or_else(|error| panic!("{error:#}"));
+    output.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
 /// PVM's console shows output and traces of the tasks of our daemon.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn pvms_console_shows_output_and_traces() {
-    require_program(CONSOLE, "pvm");
-    require_program(HELLO, "pvm-examples");
-    let lab = started();
-    let mut terminal = Terminal::start(lab.command(CONSOLE));
+    require_program(PVM_CONSOLE, "pvm");
+    require_program(HELLO_PROGRAM, "pvm-examples");
+    let vm = running_vm();
+    let mut terminal = Terminal::start(vm.command_in_vm(PVM_CONSOLE));
     terminal.wait_for("pvm> ");
-    terminal.keys("spawn -> hello.pvm\n");
+    terminal.type_keys("spawn -> hello.pvm\n");
     terminal.wait_for("[1]\r\n1 successful\r\nt4");
-    shown_with_commands(
+    wait_for_texts(
         &mut terminal,
         &["] i'm t4", ": hello, world from ", "[1] finished"],
     );
-    terminal.keys("spawn -@ hello.pvm\n");
+    terminal.type_keys("spawn -@ hello.pvm\n");
     let records = [
         "\"host_add(0)\" {",
         "libpvmtrc: Task TID=0x4",
         "\"newtask(0)\" {",
         "\"endtask(0)\" {",
     ];
-    shown_with_commands(&mut terminal, &records);
-    terminal.keys("halt\n");
-    terminal.end();
-    let gone = || {
-        if lab.daemon_folder().exists() {
+    wait_for_texts(&mut terminal, &records);
+    terminal.type_keys("halt\n");
+    terminal.wait_for_exit();
+    let has_exited = || {
+        if vm.daemon_folder().exists() {
             Err("it is there".to_string())
         } else {
             Ok(())
         }
     };
-    wait_for(PATIENCE, gone).expect("the virtual machine has ended");
+    wait_for(WAIT_TIMEOUT, has_exited).expect("the virtual machine has ended");
 }
 
-/// The last command of a script needs no newline, and runs once.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn last_command_without_newline_runs_once() {
-    require_program(CONSOLE, "pvm");
-    let (pvm, ours) = (Real::start(), started());
-    for lab in [&pvm.lab, &ours] {
+    require_program(PVM_CONSOLE, "pvm");
+    let (pvm, ours) = (PvmDaemon::start(), running_vm());
+    for vm in [&pvm.vm, &ours] {
         fs::write(
-            lab.home().join(".pvmrc"),
+            vm.home().join(".pvmrc"),
             "alias me id\n# nothing\n\nme\necho the end",
         )
         .expect("written");
     }
-    let wanted = script(real(&pvm.lab, CONSOLE), "conf x\nme", false);
+    let expected = run_script(pvm_command(&pvm.vm, PVM_CONSOLE), "conf x\nme", false);
     assert!(
-        wanted.contains("me\nt40001\nthe end\npvm> conf x\n") && wanted.contains("pvm> t40001\n"),
-        "{wanted}"
+        expected.contains("me\nt40001\nthe end\npvm> conf x\n")
+            && expected.contains("pvm> t40001\n"),
+        "{expected}"
     );
-    assert_eq!(script(ours.console(), "conf x\nme", false), wanted);
+    assert_eq!(
+        run_script(ours.console_command(), "conf x\nme", false),
+        expected
+    );
 }
 
 /// The trace of each job that a console starts begins with the description of its items.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn each_traced_job_describes_its_items() {
-    let lab = started();
-    let mut terminal = Terminal::start(lab.console());
+    let vm = running_vm();
+    let mut terminal = Terminal::start(vm.console_command());
     terminal.wait_for("pvm> ");
     for job in 1..=2 {
-        let file = lab.path(&format!("trace{job}"));
-        terminal.keys(&format!("spawn -@{} /bin/true\r", file.display()));
+        let trace_file = vm.path_below(&format!("trace{job}"));
+        terminal.type_keys(&format!("spawn -@{} /bin/true\r", trace_file.display()));
         terminal.wait_for(&format!("[{job}] finished"));
-        let text = fs::read_to_string(file).expect("a trace");
+        let text = fs::read_to_string(trace_file).expect("a trace");
         let begin = text
             .find("\"newtask(0)\"\n{")
             .unwrap_or_else(|| panic!("no description: {text}"));
-        let described = &text[begin..];
+        let descriptions = &text[begin..];
         for name in ["TS", "TU", "TID", "PT", "TF"] {
             assert!(
-                described.contains(&format!("\tint \"{name}\";\n")),
-                "{job}: {described}"
+                descriptions.contains(&format!("\tint \"{name}\";\n")),
+                "{job}: {descriptions}"
             );
         }
         assert!(text.starts_with("/*\n * \"Creation Date\" \""), "{text}");
@@ -490,23 +501,23 @@ fn each_traced_job_describes_its_items() {
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn console_shows_output_with_trace_of_debian_program() {
-    require_program(HELLO, "pvm-examples");
-    let lab = started();
-    let trace = lab.path("trace");
-    let done = lab.pvm(&[
+    require_program(HELLO_PROGRAM, "pvm-examples");
+    let vm = running_vm();
+    let trace_file = vm.path_below("trace");
+    let output = vm.run_console(&[
         "spawn",
         "->",
-        &format!("-@{}", trace.display()),
+        &format!("-@{}", trace_file.display()),
         "hello.pvm",
     ]);
-    let done = done.expect_success("spawn").expect("it ran");
-    let lines: Vec<&str> = done.out.lines().collect();
-    assert_eq!(lines[..2], ["[1]", "1 successful"], "{done:?}");
+    let output = output.expect_success("spawn").expect("it ran");
+    let lines: Vec<&str> = output.stdout.lines().collect();
+    assert_eq!(lines[..2], ["[1]", "1 successful"], "{output:?}");
     assert!(
         lines
             .iter()
             .any(|line| line.contains(": hello, world from ")),
-        "{done:?}"
+        "{output:?}"
     );
     assert_eq!(
         lines
@@ -514,10 +525,10 @@ fn console_shows_output_with_trace_of_debian_program() {
             .filter(|line| line.starts_with("[1] libpvmtrc: Task TID=0x4"))
             .count(),
         2,
-        "{done:?}"
+        "{output:?}"
     );
-    assert_eq!(lines.last(), Some(&"[1] finished"), "{done:?}");
-    let text = fs::read_to_string(trace).expect("a trace");
+    assert_eq!(lines.last(), Some(&"[1] finished"), "{output:?}");
+    let text = fs::read_to_string(trace_file).expect("a trace");
     for name in [
         "host_add(0)",
         "newtask(0)",

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{PATIENCE, Terminal, started};
+use common::{Terminal, WAIT_TIMEOUT, running_vm};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_tests::private_vm::PrivateVm;
@@ -16,12 +16,12 @@ const CTRL_A: &str = "\x01";
 const CTRL_C: &str = "\x03";
 const CTRL_D: &str = "\x04";
 const CTRL_G: &str = "\x07";
-/// Moves to the end of the line and deletes all before it.
-const EMPTY_LINE: &str = "\x05\x15";
+/// Keys that move the cursor to the end of the line and delete the line.
+const CLEAR_LINE: &str = "\x05\x15";
 
 /// Starts a console and waits for its first prompt.
-fn console(lab: &PrivateVm) -> Terminal {
-    let mut terminal = Terminal::start(lab.console());
+fn start_console(vm: &PrivateVm) -> Terminal {
+    let mut terminal = Terminal::start(vm.console_command());
     terminal.wait_for("pvm> ");
     terminal
 }
@@ -29,25 +29,25 @@ fn console(lab: &PrivateVm) -> Terminal {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn a_line_can_be_edited_before_it_is_a_command() {
-    let lab = started();
-    let mut terminal = console(&lab);
-    terminal.keys(&format!("echo <heo{LEFT}ll"));
-    terminal.keys("\x05>\r");
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    terminal.type_keys(&format!("echo <heo{LEFT}ll"));
+    terminal.type_keys("\x05>\r");
     terminal.wait_for("\r\n<hello>\r\n");
     terminal.wait_for("pvm> ");
-    terminal.keys(&format!("no such command{CTRL_C}"));
+    terminal.type_keys(&format!("no such command{CTRL_C}"));
     terminal.wait_for("\r\n");
     terminal.wait_for("pvm> ");
-    terminal.keys("id\r");
+    terminal.type_keys("id\r");
     terminal.wait_for("\r\nt40");
     assert!(
-        !terminal.shown().contains("not found"),
+        !terminal.output_text().contains("not found"),
         "ctrl-c gives a line up: {:?}",
-        terminal.shown()
+        terminal.output_text()
     );
-    terminal.keys(CTRL_D);
+    terminal.type_keys(CTRL_D);
     terminal.wait_for("Console: exit handler called\r\npvmd still running.\r\n");
-    assert!(terminal.end().success() && terminal.is_restored());
+    assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
 /// The next console has the history of the previous one, and only the user may read the history
@@ -55,58 +55,61 @@ fn a_line_can_be_edited_before_it_is_a_command() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn history_is_kept_and_private() {
-    let lab = started();
-    let mut first = console(&lab);
-    first.keys("echo one\r");
-    first.wait_for("\r\none\r\n");
-    first.keys(" echo secret\r");
-    first.wait_for("\r\nsecret\r\n");
-    first.keys("echo two\r");
-    first.wait_for("\r\ntwo\r\n");
-    first.keys(&format!("{UP}{UP}\r"));
-    first.wait_for("\r\none\r\n");
-    first.keys("quit\r");
-    assert!(first.end().success());
-    let path = lab.home().join(".pvm_history");
+    let vm = running_vm();
+    let mut first_console = start_console(&vm);
+    first_console.type_keys("echo one\r");
+    first_console.wait_for("\r\none\r\n");
+    first_console.type_keys(" echo secret\r");
+    first_console.wait_for("\r\nsecret\r\n");
+    first_console.type_keys("echo two\r");
+    first_console.wait_for("\r\ntwo\r\n");
+    first_console.type_keys(&format!("{UP}{UP}\r"));
+    first_console.wait_for("\r\none\r\n");
+    first_console.type_keys("quit\r");
+    assert!(first_console.wait_for_exit().success());
+    let history_path = vm.home().join(".pvm_history");
     assert_eq!(
-        fs::metadata(&path).expect("a history").permissions().mode() & 0o777,
+        fs::metadata(&history_path)
+            .expect("a history")
+            .permissions()
+            .mode()
+            & 0o777,
         0o600
     );
-    let text = fs::read_to_string(&path).expect("a history");
+    let text = fs::read_to_string(&history_path).expect("a history");
     assert!(
         text.contains("echo two") && !text.contains("secret"),
         "a blank before it keeps a line out: {text}"
     );
-    let mut second = console(&lab);
-    second.keys(&format!("{UP}{UP}{UP}\r"));
-    second.wait_for("\r\ntwo\r\n");
+    let mut second_console = start_console(&vm);
+    second_console.type_keys(&format!("{UP}{UP}{UP}\r"));
+    second_console.wait_for("\r\ntwo\r\n");
 }
 
-/// The tabulator key completes commands, hosts and options.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn tab_completes_commands_hosts_and_options() {
-    let lab = started();
-    let host = lab.pvm(&["--json", "conf"]).out;
+    let vm = running_vm();
+    let host = vm.run_console(&["--json", "conf"]).stdout;
     let host = host
         .split("\"name\":\"")
         .nth(1)
         .and_then(|rest| rest.split('"').next())
         .expect("a host")
         .to_string();
-    let mut terminal = console(&lab);
-    terminal.keys(&format!("mst\t{}\t\r", &host[..1]));
+    let mut terminal = start_console(&vm);
+    terminal.type_keys(&format!("mst\t{}\t\r", &host[..1]));
     terminal.wait_for(&format!("{host}  ok\r\n"));
     terminal.wait_for("pvm> ");
-    terminal.keys("getopt PvmRou\t\r");
+    terminal.type_keys("getopt PvmRou\t\r");
     terminal.wait_for("PvmRoute Currently Set to 1\r\n");
-    terminal.keys("s\t\t");
-    let list = terminal.wait_for("start");
+    terminal.type_keys("s\t\t");
+    let candidates = terminal.wait_for("start");
     assert!(
         ["setenv", "setopt", "sig", "spawn"]
             .iter()
-            .all(|name| list.contains(name)),
-        "{list:?}"
+            .all(|name| candidates.contains(name)),
+        "{candidates:?}"
     );
 }
 
@@ -114,24 +117,24 @@ fn tab_completes_commands_hosts_and_options() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn task_output_appears_above_the_prompt() {
-    let lab = started();
-    let (go, script) = (lab.path("go"), lab.path("wait.sh"));
+    let vm = running_vm();
+    let (go_file, script) = (vm.path_below("go"), vm.path_below("wait.sh"));
     let text = format!(
         "while [ ! -e {} ]; do sleep 0.02; done; echo here it is",
-        go.display()
+        go_file.display()
     );
     fs::write(&script, text).expect("written");
-    let mut terminal = console(&lab);
-    terminal.keys(&format!("spawn -> /bin/sh {}\r", script.display()));
+    let mut terminal = start_console(&vm);
+    terminal.type_keys(&format!("spawn -> /bin/sh {}\r", script.display()));
     terminal.wait_for("1 successful\r\n");
     terminal.wait_for("pvm> ");
-    terminal.keys("echo <ha");
+    terminal.type_keys("echo <ha");
     terminal.wait_for("echo <ha");
-    fs::write(&go, "").expect("written");
+    fs::write(&go_file, "").expect("written");
     terminal.wait_for("] here it is");
     terminal.wait_for("[1] finished");
     terminal.wait_for("pvm> echo <ha");
-    terminal.keys("lf>\r");
+    terminal.type_keys("lf>\r");
     terminal.wait_for("\r\n<half>\r\n");
 }
 
@@ -139,119 +142,127 @@ fn task_output_appears_above_the_prompt() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn keys_typed_ahead_work_as_at_the_prompt() {
-    let lab = started();
-    let mut terminal = console(&lab);
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
     // The console waits for the stopped daemon, so its prompt does not appear.
-    let daemon = Pid::from_raw(lab.daemon_pid().expect("a daemon"));
+    let daemon = Pid::from_raw(vm.daemon_pid().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
-    terminal.keys("conf\r");
+    terminal.type_keys("conf\r");
     terminal.wait_for("conf\r");
-    terminal.keys(&format!("echo <heo{LEFT}ll\x05>\r{UP}{UP}\r{CTRL_D}"));
+    terminal.type_keys(&format!("echo <heo{LEFT}ll\x05>\r{UP}{UP}\r{CTRL_D}"));
     kill(daemon, Signal::SIGCONT).expect("ours");
     terminal.wait_for("\r\n<hello>\r\n");
     terminal.wait_for("data format\r\n");
     terminal.wait_for("Console: exit handler called\r\n");
-    let shown = terminal.shown();
+    let output = terminal.output_text();
     assert!(
-        !shown.contains("^["),
-        "nothing is repeated as it was typed: {shown:?}"
+        !output.contains("^["),
+        "nothing is repeated as it was typed: {output:?}"
     );
-    assert!(terminal.end().success() && terminal.is_restored());
+    assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
-/// Output that arrives while candidates or the history are shown appears afterwards.
+/// Output that arrives while completion candidates or the history are shown appears when the user
+/// leaves them.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn output_waits_for_completion_and_history() {
-    let lab = started();
-    let mut terminal = console(&lab);
-    terminal.keys("echo remembered\r");
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    terminal.type_keys("echo remembered\r");
     terminal.wait_for("\r\nremembered\r\n");
-    let script = lab.path("wait.sh");
+    let script = vm.path_below("wait.sh");
     fs::write(
         &script,
         "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
     )
     .expect("written");
-    // Keys that bring the editor into a state (completion, list of candidates, search), and the
-    // keys that leave the state.
-    let kinds = [
+    // Keys that start a completion, a list of candidates, or a search, or that type text, and the
+    // keys that end it.
+    let key_pairs = [
         ("s\t", LEFT),
         ("s\t\t", LEFT),
         ("\x12rem", CTRL_G),
         ("echo <ha", CTRL_A),
     ];
-    for (job, (keys, back)) in kinds.into_iter().enumerate() {
-        let go = lab.path(&format!("go{job}"));
-        terminal.keys(&format!(
+    for (job, (keys, end_keys)) in key_pairs.into_iter().enumerate() {
+        let go_file = vm.path_below(&format!("go{job}"));
+        terminal.type_keys(&format!(
             "spawn -> /bin/sh {} {}\r",
             script.display(),
-            go.display()
+            go_file.display()
         ));
         terminal.wait_for("1 successful\r\n");
         terminal.wait_for("pvm> ");
-        terminal.keys(keys);
+        terminal.type_keys(keys);
         terminal.wait_for(keys.trim_end_matches('\t').trim_start_matches('\x12'));
-        fs::write(&go, "").expect("written");
-        let done = lab.path(&format!("go{job}.done"));
-        let there = || {
-            if done.exists() {
+        fs::write(&go_file, "").expect("written");
+        let done_file = vm.path_below(&format!("go{job}.done"));
+        let task_continued = || {
+            if done_file.exists() {
                 Ok(())
             } else {
                 Err("the task does not go on".to_string())
             }
         };
-        wait_for(PATIENCE, there).expect("it ends");
-        terminal.keys(back);
+        wait_for(WAIT_TIMEOUT, task_continued).expect("it ends");
+        terminal.type_keys(end_keys);
         terminal.wait_for("] here it is\r\n");
         terminal.wait_for(&format!("[{}] finished\r\n", job + 1));
-        terminal.keys(EMPTY_LINE);
+        terminal.type_keys(CLEAR_LINE);
     }
-    terminal.keys("quit\r");
-    assert!(terminal.end().success() && terminal.is_restored());
+    terminal.type_keys("quit\r");
+    assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
-/// Much output and many keys at the same time do not block each other.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn much_output_and_many_keys_do_not_block() {
-    const LINES: usize = 20_000;
-    const KEYS: usize = 200;
-    let lab = started();
-    let mut terminal = console(&lab);
-    terminal.keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINES}\r"));
+    const LINE_COUNT: usize = 20_000;
+    const COMMAND_COUNT: usize = 200;
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    terminal.type_keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINE_COUNT}\r"));
     terminal.wait_for("1 successful\r\n");
-    for n in 0..KEYS {
-        terminal.keys(&format!("echo answer-{n}\r"));
+    for n in 0..COMMAND_COUNT {
+        terminal.type_keys(&format!("echo answer-{n}\r"));
     }
-    terminal.wait_for_both(&format!("\r\nanswer-{}\r\n", KEYS - 1), "[1] finished\r\n");
-    let shown = terminal.shown();
-    let mut at = 0;
-    for n in 1..=LINES {
+    terminal.wait_for_both(
+        &format!("\r\nanswer-{}\r\n", COMMAND_COUNT - 1),
+        "[1] finished\r\n",
+    );
+    let output = terminal.output_text();
+    let mut line_end = 0;
+    for n in 1..=LINE_COUNT {
         let line = format!("] <{n}>\r\n");
-        at += shown[at..]
+        line_end += output[line_end..]
             .find(&line)
             .unwrap_or_else(|| panic!("line {n} is missing or late"))
             + line.len();
     }
-    for n in 0..KEYS {
-        assert!(shown.contains(&format!("\r\nanswer-{n}\r\n")), "answer {n}");
+    for n in 0..COMMAND_COUNT {
+        assert!(
+            output.contains(&format!("\r\nanswer-{n}\r\n")),
+            "answer {n}"
+        );
     }
-    terminal.keys("quit\r");
-    assert!(terminal.end().success() && terminal.is_restored());
+    terminal.type_keys("quit\r");
+    assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
-/// A console whose virtual machine ends reports that and restores the terminal.
+/// If the virtual machine ends, the console reports the end and restores the terminal.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn halt_of_the_vm_restores_the_terminal() {
-    let lab = started();
-    let mut terminal = console(&lab);
-    terminal.keys("echo unfinis");
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    terminal.type_keys("echo unfinis");
     terminal.wait_for("unfinis");
-    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
+    vm.run_console(&["halt"])
+        .expect_success("halt")
+        .expect("it ends");
     terminal.wait_for("pvm: the virtual machine has ended: ");
-    assert_eq!(terminal.end().code(), Some(1));
+    assert_eq!(terminal.wait_for_exit().code(), Some(1));
     assert!(terminal.is_restored());
 }
 
@@ -259,13 +270,13 @@ fn halt_of_the_vm_restores_the_terminal() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn signal_restores_the_terminal() {
-    let lab = started();
-    let mut terminal = console(&lab);
-    terminal.keys("echo");
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    terminal.type_keys("echo");
     terminal.wait_for("echo");
     assert!(!terminal.is_restored(), "it edits");
-    kill(Pid::from_raw(terminal.id()), Signal::SIGTERM).expect("ours");
-    assert_eq!(terminal.end().code(), Some(143));
+    kill(Pid::from_raw(terminal.process_id()), Signal::SIGTERM).expect("ours");
+    assert_eq!(terminal.wait_for_exit().code(), Some(143));
     assert!(terminal.is_restored());
 }
 
@@ -273,18 +284,18 @@ fn signal_restores_the_terminal() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn dumb_terminal_works_without_editing() {
-    let lab = started();
-    let mut command = lab.console();
+    let vm = running_vm();
+    let mut command = vm.console_command();
     command.env("TERM", "dumb");
     let mut terminal = Terminal::start(command);
     terminal.wait_for("pvm> ");
-    terminal.keys("echo <a>\n");
+    terminal.type_keys("echo <a>\n");
     terminal.wait_for("\r\n<a>\r\npvm> ");
     assert!(
-        !terminal.shown().contains('\x1b'),
+        !terminal.output_text().contains('\x1b'),
         "no control sequences: {:?}",
-        terminal.shown()
+        terminal.output_text()
     );
-    terminal.keys("halt\n");
-    assert!(terminal.end().success());
+    terminal.type_keys("halt\n");
+    assert!(terminal.wait_for_exit().success());
 }

@@ -1,5 +1,5 @@
-//! Build script of `libpvm3.so.3`: sets the soname that PVM programs link against and compiles
-//! `csrc/variadic.c`, the calls that only C can express (variadic functions).
+//! Build script of `libpvm3.so.3`. Sets the soname that PVM programs link against. Compiles
+//! `csrc/variadic.c`, which defines the variadic functions that only C can express.
 
 #[path = "../unwinder.rs"]
 mod unwinder;
@@ -15,7 +15,7 @@ fn main() {
     if std::env::var_os("CARGO_CFG_FUZZING").is_none() {
         println!("cargo:rustc-cdylib-link-arg=-Wl,-z,defs");
     }
-    unwinder::take_along();
+    unwinder::link_static_unwinder();
     cc::Build::new()
         .file("csrc/variadic.c")
         .flag("-fvisibility=hidden")

@@ -1,8 +1,8 @@
 //! Computes the sum of the squares of many numbers with a master and its workers.
 //!
 //! A user starts the master. The master spawns workers, which run the same program, and distributes
-//! ranges of numbers: each worker gets another range when it has sent the result of its previous
-//! range. If a worker ends early, its range is sent to another worker.
+//! ranges of numbers: each worker gets its next range when it has sent the result of the previous
+//! one. If a worker ends early, its range is sent to another worker.
 //!
 //! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
 
@@ -13,15 +13,15 @@ use std::collections::BTreeMap;
 
 const TAG_WORK: i32 = 1;
 const TAG_RESULT: i32 = 2;
-/// Number of numbers in one range.
-const RANGE_LENGTH: u64 = 100_000;
+/// Number of integers in one range.
+const RANGE_LEN: u64 = 100_000;
 
 /// Message from the master to a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum Order {
-    /// Sum the squares of the numbers `from..to`.
-    Sum { from: u64, to: u64 },
-    /// Exit: there are no more ranges.
+enum WorkerMessage {
+    /// Command to sum the squares of the numbers in a half-open range.
+    Sum { start: u64, end: u64 },
+    /// Command to exit, because there are no more ranges.
     Done,
 }
 
@@ -37,8 +37,9 @@ fn main() -> Result<()> {
         Some(master) => run_worker(&vm, &master)?,
         None => {
             let mut args = std::env::args().skip(1);
-            let mut number = |usual: u64| args.next().map_or(Ok(usual), |arg| arg.parse());
-            let (workers, numbers) = (number(3)?, number(1_000_000)?);
+            let mut parse_argument =
+                |default_value: u64| args.next().map_or(Ok(default_value), |arg| arg.parse());
+            let (workers, numbers) = (parse_argument(3)?, parse_argument(1_000_000)?);
             println!("{}", run_master(&vm, u32::try_from(workers)?, numbers)?);
         }
     }
@@ -49,68 +50,69 @@ fn run_worker(vm: &Vm, master: &Task) -> Result<()> {
     loop {
         let (_, order) = vm.recv_value(master.matching().tag(TAG_WORK))?;
         match order {
-            Order::Sum { from, to } => {
-                let value = (from..to).map(|n| u128::from(n) * u128::from(n)).sum();
+            WorkerMessage::Sum { start, end } => {
+                let value = (start..end).map(|n| u128::from(n) * u128::from(n)).sum();
                 master.send_value(TAG_RESULT, &Sum { value })?;
             }
-            Order::Done => return Ok(()),
+            WorkerMessage::Done => return Ok(()),
         }
     }
 }
 
-fn run_master(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
+fn run_master(vm: &Vm, workers: u32, number_count: u64) -> Result<u128> {
     let program = std::env::current_exe()?;
     let program = program
         .to_str()
         .context("the path of this program is not text")?;
     let workers = vm.spawner(program).count(workers).start()?.all()?;
     let tids: Vec<_> = workers.iter().map(Task::tid).collect();
-    let mut ends = vm.watch_tasks(&tids)?;
+    let mut end_notices = vm.watch_tasks(&tids)?;
 
-    let starts = (0..numbers).step_by(usize::try_from(RANGE_LENGTH)?);
-    let mut pieces: Vec<(u64, u64)> = starts
-        .map(|from| (from, numbers.min(from + RANGE_LENGTH)))
+    let range_starts = (0..number_count).step_by(usize::try_from(RANGE_LEN)?);
+    let mut unassigned_ranges: Vec<(u64, u64)> = range_starts
+        .map(|start| (start, number_count.min(start + RANGE_LEN)))
         .collect();
-    let mut idle = workers.clone();
-    let mut busy = BTreeMap::new();
+    let mut idle_workers = workers.clone();
+    let mut assigned_ranges = BTreeMap::new();
     let mut sum = 0;
     loop {
-        while !pieces.is_empty()
-            && let Some(worker) = idle.pop()
+        while !unassigned_ranges.is_empty()
+            && let Some(worker) = idle_workers.pop()
         {
-            let (from, to) = pieces.pop().expect("there is one");
-            worker.send_value(TAG_WORK, &Order::Sum { from, to })?;
-            busy.insert(worker.tid(), (from, to));
+            let (start, end) = unassigned_ranges.pop().expect("there is one");
+            worker.send_value(TAG_WORK, &WorkerMessage::Sum { start, end })?;
+            assigned_ranges.insert(worker.tid(), (start, end));
         }
-        if busy.is_empty() {
+        if assigned_ranges.is_empty() {
             break;
         }
-        let message =
-            vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
-        if !ends.is_notice_message(&message) {
+        let message = vm.recv_where(|message| {
+            message.tag == TAG_RESULT || end_notices.is_notice_message(message)
+        })?;
+        if !end_notices.is_notice_message(&message) {
             sum += message.value::<Sum>()?.value;
-            busy.remove(&message.src);
-            idle.push(vm.task(message.src));
+            assigned_ranges.remove(&message.src);
+            idle_workers.push(vm.task(message.src));
             continue;
         }
-        for notice in ends.decode(&message)? {
+        for notice in end_notices.decode(&message)? {
             if let Notice::TaskEnded(tid) = notice {
                 // The unfinished range of an ended worker is sent to another worker.
-                pieces.extend(busy.remove(&tid));
-                idle.retain(|worker| worker.tid() != tid);
+                unassigned_ranges.extend(assigned_ranges.remove(&tid));
+                idle_workers.retain(|worker| worker.tid() != tid);
             }
         }
     }
-    if !pieces.is_empty() {
+    if !unassigned_ranges.is_empty() {
         bail!(
             "all workers have ended and {} pieces are left",
-            pieces.len()
+            unassigned_ranges.len()
         );
     }
     for worker in &workers {
-        worker.send_value(TAG_WORK, &Order::Done)?;
+        worker.send_value(TAG_WORK, &WorkerMessage::Done)?;
     }
-    for notice in ends {
+    for notice in end_notices {
         notice?;
     }
     Ok(sum)

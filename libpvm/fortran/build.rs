@@ -15,8 +15,8 @@ const INDENT: &str = "      ";
 
 fn main() {
     let mut build = cc::Build::new();
-    for part in C_SOURCES {
-        let file = format!("csrc/{part}.c");
+    for source_name in C_SOURCES {
+        let file = format!("csrc/{source_name}.c");
         println!("cargo:rerun-if-changed={file}");
         build.file(file);
     }
@@ -34,33 +34,37 @@ fn main() {
         .extra_warnings(true)
         .cargo_metadata(false);
     build.compile("fpvm3");
-    let out =
+    let out_dir =
         PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo gives a build script its folder"));
-    let names = std::fs::read_to_string("include/names.txt")
+    let constant_names = std::fs::read_to_string("include/names.txt")
         .expect("include/names.txt exists next to this script");
-    std::fs::write(out.join("fpvm3.h"), header(&names))
+    std::fs::write(out_dir.join("fpvm3.h"), generate_header(&constant_names))
         .expect("the folder of this build can be written");
 }
 
 /// Generates the header in a form that is valid in fixed and free source form.
-fn header(names: &str) -> String {
-    let mut out = String::from(
+fn generate_header(constant_names: &str) -> String {
+    let mut header_text = String::from(
         "!     fpvm3.h - the numbers of a parallel virtual machine for Fortran programs: include 'fpvm3.h'\n",
     );
-    for line in names.lines().map(str::trim).filter(|line| !line.is_empty()) {
+    for line in constant_names
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+    {
         match line.strip_prefix('#') {
             Some(title) => {
-                let _ = writeln!(out, "!\n!     {}", title.trim());
+                let _ = writeln!(header_text, "!\n!     {}", title.trim());
             }
             None => {
                 let (name, value) = line.split_once('=').expect("a name and its number");
                 let (name, value) = (name.trim(), value.trim());
                 let _ = writeln!(
-                    out,
+                    header_text,
                     "{INDENT}integer {name}\n{INDENT}parameter ({name} = {value})"
                 );
             }
         }
     }
-    out
+    header_text
 }

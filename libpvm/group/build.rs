@@ -10,5 +10,5 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=../unwinder.rs");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libgpvm3.so.3");
-    unwinder::take_along();
+    unwinder::link_static_unwinder();
 }

@@ -17,7 +17,7 @@ impl Body {
     /// let body = Body::items(|out| out.int(3).items([1.5f64, 2.5, 3.5]).str(b"three numbers"));
     /// assert_eq!(body.bytes.len(), 4 + 3 * 8 + 4 + 16);
     /// ```
-    pub fn items(pack: impl FnOnce(&mut Packer) -> &mut Packer) -> Body {
+    pub fn items(pack: impl FnOnce(&mut Packer) -> &mut Packer) -> Self {
         let mut out = Packer::new(Encoding::Xdr);
         pack(&mut out);
         out.into()
@@ -28,20 +28,22 @@ impl Body {
     ///
     /// # Errors
     /// [`PvmError::BadParam`] if the type cannot be serialized, [`PvmError::Overflow`] above 2 GiB.
-    pub fn value<T: Serialize + ?Sized>(value: &T) -> Result<Body, Error> {
+    pub fn value<T: Serialize + ?Sized>(value: &T) -> Result<Self, Error> {
         let bytes = postcard::to_allocvec(value).map_err(|error| {
             Error::new(
                 PvmError::BadParam,
                 format!("the value cannot be packed: {error}"),
             )
         })?;
-        let count = i32::try_from(bytes.len()).map_err(|_| {
+        let byte_count = i32::try_from(bytes.len()).map_err(|_| {
             Error::new(
                 PvmError::Overflow,
                 "the value is larger than 2 GiB: send it in several messages",
             )
         })?;
-        Ok(Body::items(|out| out.int(count).bytes(&bytes)))
+        Ok(Self::items(|out| {
+            out.pack_int(byte_count).pack_bytes(&bytes)
+        }))
     }
 }
 
@@ -66,17 +68,19 @@ impl Content for Message {
     }
 
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error> {
-        let bad_message = |why: String| {
+        let bad_message = |detail: String| {
             let reason = format!(
-                "the message from {} with tag {} holds no such value: {why}",
+                "the message from {} with tag {} holds no such value: {detail}",
                 self.src, self.tag
             );
             Error::new(PvmError::BadMsg, reason)
         };
-        let mut from = self.items()?;
-        let bytes = from
-            .int()
-            .and_then(|count| from.bytes(usize::try_from(count).map_err(|_| PvmError::BadMsg)?))
+        let mut unpacker = self.items()?;
+        let bytes = unpacker
+            .read_int()
+            .and_then(|byte_count| {
+                unpacker.read_bytes(usize::try_from(byte_count).map_err(|_| PvmError::BadMsg)?)
+            })
             .map_err(|error| bad_message(error.to_string()))?;
         match postcard::take_from_bytes(&bytes) {
             Ok((value, [])) => Ok(value),
@@ -93,13 +97,13 @@ mod tests {
     use serde::Deserialize;
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
-    struct Work {
+    struct SampleValue {
         name: String,
         range: (u64, u64),
         weights: Vec<f64>,
     }
 
-    fn message(body: Body) -> Message {
+    fn message_with_body(body: Body) -> Message {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         Message {
             src,
@@ -112,8 +116,8 @@ mod tests {
         }
     }
 
-    fn work() -> Work {
-        Work {
+    fn sample_value() -> SampleValue {
+        SampleValue {
             name: "x".into(),
             range: (1, u64::MAX),
             weights: vec![0.5, -1.0],
@@ -124,13 +128,13 @@ mod tests {
     /// and that number of bytes.
     #[test]
     fn value_survives_round_trip() {
-        let message = message(Body::value(&work()).expect("packed"));
-        assert_eq!(message.value::<Work>(), Ok(work()));
+        let message = message_with_body(Body::value(&sample_value()).expect("packed"));
+        assert_eq!(message.value::<SampleValue>(), Ok(sample_value()));
         let mut items = message.items().expect("readable");
-        let count = items.int().expect("a count");
+        let byte_count = items.read_int().expect("a count");
         assert_eq!(
-            items.bytes(count as usize).expect("bytes").len(),
-            count as usize,
+            items.read_bytes(byte_count as usize).expect("bytes").len(),
+            byte_count as usize,
             "C reads it as bytes"
         );
         assert_eq!(items.remaining(), 0);
@@ -140,23 +144,30 @@ mod tests {
     /// count.
     #[test]
     fn content_that_is_not_the_value_is_rejected() {
-        let other = message(Body::items(|out| out.str(b"not a value at all")));
+        let text_message =
+            message_with_body(Body::items(|out| out.pack_str(b"not a value at all")));
         assert_eq!(
-            other.value::<Work>().expect_err("no value").code,
+            text_message
+                .value::<SampleValue>()
+                .expect_err("no value")
+                .code,
             PvmError::BadMsg
         );
-        let longer = message(Body::value(&(work(), 1u8)).expect("packed"));
-        let error = longer.value::<Work>().expect_err("too long");
+        let oversized_message =
+            message_with_body(Body::value(&(sample_value(), 1u8)).expect("packed"));
+        let error = oversized_message
+            .value::<SampleValue>()
+            .expect_err("too long");
         assert_eq!(
             error.reason,
             "the message from t40001 with tag 3 holds no such value: 1 bytes are left over"
         );
         for body in [
             Body::empty(),
-            Body::items(|out| out.int(-1)),
-            Body::items(|out| out.int(i32::MAX)),
+            Body::items(|out| out.pack_int(-1)),
+            Body::items(|out| out.pack_int(i32::MAX)),
         ] {
-            assert!(message(body).value::<Work>().is_err());
+            assert!(message_with_body(body).value::<SampleValue>().is_err());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Errors of the Rust API. Their texts are sentences for the user.
+//! Errors of the Rust API. The text of each error is a sentence for the user.
 
 use sempa_proto::PvmError;
 use sempa_proto::task::{MigrationError, Reply};
@@ -6,8 +6,8 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Reason why this process could not enroll as a task. All descriptors and threads that the attempt
-/// created are released.
+/// Reason why this process could not enroll as a task. Before the error is returned, all
+/// descriptors and threads of the attempt are released.
 #[derive(Debug, Error)]
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
@@ -22,7 +22,7 @@ pub enum EnrollError {
         "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it"
     )]
     Root,
-    /// The daemon refused this task, for the given reason.
+    /// The daemon refused this task; contains the reason.
     #[error("the daemon refused this task: {0}")]
     Refused(String),
     /// The daemon's answer does not follow this version of the protocol.
@@ -32,7 +32,7 @@ pub enum EnrollError {
     )]
     VersionMismatch {
         path: PathBuf,
-        /// Description of the part that could not be decoded.
+        /// Description of the field that could not be decoded.
         reason: String,
     },
     /// The listener on the daemon's socket belongs to another user.
@@ -42,7 +42,7 @@ pub enum EnrollError {
         /// User id of the listening process.
         owner: u32,
     },
-    /// The environment variables do not give a usable socket path.
+    /// The environment variables do not determine a usable socket path.
     #[error("{0}")]
     BadEnvironment(String),
     /// The connection broke, or the process cannot open another descriptor or thread.
@@ -60,8 +60,8 @@ pub struct Error {
 }
 
 impl Error {
-    pub fn new(code: PvmError, reason: impl Into<String>) -> Error {
-        Error {
+    pub fn new(code: PvmError, reason: impl Into<String>) -> Self {
+        Self {
             code,
             reason: reason.into(),
         }
@@ -69,13 +69,13 @@ impl Error {
 
     /// Converts a reply that `operation` does not expect into an error: a failure reply into the
     /// failure that it reports, any other reply into a protocol error.
-    pub(crate) fn from_reply(operation: &str, reply: Reply) -> Error {
+    pub(crate) fn from_reply(operation: &str, reply: Reply) -> Self {
         match reply {
             Reply::Failed { error, reason } if reason.is_empty() => {
-                Error::new(error, format!("{operation}: {error}"))
+                Self::new(error, format!("{operation}: {error}"))
             }
-            Reply::Failed { error, reason } => Error::new(error, reason),
-            _ => Error::new(
+            Reply::Failed { error, reason } => Self::new(error, reason),
+            _ => Self::new(
                 PvmError::BadMsg,
                 format!(
                     "{operation}: the daemon's reply does not fit the request; use the same version everywhere"
@@ -86,8 +86,8 @@ impl Error {
 }
 
 impl From<PvmError> for Error {
-    fn from(code: PvmError) -> Error {
-        Error::new(code, code.text())
+    fn from(code: PvmError) -> Self {
+        Self::new(code, code.text())
     }
 }
 

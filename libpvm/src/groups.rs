@@ -24,7 +24,7 @@ impl Vm {
     /// # }
     /// ```
     pub fn join_group(&self, group: &str) -> Result<i32, Error> {
-        self.numeric_group_request(
+        self.request_group_number(
             "joining a group",
             GroupRequest::Join {
                 group: group.into(),
@@ -37,7 +37,7 @@ impl Vm {
     /// # Errors
     /// `NoGroup`, `NotInGroup`.
     pub fn leave_group(&self, group: &str) -> Result<(), Error> {
-        self.numeric_group_request(
+        self.request_group_number(
             "leaving a group",
             GroupRequest::Leave {
                 group: group.into(),
@@ -46,33 +46,34 @@ impl Vm {
         .map(|_| ())
     }
 
-    /// Blocks until `count` members have called this method. `None` stands for all current members.
+    /// Blocks until `count` members have called this method. `None` stands for the number of
+    /// current members.
     ///
     /// # Errors
-    /// `NoGroup` if a member ended during the wait and fewer members than `count` are left,
-    /// `NotInGroup`, `Mismatch` if other members wait with another count.
+    /// `NoGroup` if a member ended during the wait and fewer members than `count` remain,
+    /// `NotInGroup`, `Mismatch` if other members wait with a different count.
     pub fn barrier(&self, group: &str, count: Option<u32>) -> Result<(), Error> {
         let count = count.map_or(ALL_MEMBERS, |count| {
             i32::try_from(count).unwrap_or(i32::MAX)
         });
-        self.numeric_group_request(
+        self.request_group_number(
             "waiting at a barrier",
             GroupRequest::Barrier {
                 group: group.into(),
-                count,
+                required_members: count,
             },
         )
         .map(|_| ())
     }
 
-    /// Returns the tids of the members; the index is the instance number. `None` means that the
-    /// instance number is free.
+    /// Returns the tids of the members; the index is the instance number. `None` in the list stands
+    /// for a free instance number.
     ///
     /// # Errors
     /// `NoGroup`.
     pub fn group_members(&self, group: &str) -> Result<Vec<Option<Tid>>, Error> {
-        let what = "listing a group";
-        match self.runtime().group_request(
+        let operation = "listing a group";
+        match self.runtime().group_request_and_wait(
             GroupRequest::Members {
                 group: group.into(),
             },
@@ -82,7 +83,7 @@ impl Vm {
                 .into_iter()
                 .map(|tid| Some(tid).filter(|tid| *tid != Tid::NONE))
                 .collect()),
-            other => Err(Error::from_reply(what, other)),
+            other => Err(Error::from_reply(operation, other)),
         }
     }
 
@@ -91,16 +92,19 @@ impl Vm {
     /// # Errors
     /// Returns the daemon's error.
     pub fn groups(&self) -> Result<Vec<GroupInfo>, Error> {
-        match self.runtime().group_request(GroupRequest::List, None) {
+        match self
+            .runtime()
+            .group_request_and_wait(GroupRequest::List, None)
+        {
             Reply::Group(GroupReply::Groups(groups)) => Ok(groups),
             other => Err(Error::from_reply("listing the groups", other)),
         }
     }
 
-    fn numeric_group_request(&self, what: &str, request: GroupRequest) -> Result<i32, Error> {
-        match self.runtime().group_request(request, None) {
+    fn request_group_number(&self, operation: &str, request: GroupRequest) -> Result<i32, Error> {
+        match self.runtime().group_request_and_wait(request, None) {
             Reply::Group(GroupReply::Number(number)) => Ok(number),
-            other => Err(Error::from_reply(what, other)),
+            other => Err(Error::from_reply(operation, other)),
         }
     }
 }

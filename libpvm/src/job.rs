@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use sempa_proto::PvmError;
-use sempa_proto::job::{JOB_BYTES_MAX, JOB_ENV, JobFile};
+use sempa_proto::job::{JOB_ENV, JOB_FILE_BYTES_MAX, JobFile};
 use sempa_proto::task::SpawnRequest;
 use std::ffi::OsString;
 use std::io::Read;
@@ -19,7 +19,7 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
     let mut text = String::new();
     let file = std::fs::File::open(path);
     file.and_then(|file| {
-        file.take(JOB_BYTES_MAX as u64 + 1)
+        file.take(JOB_FILE_BYTES_MAX as u64 + 1)
             .read_to_string(&mut text)
     })
     .map_err(|error| {
@@ -32,22 +32,24 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
         .map_err(|error| invalid_file(error.to_string()))
 }
 
-/// Returns the job file that the environment variable [`JOB_ENV`] names, if there is one. The first
-/// call reads the file; all later calls in the process return the same result.
+/// Returns the job file that the environment variable [`JOB_ENV`] names; `None` if the variable is
+/// unset or empty. The first call reads the file; all later calls in the process return the same
+/// result.
 ///
 /// # Errors
 /// Those of [`read`].
 pub fn from_process_env() -> Result<Option<&'static JobFile>, &'static Error> {
     static JOB: OnceLock<Option<Result<JobFile, Error>>> = OnceLock::new();
-    JOB.get_or_init(|| from_env_value(std::env::var_os(JOB_ENV)))
+    JOB.get_or_init(|| read_env_value(std::env::var_os(JOB_ENV)))
         .as_ref()
         .map(Result::as_ref)
         .transpose()
 }
 
-fn from_env_value(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
-    name.filter(|name| !name.is_empty())
-        .map(|name| read(Path::new(&name)))
+fn read_env_value(value: Option<OsString>) -> Option<Result<JobFile, Error>> {
+    value
+        .filter(|value| !value.is_empty())
+        .map(|value| read(Path::new(&value)))
 }
 
 /// Adds the job file's settings to a spawn request, if the job file has settings for the requested
@@ -56,14 +58,14 @@ fn from_env_value(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
 /// # Errors
 /// Those of [`read`].
 pub(crate) fn apply_to_request(
-    job: Result<Option<&JobFile>, &Error>,
+    job_file: Result<Option<&JobFile>, &Error>,
     request: &mut SpawnRequest,
 ) -> Result<(), Error> {
-    if let Some(job) = job
+    if let Some(job_file) = job_file
         .map_err(Error::clone)?
-        .filter(|job| job.applies_to(&request.file))
+        .filter(|job_file| job_file.applies_to(&request.program))
     {
-        job.apply_to(request);
+        job_file.apply_to(request);
     }
     Ok(())
 }
@@ -80,27 +82,30 @@ mod tests {
         let path = dir.path().join("job.toml");
         std::fs::write(&path, "program = \"worker\"\nwants = \"cores >= 4\"\n")
             .expect("it can be written");
-        let job = from_env_value(Some(path.clone().into()));
-        let of = |job: &Option<Result<JobFile, Error>>, file: &str| {
+        let job_result = read_env_value(Some(path.clone().into()));
+        let spawn_env = |job_result: &Option<Result<JobFile, Error>>, file: &str| {
             let mut request = SpawnRequest {
-                file: file.into(),
+                program: file.into(),
                 ..SpawnRequest::default()
             };
-            let job = job.as_ref().map(Result::as_ref).transpose();
-            apply_to_request(job, &mut request).map(|()| request.env)
+            let job_result = job_result.as_ref().map(Result::as_ref).transpose();
+            apply_to_request(job_result, &mut request).map(|()| request.env)
         };
         assert_eq!(
-            of(&job, "worker"),
+            spawn_env(&job_result, "worker"),
             Ok(vec![b"SEMPA_WANTS=cores >= 4".to_vec()])
         );
-        assert_eq!(of(&job, "other"), Ok(Vec::new()));
-        for nothing in [None, Some(OsString::new())] {
-            assert_eq!(of(&from_env_value(nothing), "worker"), Ok(Vec::new()));
+        assert_eq!(spawn_env(&job_result, "other"), Ok(Vec::new()));
+        for empty_value in [None, Some(OsString::new())] {
+            assert_eq!(
+                spawn_env(&read_env_value(empty_value), "worker"),
+                Ok(Vec::new())
+            );
         }
         std::fs::write(&path, "program = \"worker\"\nwant = \"cores >= 4\"\n")
             .expect("it can be written");
-        let error =
-            of(&from_env_value(Some(path.clone().into())), "other").expect_err("no such word");
+        let error = spawn_env(&read_env_value(Some(path.clone().into())), "other")
+            .expect_err("no such word");
         assert_eq!(error.code, PvmError::BadParam);
         assert!(
             error
@@ -109,7 +114,8 @@ mod tests {
             "{error}"
         );
         std::fs::remove_file(&path).expect("it is there");
-        let error = of(&from_env_value(Some(path.into())), "worker").expect_err("no such file");
+        let error =
+            spawn_env(&read_env_value(Some(path.into())), "worker").expect_err("no such file");
         assert!(
             error.reason.contains("job.toml cannot be read: "),
             "{error}"

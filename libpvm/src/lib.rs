@@ -50,7 +50,7 @@ pub use error::{EnrollError, Error, MigrateError};
 pub use inbox::Inbox;
 pub use notices::{Notice, Notices};
 pub use runtime::{Runtime, enroll};
-pub use spawn::{Spawn, Spawned};
+pub use spawn::{Spawn, SpawnOutcome};
 pub use task::Task;
 pub use vm::{Body, Match, MigrateReply, Vm};
 

@@ -12,13 +12,13 @@ use std::time::Duration;
 /// different [`Notices`] differ.
 const NOTICE_TAG: i32 = 1;
 
-/// Event of which this task has requested notification.
+/// An event about which this task has requested a notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notice {
     /// The task has ended. All messages that it sent to this task have arrived.
     TaskEnded(Tid),
     /// The host has left the virtual machine, or was lost.
-    HostGone(HostId),
+    HostRemoved(HostId),
     HostJoined(HostId),
 }
 
@@ -50,12 +50,12 @@ pub struct Notices {
     remaining_messages: Option<usize>,
     /// Notices that were read from a message and not returned yet.
     decoded_notices: VecDeque<Notice>,
-    failed: bool,
+    has_failed: bool,
 }
 
 impl Vm {
-    /// Requests one notice for the end of each of these tasks. For a task that has already ended,
-    /// the notice is sent immediately.
+    /// Requests one notice for the end of each of these tasks. If a task has already ended, its
+    /// notice is sent immediately.
     ///
     /// # Errors
     /// [`PvmError::BadParam`] if a tid is not a task; otherwise the daemon's error.
@@ -63,8 +63,8 @@ impl Vm {
         self.watch(NotifySubjects::TaskExit(tids.to_vec()), Some(tids.len()))
     }
 
-    /// Requests one notice for the departure or loss of each of these hosts. For a host that is not
-    /// in the host table, the notice is sent immediately.
+    /// Requests one notice for the departure or loss of each of these hosts. If a host is not in
+    /// the host table, its notice is sent immediately.
     ///
     /// # Errors
     /// Returns the daemon's error.
@@ -80,25 +80,29 @@ impl Vm {
     /// # Errors
     /// Returns the daemon's error.
     pub fn watch_new_hosts(&self) -> Result<Notices, Error> {
-        self.watch(NotifySubjects::HostAdd { count: -1 }, None)
+        self.watch(NotifySubjects::HostAdd { messages_max: -1 }, None)
     }
 
-    fn watch(&self, what: NotifySubjects, remaining: Option<usize>) -> Result<Notices, Error> {
-        let ctx = match self.runtime().request(Request::NewContext) {
+    fn watch(
+        &self,
+        subjects: NotifySubjects,
+        message_count: Option<usize>,
+    ) -> Result<Notices, Error> {
+        let ctx = match self.runtime().request_and_wait(Request::NewContext) {
             Reply::Context(ctx) => ctx,
             other => return Err(Error::from_reply("making a context", other)),
         };
         let notices = Notices {
             vm: self.clone(),
             ctx,
-            subjects: what,
-            remaining_messages: remaining,
+            subjects,
+            remaining_messages: message_count,
             decoded_notices: VecDeque::new(),
-            failed: false,
+            has_failed: false,
         };
-        if remaining != Some(0) {
+        if message_count != Some(0) {
             // If the request fails, dropping `notices` frees the context.
-            self.notify(notices.request(false))?;
+            self.notify(notices.notify_request(false))?;
         }
         Ok(notices)
     }
@@ -110,7 +114,7 @@ impl Notices {
     /// # Errors
     /// As [`Vm::try_recv`].
     pub fn try_next(&mut self) -> Result<Option<Notice>, Error> {
-        self.next_with(|vm, wanted| vm.try_recv(wanted))
+        self.receive_next(|vm, selection| vm.try_recv(selection))
     }
 
     /// Waits for the next notice. Returns `None` if the timeout expires or no further notice can
@@ -119,11 +123,11 @@ impl Notices {
     /// # Errors
     /// As [`Vm::recv_timeout`].
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Notice>, Error> {
-        self.next_with(|vm, wanted| vm.recv_timeout(wanted, timeout))
+        self.receive_next(|vm, selection| vm.recv_timeout(selection, timeout))
     }
 
-    /// True if the message carries notices of this iterator. For programs that also wait for other
-    /// messages: pass this method to [`Vm::recv_where`], and read the message with
+    /// True if the message contains notices of this iterator. A program that also waits for other
+    /// messages passes this method to [`Vm::recv_where`] and decodes the message with
     /// [`Notices::decode`].
     pub fn is_notice_message(&self, message: &Message) -> bool {
         message.ctx == self.ctx && message.tag == NOTICE_TAG
@@ -134,72 +138,71 @@ impl Notices {
     /// # Errors
     /// [`PvmError::BadMsg`] if the message does not contain notices of the requested kind.
     pub fn decode(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
-        self.remaining_messages = self.remaining_messages.map(|open| open.saturating_sub(1));
+        self.remaining_messages = self.remaining_messages.map(|count| count.saturating_sub(1));
         decode_notices(&self.subjects, message).map(Vec::from)
     }
 
     /// True if no further notice can arrive.
-    pub fn is_done(&self) -> bool {
-        self.decoded_notices.is_empty() && (self.failed || self.remaining_messages == Some(0))
+    pub fn is_exhausted(&self) -> bool {
+        self.decoded_notices.is_empty() && (self.has_failed || self.remaining_messages == Some(0))
     }
 
-    fn next_with(
+    fn receive_next(
         &mut self,
         receive: impl FnOnce(&Vm, Match) -> Result<Option<Message>, Error>,
     ) -> Result<Option<Notice>, Error> {
-        if self.decoded_notices.is_empty() && !self.is_done() {
-            let received = receive(&self.vm, Match::any().ctx(self.ctx).tag(NOTICE_TAG));
-            self.failed = received.is_err();
-            if let Some(message) = received? {
+        if self.decoded_notices.is_empty() && !self.is_exhausted() {
+            let receive_result = receive(&self.vm, Match::any().ctx(self.ctx).tag(NOTICE_TAG));
+            self.has_failed = receive_result.is_err();
+            if let Some(message) = receive_result? {
                 self.decoded_notices = self.decode(&message)?.into();
             }
         }
         Ok(self.decoded_notices.pop_front())
     }
 
-    fn request(&self, cancel: bool) -> NotifyRequest {
+    fn notify_request(&self, cancel: bool) -> NotifyRequest {
         NotifyRequest {
             subjects: self.subjects.clone(),
             ctx: self.ctx,
             tag: NOTICE_TAG,
-            cancel,
+            is_cancellation: cancel,
         }
     }
 }
 
-/// Decodes the notices in a message that answers the request `what`.
-fn decode_notices(what: &NotifySubjects, message: &Message) -> Result<VecDeque<Notice>, Error> {
+/// Decodes the notices in a notice message. `subjects` is the kind of notices that was requested.
+fn decode_notices(subjects: &NotifySubjects, message: &Message) -> Result<VecDeque<Notice>, Error> {
     let mut body = Vm::unpack(message)?;
-    let host = |tid: i32| Tid::from_raw(tid).birth_host().ok_or(PvmError::BadMsg);
-    let read = match what {
+    let host_of_tid = |tid: i32| Tid::from_raw(tid).birth_host().ok_or(PvmError::BadMsg);
+    let decoded_notices = match subjects {
         NotifySubjects::TaskExit(_) => body
-            .int()
+            .read_int()
             .map(|tid| [Notice::TaskEnded(Tid::from_raw(tid))].into()),
         NotifySubjects::HostDelete(_) => body
-            .int()
-            .and_then(host)
-            .map(|host| [Notice::HostGone(host)].into()),
-        NotifySubjects::HostAdd { .. } => {
-            body.int()
-                .and_then(|count| body.ints(count))
-                .and_then(|tids| {
-                    tids.into_iter()
-                        .map(|tid| host(tid).map(Notice::HostJoined))
-                        .collect()
-                })
-        }
+            .read_int()
+            .and_then(host_of_tid)
+            .map(|host_of_tid| [Notice::HostRemoved(host_of_tid)].into()),
+        NotifySubjects::HostAdd { .. } => body
+            .read_int()
+            .and_then(|count| body.read_ints(count))
+            .and_then(|tids| {
+                tids.into_iter()
+                    .map(|tid| host_of_tid(tid).map(Notice::HostJoined))
+                    .collect()
+            }),
     };
-    read.map_err(|error| Error::new(error, format!("a notice cannot be read: {error}")))
+    decoded_notices.map_err(|error| Error::new(error, format!("a notice cannot be read: {error}")))
 }
 
 impl Iterator for Notices {
     type Item = Result<Notice, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.is_done() {
+        if self.is_exhausted() {
             return None;
         }
-        self.next_with(|vm, wanted| vm.recv(wanted).map(Some))
+        self.receive_next(|vm, selection| vm.recv(selection).map(Some))
             .transpose()
     }
 }
@@ -208,16 +211,20 @@ impl FusedIterator for Notices {}
 
 impl Drop for Notices {
     fn drop(&mut self) {
-        // Errors do not matter here: without the daemon there is nothing to cancel. After the
-        // cancellation the daemon immediately sends the notices that are still outstanding; they
-        // are dropped together with those that were never read.
+        // Errors do not matter here: without the daemon there is no request to cancel. After the
+        // cancellation the daemon immediately sends the outstanding notices; they are dropped
+        // together with the notices that the program has not read.
         if self.remaining_messages != Some(0) {
-            let _ = self.vm.notify(self.request(true));
+            let _ = self.vm.notify(self.notify_request(true));
         }
         let ctx = self.ctx;
-        let mut drain = |inbox: &mut crate::Inbox| inbox.take_first(|message| message.ctx == ctx);
-        while self.vm.runtime().check_inbox(&mut drain).is_some() {}
-        let _ = self.vm.runtime().request(Request::FreeContext { ctx });
+        let mut take_message =
+            |inbox: &mut crate::Inbox| inbox.take_first(|message| message.ctx == ctx);
+        while self.vm.runtime().check_inbox(&mut take_message).is_some() {}
+        let _ = self
+            .vm
+            .runtime()
+            .request_and_wait(Request::FreeContext { ctx });
     }
 }
 
@@ -226,9 +233,9 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    fn decode_words(what: NotifySubjects, words: &[i32]) -> Result<Vec<Notice>, Error> {
+    fn decode_ints(subjects: NotifySubjects, integers: &[i32]) -> Result<Vec<Notice>, Error> {
         let mut body = Packer::new(Encoding::Xdr);
-        body.items(words.iter().copied());
+        body.pack_items(integers.iter().copied());
         let (src, dst) = (HostId::MASTER.daemon_tid(), Tid::from_raw(0x40001));
         let enc = sempa_proto::message::ENC_XDR;
         let message = Message {
@@ -240,44 +247,45 @@ mod tests {
             enc,
             body: body.finish(),
         };
-        decode_notices(&what, &message).map(Vec::from)
+        decode_notices(&subjects, &message).map(Vec::from)
     }
 
-    /// Messages about tasks and hosts are decoded into notices; malformed ones are errors.
+    /// Messages about tasks and hosts are decoded into notices. Malformed messages are errors.
     #[test]
     fn notice_messages_are_decoded() {
         let task = Tid::from_raw(0x80001);
         let (h2, h3) = (HostId::new(2).expect("2"), HostId::new(3).expect("3"));
         assert_eq!(
-            decode_words(NotifySubjects::TaskExit(vec![task]), &[0x80001]),
+            decode_ints(NotifySubjects::TaskExit(vec![task]), &[0x80001]),
             Ok(vec![Notice::TaskEnded(task)])
         );
         assert_eq!(
-            decode_words(NotifySubjects::HostDelete(vec![h2.tid()]), &[0x80000]),
-            Ok(vec![Notice::HostGone(h2)])
+            decode_ints(NotifySubjects::HostDelete(vec![h2.tid()]), &[0x80000]),
+            Ok(vec![Notice::HostRemoved(h2)])
         );
-        let joined = vec![Notice::HostJoined(h2), Notice::HostJoined(h3)];
+        let join_notices = vec![Notice::HostJoined(h2), Notice::HostJoined(h3)];
         assert_eq!(
-            decode_words(
-                NotifySubjects::HostAdd { count: -1 },
+            decode_ints(
+                NotifySubjects::HostAdd { messages_max: -1 },
                 &[2, 0x80000, 0xc0000]
             ),
-            Ok(joined)
+            Ok(join_notices)
         );
-        assert!(decode_words(NotifySubjects::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
-        assert!(decode_words(NotifySubjects::HostDelete(vec![h2.tid()]), &[0]).is_err());
+        assert!(decode_ints(NotifySubjects::HostAdd { messages_max: -1 }, &[2, 0x80000]).is_err());
+        assert!(decode_ints(NotifySubjects::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }
 
-    /// The handles of the Rust API can be sent to other threads, and most of them can be shared.
+    /// The types of the Rust API can be sent to other threads. Most of them can be shared between
+    /// threads.
     #[test]
     fn api_types_are_send_and_sync() {
-        fn sends<T: Send>() {}
-        fn shares<T: Sync>() {}
-        sends::<Vm>();
-        shares::<Vm>();
-        sends::<crate::Task>();
-        shares::<crate::Task>();
-        sends::<Notices>();
-        sends::<crate::Spawn>();
+        fn assert_send<T: Send>() {}
+        fn assert_sync<T: Sync>() {}
+        assert_send::<Vm>();
+        assert_sync::<Vm>();
+        assert_send::<crate::Task>();
+        assert_sync::<crate::Task>();
+        assert_send::<Notices>();
+        assert_send::<crate::Spawn>();
     }
 }

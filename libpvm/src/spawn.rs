@@ -35,14 +35,14 @@ pub struct Spawn {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spawned {
-    /// Tasks that were started.
+pub struct SpawnOutcome {
+    /// Tasks that were started, in the order of the request.
     pub tasks: Vec<Task>,
     /// Errors of the tasks that were not started.
     pub failed: Vec<PvmError>,
 }
 
-impl Spawned {
+impl SpawnOutcome {
     /// Returns all tasks, or an error if any task was not started.
     ///
     /// # Errors
@@ -52,10 +52,13 @@ impl Spawned {
         match self.failed.first() {
             None => Ok(self.tasks),
             Some(error) => {
-                let (good, bad) = (self.tasks.len(), self.failed.len());
+                let (started_count, failed_count) = (self.tasks.len(), self.failed.len());
                 Err(Error::new(
                     *error,
-                    format!("{bad} of {} tasks were not started: {error}", good + bad),
+                    format!(
+                        "{failed_count} of {} tasks were not started: {error}",
+                        started_count + failed_count
+                    ),
                 ))
             }
         }
@@ -68,10 +71,10 @@ impl Vm {
     pub fn spawner(&self, program: impl Into<String>) -> Spawn {
         let (output, trace) = (self.runtime().output_sink(), self.runtime().trace_sink());
         let request = SpawnRequest {
-            file: program.into(),
-            count: 1,
-            output,
-            trace,
+            program: program.into(),
+            task_count: 1,
+            output_sink: output,
+            trace_sink: trace,
             ..SpawnRequest::default()
         };
         Spawn {
@@ -84,74 +87,74 @@ impl Vm {
 
 impl Spawn {
     /// Sets the number of tasks; the default is 1.
-    pub fn count(mut self, count: u32) -> Spawn {
-        self.request.count = count;
+    pub fn count(mut self, count: u32) -> Self {
+        self.request.task_count = count;
         self
     }
 
-    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Spawn {
+    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
         self.request.args.push(arg.as_ref().as_bytes().to_vec());
         self
     }
 
-    pub fn args<S: AsRef<OsStr>>(self, args: impl IntoIterator<Item = S>) -> Spawn {
+    pub fn args<S: AsRef<OsStr>>(self, args: impl IntoIterator<Item = S>) -> Self {
         args.into_iter().fold(self, |spawn, arg| spawn.arg(arg))
     }
 
-    /// Sets an environment variable, in addition to those of the daemon and those that `PVM_EXPORT`
-    /// names.
-    pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Spawn {
+    /// Sets an environment variable of the tasks. The tasks also get the variables of their daemon
+    /// and the variables that `PVM_EXPORT` names.
+    pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.request
             .env
             .push([name.as_bytes(), b"=", value.as_ref().as_bytes()].concat());
         self
     }
 
-    /// Places the tasks on this host, named as in the host table; `.` is the host of the calling
-    /// task.
-    pub fn on_host(self, host: &str) -> Spawn {
-        self.place_on(SPAWN_HOST, host)
+    /// Places the tasks on the host with this name in the host table. The name `.` stands for the
+    /// host of the calling task.
+    pub fn on_host(self, host: &str) -> Self {
+        self.select_hosts(SPAWN_HOST, host)
     }
 
     /// Places the tasks on hosts of this architecture, such as `LINUX64`.
-    pub fn on_arch(self, arch: &str) -> Spawn {
-        self.place_on(SPAWN_ARCH, arch)
+    pub fn on_arch(self, arch: &str) -> Self {
+        self.select_hosts(SPAWN_ARCH, arch)
     }
 
-    fn place_on(mut self, flag: i32, selection: &str) -> Spawn {
+    fn select_hosts(mut self, flag: i32, selection: &str) -> Self {
         self.request.flags = self.request.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
-        self.request.place = selection.to_string();
+        self.request.where_arg = selection.to_string();
         self
     }
 
     /// Inverts the selection of hosts: the tasks are placed on any host that is not selected.
-    pub fn elsewhere(mut self) -> Spawn {
+    pub fn invert_selection(mut self) -> Self {
         self.request.flags |= SPAWN_COMPLEMENT;
         self
     }
 
     /// Sets the working directory of the tasks.
-    pub fn in_dir(mut self, directory: &str) -> Spawn {
+    pub fn in_dir(mut self, directory: &str) -> Self {
         self.directory = directory.to_string();
         self
     }
 
-    /// Hides this task's tid from the tasks: they have no parent.
-    pub fn unknown_parent(mut self) -> Spawn {
+    /// Hides this task's tid from the started tasks, so that they have no parent.
+    pub fn hide_parent(mut self) -> Self {
         self.request.flags |= SPAWN_NO_PARENT;
         self
     }
 
-    /// Starts the tasks under the debugger.
-    pub fn debug(mut self) -> Spawn {
+    /// Requests that the tasks run under the debugger.
+    pub fn run_in_debugger(mut self) -> Self {
         self.request.flags |= SPAWN_DEBUG;
         self
     }
 
-    /// Sends the tasks' standard output to this task or another sink, in PVM's output messages. By
-    /// default the output goes to the sink of this task's own output.
-    pub fn output_to(mut self, sink: Sink) -> Spawn {
-        self.request.output = sink;
+    /// Sets the sink to which the tasks' standard output is sent, in PVM's output messages. The
+    /// default is the sink of this task's own output.
+    pub fn output_sink(mut self, sink: Sink) -> Self {
+        self.request.output_sink = sink;
         self
     }
 
@@ -159,9 +162,9 @@ impl Spawn {
     fn request(&self, exports: Vec<Vec<u8>>) -> SpawnRequest {
         let mut request = self.request.clone();
         if !self.directory.is_empty() {
-            request.place = format!("{}:{}", request.place, self.directory);
+            request.where_arg = format!("{}:{}", request.where_arg, self.directory);
         }
-        // Variables set in the builder come last, so they override exported ones.
+        // Variables that were set in the builder come last, so they override exported variables.
         request.env.splice(..0, exports);
         request
     }
@@ -170,50 +173,55 @@ impl Spawn {
     ///
     /// # Errors
     /// The whole request failed. Errors of single tasks are in [`Spawned::failed`].
-    pub fn start(self) -> Result<Spawned, Error> {
+    pub fn start(self) -> Result<SpawnOutcome, Error> {
         let results = self.vm.spawn(self.request(exported_variables()))?;
-        let mut spawned = Spawned {
+        let mut outcome = SpawnOutcome {
             tasks: Vec::new(),
             failed: Vec::new(),
         };
         for result in results {
             match result {
-                Ok(tid) => spawned.tasks.push(self.vm.task(tid)),
-                Err(error) => spawned.failed.push(error),
+                Ok(tid) => outcome.tasks.push(self.vm.task(tid)),
+                Err(error) => outcome.failed.push(error),
             }
         }
-        let tids: Vec<Tid> = spawned.tasks.iter().map(Task::tid).collect();
+        let tids: Vec<Tid> = outcome.tasks.iter().map(Task::tid).collect();
         let body = siblings_body(&tids);
         for tid in tids {
-            // Ignored: a task that has ended needs no siblings.
+            // A failure is ignored: a task that has ended needs no list of siblings.
             let _ = self
                 .vm
                 .send_in_context(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
         }
-        Ok(spawned)
+        Ok(outcome)
     }
 }
 
 /// Returns the body of the control message that lists the tasks of one spawn.
 pub fn siblings_body(tids: &[Tid]) -> Body {
     let count = i32::try_from(tids.len()).unwrap_or(i32::MAX);
-    Body::items(|out| out.int(count).items(tids.iter().map(|tid| tid.raw())))
+    Body::items(|out| {
+        out.pack_int(count)
+            .pack_items(tids.iter().map(|tid| tid.raw()))
+    })
 }
 
 /// Returns `PVM_EXPORT` and the variables that it names, as `NAME=value`.
 fn exported_variables() -> Vec<Vec<u8>> {
-    let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else {
+    let Some(export_list) =
+        std::env::var_os("PVM_EXPORT").filter(|export_list| !export_list.is_empty())
+    else {
         return Vec::new();
     };
-    let names = list
+    let names = export_list
         .as_bytes()
         .split(|byte| *byte == b':')
         .filter(|name| !name.is_empty());
-    let named = names.filter_map(|name| {
+    let assignments = names.filter_map(|name| {
         let value = std::env::var_os(OsStr::from_bytes(name))?;
         Some([name, b"=", value.as_bytes()].concat())
     });
-    std::iter::once([b"PVM_EXPORT=", list.as_bytes()].concat())
-        .chain(named)
+    std::iter::once([b"PVM_EXPORT=", export_list.as_bytes()].concat())
+        .chain(assignments)
         .collect()
 }

@@ -63,7 +63,7 @@ impl Task {
         self.send(tag, Body::value(value)?)
     }
 
-    /// Returns a selector for messages from this task.
+    /// Returns a selector for messages that this task has sent.
     pub fn matching(&self) -> Match {
         Match::any().src(self.tid)
     }
@@ -85,7 +85,7 @@ impl Task {
         match self
             .vm
             .runtime()
-            .request(Request::TaskStatus { tid: self.tid })
+            .request_and_wait(Request::TaskStatus { tid: self.tid })
         {
             Reply::Done => Ok(true),
             Reply::Failed {
@@ -96,7 +96,7 @@ impl Task {
         }
     }
 
-    /// Sends a signal to the task. Not an error if the task has ended.
+    /// Sends a signal to the task. If the task has ended, the call succeeds without effect.
     ///
     /// # Errors
     /// As [`Vm::signal`].
@@ -133,8 +133,8 @@ impl Task {
     ///
     /// # Errors
     /// As [`Vm::migrate`]; the task then continues on its host.
-    pub fn migrate(&self, to: &str) -> Result<MigrationReport, MigrateError> {
-        match self.vm.migrate(self.tid, to, None, true)? {
+    pub fn migrate(&self, target_host: &str) -> Result<MigrationReport, MigrateError> {
+        match self.vm.migrate(self.tid, target_host, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
                 let reason = format!(
@@ -153,7 +153,7 @@ impl fmt::Display for Task {
 }
 
 impl PartialEq for Task {
-    fn eq(&self, other: &Task) -> bool {
+    fn eq(&self, other: &Self) -> bool {
         self.tid == other.tid
     }
 }

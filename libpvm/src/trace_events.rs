@@ -116,12 +116,12 @@ pub const EVENT_NAMES: [&CStr; 109] = [
 ];
 
 /// Number of characters in a mask, without the terminating NUL.
-pub const MASK_LEN: usize = 35;
+pub const MASK_LEN_CHARS: usize = 35;
 
 /// Set of the events that a task records, in the format of `PVMTMASK`: each character contains four
 /// events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EventMask([u8; MASK_LEN]);
+pub struct EventMask([u8; MASK_LEN_CHARS]);
 
 /// Character that contains no events. The four low bits of a character stand for its four events.
 const NO_EVENTS: u8 = b'@';
@@ -129,26 +129,26 @@ const NO_EVENTS: u8 = b'@';
 const EVENTS_PER_CHAR: usize = 4;
 
 impl EventMask {
-    pub const fn none() -> EventMask {
-        EventMask([NO_EVENTS; MASK_LEN])
+    pub const fn empty() -> Self {
+        Self([NO_EVENTS; MASK_LEN_CHARS])
     }
 
     /// Returns the set of all named events.
-    pub fn all() -> EventMask {
-        let mut mask = EventMask::none();
+    pub fn with_all_events() -> Self {
+        let mut mask = Self::empty();
         (0..EVENT_NAMES.len()).for_each(|event| mask.set(event, true));
         mask
     }
 
     /// Parses a mask. Events beyond the end of `bytes` are not selected.
-    pub fn from_bytes(bytes: &[u8]) -> EventMask {
-        let mut mask = EventMask::none();
-        for (to, from) in mask
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let mut mask = Self::empty();
+        for (mask_char, mask_byte) in mask
             .0
             .iter_mut()
             .zip(bytes.iter().take_while(|byte| **byte != 0))
         {
-            *to = NO_EVENTS | from & 0xf;
+            *mask_char = NO_EVENTS | mask_byte & 0xf;
         }
         mask
     }
@@ -166,10 +166,14 @@ impl EventMask {
     }
 
     /// Selects or deselects the event with this number.
-    pub fn set(&mut self, event: usize, on: bool) {
+    pub fn set(&mut self, event: usize, selected: bool) {
         let bit = 1 << (event % EVENTS_PER_CHAR);
-        let char = &mut self.0[event / EVENTS_PER_CHAR];
-        *char = if on { *char | bit } else { *char & !bit };
+        let mask_char = &mut self.0[event / EVENTS_PER_CHAR];
+        *mask_char = if selected {
+            *mask_char | bit
+        } else {
+            *mask_char & !bit
+        };
     }
 
     /// True if the event with this number is selected.
@@ -187,8 +191,8 @@ mod tests {
     /// A mask packs four events into each character and is parsed back unchanged.
     #[test]
     fn mask_packs_four_events_per_character() {
-        let mut mask = EventMask::none();
-        assert_eq!(mask.as_bytes(), [b'@'; MASK_LEN]);
+        let mut mask = EventMask::empty();
+        assert_eq!(mask.as_bytes(), [b'@'; MASK_LEN_CHARS]);
         mask.set(0, true);
         mask.set(5, true);
         assert!(mask.as_bytes().starts_with(b"AB@@"));
@@ -196,12 +200,13 @@ mod tests {
         mask.set(0, false);
         assert!(mask.as_bytes().starts_with(b"@B@@"));
         assert_eq!(EventMask::from_bytes(mask.as_bytes()), mask);
-        assert_eq!(EventMask::from_bytes(b""), EventMask::none());
-        assert!((0..EVENT_NAMES.len()).all(|event| EventMask::all().contains(event)));
-        assert!(!EventMask::all().contains(EVENT_NAMES.len()) && !mask.contains(usize::MAX));
+        assert_eq!(EventMask::from_bytes(b""), EventMask::empty());
+        assert!((0..EVENT_NAMES.len()).all(|event| EventMask::with_all_events().contains(event)));
+        assert!(
+            !EventMask::with_all_events().contains(EVENT_NAMES.len()) && !mask.contains(usize::MAX)
+        );
     }
 
-    /// The events have the numbers that PVM gives to them.
     #[test]
     fn event_numbers_match_pvm() {
         assert_eq!(EventMask::event_number("addhosts"), Some(0));

@@ -26,14 +26,14 @@ use std::time::{Duration, Instant};
 /// Packed message content and its encoding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Body {
-    /// Encoding word of the message header.
+    /// Number of the encoding, as in the message header.
     pub enc: i32,
     pub bytes: Bytes,
 }
 
 impl Body {
-    pub fn empty() -> Body {
-        Body {
+    pub fn empty() -> Self {
+        Self {
             enc: ENC_XDR,
             bytes: Bytes::new(),
         }
@@ -42,14 +42,14 @@ impl Body {
 
 impl From<&str> for Body {
     /// Packs the text as one string item.
-    fn from(text: &str) -> Body {
-        Body::items(|out| out.str(text.as_bytes()))
+    fn from(text: &str) -> Self {
+        Self::items(|out| out.pack_str(text.as_bytes()))
     }
 }
 
 impl From<Packer> for Body {
-    fn from(packer: Packer) -> Body {
-        Body {
+    fn from(packer: Packer) -> Self {
+        Self {
             enc: packer.encoding().enc_field(),
             bytes: packer.finish(),
         }
@@ -66,14 +66,14 @@ pub struct Match {
 
 impl Match {
     /// Matches every message, whatever its sender, tag and context.
-    pub fn any() -> Match {
-        Match::default()
+    pub fn any() -> Self {
+        Self::default()
     }
 
     /// Restricts the selection to this sender.
     #[must_use]
-    pub fn src(self, src: Tid) -> Match {
-        Match {
+    pub fn src(self, src: Tid) -> Self {
+        Self {
             src: Some(src),
             ..self
         }
@@ -81,8 +81,8 @@ impl Match {
 
     /// Restricts the selection to this tag.
     #[must_use]
-    pub fn tag(self, tag: i32) -> Match {
-        Match {
+    pub fn tag(self, tag: i32) -> Self {
+        Self {
             tag: Some(tag),
             ..self
         }
@@ -90,30 +90,30 @@ impl Match {
 
     /// Restricts the selection to this context.
     #[must_use]
-    pub fn ctx(self, ctx: i32) -> Match {
-        Match {
+    pub fn ctx(self, ctx: i32) -> Self {
+        Self {
             ctx: Some(ctx),
             ..self
         }
     }
 
     /// True if sender, tag and context of the message match.
-    pub fn matches(&self, m: &Message) -> bool {
-        self.src.is_none_or(|src| src == m.src)
-            && self.tag.is_none_or(|tag| tag == m.tag)
-            && self.ctx.is_none_or(|ctx| ctx == m.ctx)
+    pub fn matches(&self, message: &Message) -> bool {
+        self.src.is_none_or(|src| src == message.src)
+            && self.tag.is_none_or(|tag| tag == message.tag)
+            && self.ctx.is_none_or(|ctx| ctx == message.ctx)
     }
 }
 
 /// Result of a migration request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MigrateReply {
-    /// The migration has begun; its outcome is not known yet.
+    /// The migration has begun and has not ended yet.
     Started(MigrationId),
     Done(MigrationReport),
 }
 
-/// This process as a task of the virtual machine. Clones stand for the same task.
+/// This process as a task of the virtual machine. Clones represent the same task.
 #[derive(Clone, Debug)]
 pub struct Vm {
     runtime: Runtime,
@@ -122,7 +122,7 @@ pub struct Vm {
 /// Sends a request to the daemon and extracts the value from the expected kind of reply.
 macro_rules! ask {
     ($vm:expr, $what:literal, $request:expr, $pattern:pat => $value:expr) => {
-        match $vm.runtime.request($request) {
+        match $vm.runtime.request_and_wait($request) {
             $pattern => Ok($value),
             other => Err(Error::from_reply($what, other)),
         }
@@ -143,8 +143,8 @@ impl Vm {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn enroll() -> Result<Vm, EnrollError> {
-        Vm::enroll_as(OnDaemonExit::FailCalls)
+    pub fn enroll() -> Result<Self, EnrollError> {
+        Self::enroll_as(OnDaemonExit::FailCalls)
     }
 
     /// Joins this user's virtual machine. With [`OnDaemonExit::Terminate`] a process that was
@@ -162,14 +162,14 @@ impl Vm {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn enroll_as(on_daemon_exit: OnDaemonExit) -> Result<Vm, EnrollError> {
-        Ok(Vm {
+    pub fn enroll_as(on_daemon_exit: OnDaemonExit) -> Result<Self, EnrollError> {
+        Ok(Self {
             runtime: enroll(on_daemon_exit)?,
         })
     }
 
-    pub fn from_runtime(runtime: Runtime) -> Vm {
-        Vm { runtime }
+    pub fn from_runtime(runtime: Runtime) -> Self {
+        Self { runtime }
     }
 
     /// Returns the runtime below this API.
@@ -184,7 +184,7 @@ impl Vm {
     /// Returns the task that spawned this task. `None` without a parent, or if the parent has
     /// requested to stay unknown.
     pub fn parent(&self) -> Option<Tid> {
-        Some(self.runtime.parent()).filter(|tid| tid.is_task())
+        Some(self.runtime.parent_tid()).filter(|tid| tid.is_task())
     }
 
     /// Returns the host on which this task currently runs.
@@ -230,7 +230,7 @@ impl Vm {
         self.runtime.spawn(request)
     }
 
-    /// Adds hosts, each given as a host-file line, and returns one result for each line.
+    /// Adds hosts. Each line has the format of a host-file line. Returns one result for each line.
     ///
     /// # Errors
     /// The whole request failed. Errors of single hosts are in their results.
@@ -303,14 +303,14 @@ impl Vm {
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
-    pub fn recv(&self, wanted: Match) -> Result<Message, Error> {
-        match self.recv_until(wanted, None)? {
+    pub fn recv(&self, selection: Match) -> Result<Message, Error> {
+        match self.recv_until(selection, None)? {
             Some(message) => Ok(message),
             None => Err(PvmError::SysErr.into()),
         }
     }
 
-    /// Waits for the first message for which `wanted` is true. `wanted` is called for each
+    /// Waits for the first message for which `predicate` is true. `predicate` is called for each
     /// unreceived message whenever a message arrives.
     ///
     /// # Errors
@@ -324,13 +324,16 @@ impl Vm {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn recv_where(&self, mut wanted: impl FnMut(&Message) -> bool) -> Result<Message, Error> {
-        let mut take = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
-        let found = self
+    pub fn recv_where(
+        &self,
+        mut predicate: impl FnMut(&Message) -> bool,
+    ) -> Result<Message, Error> {
+        let mut take_message = |inbox: &mut Inbox| inbox.take_first(&mut predicate);
+        let message = self
             .runtime
-            .wait_for_inbox(None, &mut take)
+            .wait_for_inbox(None, &mut take_message)
             .map_err(|e| Error::new(e, self.runtime.lost_reason()))?;
-        found.ok_or_else(|| PvmError::SysErr.into())
+        message.ok_or_else(|| PvmError::SysErr.into())
     }
 
     /// Waits for a message; returns the message's sender and the value that the message contains.
@@ -338,8 +341,8 @@ impl Vm {
     /// # Errors
     /// As [`Vm::recv`]; `BadMsg` if the message contains no value of type `T`. That message is then
     /// lost.
-    pub fn recv_value<T: DeserializeOwned>(&self, wanted: Match) -> Result<(Task, T), Error> {
-        let message = self.recv(wanted)?;
+    pub fn recv_value<T: DeserializeOwned>(&self, selection: Match) -> Result<(Task, T), Error> {
+        let message = self.recv(selection)?;
         Ok((self.task(message.src), message.value()?))
     }
 
@@ -347,19 +350,19 @@ impl Vm {
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
-    pub fn try_recv(&self, wanted: Match) -> Result<Option<Message>, Error> {
-        let found = self
+    pub fn try_recv(&self, selection: Match) -> Result<Option<Message>, Error> {
+        let message = self
             .runtime
-            .check_inbox(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m)));
-        if found.is_none() && !self.runtime.is_connected() {
+            .check_inbox(&mut |inbox: &mut Inbox| inbox.take_first(|m| selection.matches(m)));
+        if message.is_none() && !self.runtime.is_connected() {
             return Err(PvmError::SysErr.into());
         }
-        Ok(found)
+        Ok(message)
     }
 
-    /// Makes this task sleep immediately whenever it waits, instead of spinning first. A message is
-    /// then noticed some microseconds later, but waiting takes no CPU time from other processes.
-    /// Meant for services on hosts where programs compute.
+    /// Makes this task sleep immediately whenever it waits, instead of spinning first. Messages are
+    /// then received some microseconds later, but a waiting task takes no CPU time from other
+    /// processes. Meant for services on hosts where programs compute.
     pub fn disable_spinning(&self) {
         self.runtime.disable_spinning();
     }
@@ -368,18 +371,22 @@ impl Vm {
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
-    pub fn recv_timeout(&self, wanted: Match, timeout: Duration) -> Result<Option<Message>, Error> {
-        self.recv_until(wanted, Instant::now().checked_add(timeout))
+    pub fn recv_timeout(
+        &self,
+        selection: Match,
+        timeout: Duration,
+    ) -> Result<Option<Message>, Error> {
+        self.recv_until(selection, Instant::now().checked_add(timeout))
     }
 
     fn recv_until(
         &self,
-        wanted: Match,
+        selection: Match,
         deadline: Option<Instant>,
     ) -> Result<Option<Message>, Error> {
-        let mut take = |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m));
+        let mut take_message = |inbox: &mut Inbox| inbox.take_first(|m| selection.matches(m));
         self.runtime
-            .wait_for_inbox(deadline, &mut take)
+            .wait_for_inbox(deadline, &mut take_message)
             .map_err(|e| Error::new(e, self.runtime.lost_reason()))
     }
 
@@ -391,7 +398,7 @@ impl Vm {
         self.runtime.notify(request)
     }
 
-    /// Sends a signal to a task. Not an error if the task has ended.
+    /// Sends a signal to a task. If the task has ended, the call succeeds without effect.
     ///
     /// # Errors
     /// `BadParam` if `tid` is not a task.
@@ -399,8 +406,9 @@ impl Vm {
         ask!(self, "sending a signal", Request::Signal { tid, signal }, Reply::Done => ())
     }
 
-    /// Suspends a task (`suspend`), or resumes it. A suspended task stays suspended if it migrates.
-    /// `cause` is the resource manager's reason.
+    /// Suspends a task if `suspend` is true, otherwise resumes it. A suspended task stays suspended
+    /// if it migrates. `cause` is the reason that a resource manager gives; other tasks pass
+    /// `None`.
     ///
     /// # Errors
     /// `NoTask`; `Denied` if the task was not started by a daemon or serves the virtual machine;
@@ -424,7 +432,7 @@ impl Vm {
             job,
             schedule: None,
             end_job: true,
-            wait: false,
+            wait_for_end: false,
         };
         ask!(self, "checkpointing a job", request, Reply::Done => ())
     }
@@ -433,11 +441,11 @@ impl Vm {
     ///
     /// # Errors
     /// Returns the daemon's error.
-    pub fn restart_checkpoint(&self, checkpoint: &str, on: &[String]) -> Result<(), Error> {
+    pub fn restart_checkpoint(&self, checkpoint: &str, host_names: &[String]) -> Result<(), Error> {
         let request = Request::Restart {
             checkpoint: checkpoint.into(),
-            host_names: on.to_vec(),
-            wait: false,
+            host_names: host_names.to_vec(),
+            wait_for_end: false,
         };
         ask!(self, "restarting a checkpoint", request, Reply::Done => ())
     }
@@ -448,7 +456,7 @@ impl Vm {
     /// Returns the daemon's error. A connection that breaks while this call waits counts as
     /// success.
     pub fn halt(&self) -> Result<(), Error> {
-        match self.runtime.request(Request::Halt) {
+        match self.runtime.request_and_wait(Request::Halt) {
             Reply::Done
             | Reply::Failed {
                 error: PvmError::SysErr,
@@ -463,8 +471,8 @@ impl Vm {
     ///
     /// # Errors
     /// `Already` or `Denied` if there is a resource manager.
-    pub fn register_rm(&self, serves: RmServices) -> Result<Tid, Error> {
-        ask!(self, "registering a resource manager", Request::RegisterRm(serves), Reply::Rm { previous } => previous)
+    pub fn register_rm(&self, services: RmServices) -> Result<Tid, Error> {
+        ask!(self, "registering a resource manager", Request::RegisterRm(services), Reply::Rm { previous_rm: previous } => previous)
     }
 
     /// Stores a message in the virtual machine's mailbox and returns its index.
@@ -515,7 +523,7 @@ impl Vm {
         ask!(self, "deleting from the mailbox", request, Reply::Done => ())
     }
 
-    /// Returns the mailbox classes that match a pattern. The empty pattern matches all.
+    /// Returns the mailbox classes that match a pattern. The empty pattern matches all classes.
     ///
     /// # Errors
     /// Returns the daemon's error.
@@ -526,8 +534,8 @@ impl Vm {
         ask!(self, "listing the mailbox", request, Reply::MailboxClasses(classes) => classes)
     }
 
-    /// Migrates a task to the host `to`, given as its name or as its tid in the form `t80000`. With
-    /// `wait` the call returns when the migration has ended.
+    /// Migrates a task to the host `target_host`, given as its name or as its tid in the form `t80000`. If
+    /// `wait_for_end` is true, the call returns when the migration has ended, otherwise when it has begun.
     ///
     /// # Errors
     /// [`MigrateError::Refused`] if the migration did not begin, [`MigrateError::Failed`] if it
@@ -535,15 +543,15 @@ impl Vm {
     pub fn migrate(
         &self,
         tid: Tid,
-        to: &str,
+        target_host: &str,
         cause: Option<MigrationCause>,
-        wait: bool,
+        wait_for_end: bool,
     ) -> Result<MigrateReply, MigrateError> {
-        match self.runtime.request(Request::Migrate {
+        match self.runtime.request_and_wait(Request::Migrate {
             tid,
-            to: to.into(),
+            target: target_host.into(),
             cause,
-            wait,
+            wait_for_end,
         }) {
             Reply::MigrationStarted(id) => Ok(MigrateReply::Started(id)),
             Reply::Migrated(Ok(report)) => Ok(MigrateReply::Done(report)),
@@ -552,18 +560,24 @@ impl Vm {
         }
     }
 
-    /// Returns the hosts that would accept a task. With `to`, given as a host's name or as its tid
-    /// in the form `t80000`, only this host is queried. The call pauses and changes nothing; the
-    /// answer may be outdated a moment later.
+    /// Returns the hosts that would accept a task. `target_host` limits the query to one host, given as its
+    /// name or as its tid in the form `t80000`; `None` queries all hosts. The call neither pauses
+    /// the task nor changes anything; the answer may be outdated a moment later.
     ///
     /// # Errors
     /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.
-    pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
-        match self.runtime.request(Request::FindMigrationTargets {
-            tid,
-            to: to.map(String::from),
-        }) {
-            Reply::MigrationTargets(Ok(survey)) => Ok(survey),
+    pub fn can_migrate(
+        &self,
+        tid: Tid,
+        target_host: Option<&str>,
+    ) -> Result<MigrationTargets, Error> {
+        match self
+            .runtime
+            .request_and_wait(Request::FindMigrationTargets {
+                tid,
+                target: target_host.map(String::from),
+            }) {
+            Reply::MigrationTargets(Ok(targets)) => Ok(targets),
             Reply::MigrationTargets(Err(refusal)) => {
                 let code = if refusal == Refusal::NoSuchTask {
                     PvmError::NoTask
@@ -579,9 +593,9 @@ impl Vm {
         }
     }
 
-    /// For load watchers: sets what guest tasks may do on this host, on behalf of its owner. The
-    /// daemon of this host applies the directive immediately, without asking another host. The
-    /// directive is in force until the next directive, or until this task ends.
+    /// For load watchers: sets, on behalf of the owner, what guests may do on this host. The daemon
+    /// of this host applies the directive immediately, without asking another host. The directive
+    /// is in force until the next directive, or until this task ends.
     ///
     /// # Errors
     /// `Denied` if this task was spawned and is not a load watcher that the resource manager
@@ -590,12 +604,13 @@ impl Vm {
         ask!(self, "setting what guest tasks may do on this host", Request::SetGuestDirective(directive), Reply::Done => ())
     }
 
-    /// Returns at most `limit` entries of the event log, beginning with number `from`.
+    /// Returns at most `limit` entries of the event log. The first entry is the one with the number
+    /// `first_number`.
     ///
     /// # Errors
     /// Returns the daemon's error.
-    pub fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        ask!(self, "reading the event log", Request::Events { first_number: from, limit }, Reply::Events(events) => events)
+    pub fn events(&self, first_number: u64, limit: u32) -> Result<Vec<Event>, Error> {
+        ask!(self, "reading the event log", Request::Events { first_number, events_max: limit }, Reply::Events(events) => events)
     }
 
     /// Subscribes to new events. Each event arrives as a message with this context and tag, which
@@ -632,9 +647,9 @@ impl Vm {
         parent: Tid,
         request: &SpawnRequest,
     ) -> Result<i32, Error> {
-        let wid = self.runtime.next_wid();
-        let total = i32::try_from(request.count).unwrap_or(i32::MAX);
-        let body = pack_exec(parent, request, 0, total);
+        let wid = self.runtime.allocate_wid();
+        let task_count = i32::try_from(request.task_count).unwrap_or(i32::MAX);
+        let body = pack_exec(parent, request, 0, task_count);
         let dst = host.daemon_tid();
         self.send_message(Message {
             src: self.tid(),
@@ -648,7 +663,7 @@ impl Vm {
         Ok(wid)
     }
 
-    /// Leaves the virtual machine when all sent messages are written to the daemon.
+    /// Waits until all sent messages are written to the daemon, then leaves the virtual machine.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon was lost before.

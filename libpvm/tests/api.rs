@@ -6,7 +6,7 @@ use libpvm::proto::{HostId, PvmError, Tid};
 use libpvm::runtime::EnrollOptions;
 use libpvm::{Body, Content, Match, Notice, Runtime, Vm};
 use sempa_tests::private_vm::PrivateVm;
-use sempa_tests::run::run;
+use sempa_tests::run::run_to_end;
 use sempa_tests::wait_for;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -16,10 +16,10 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Connects a new task to the virtual machine.
-fn enroll_task(lab: &PrivateVm) -> Vm {
+fn enroll_task(private_vm: &PrivateVm) -> Vm {
     let options = EnrollOptions {
-        socket: lab.socket(),
-        claim: Claim::New,
+        socket: private_vm.socket_path(),
+        claim: Claim::NotSpawned,
         program: "api".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
     };
@@ -29,19 +29,21 @@ fn enroll_task(lab: &PrivateVm) -> Vm {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn values_and_items_go_from_task_to_task() {
-    let lab = PrivateVm::started(None);
-    let (a, b) = (enroll_task(&lab), enroll_task(&lab));
-    let to_b = a.task(b.tid());
-    to_b.send_value(1, &("range", 3u64, vec![1.5f64]))
+    let private_vm = PrivateVm::start(None);
+    let (a, b) = (enroll_task(&private_vm), enroll_task(&private_vm));
+    let task_b = a.task(b.tid());
+    task_b
+        .send_value(1, &("range", 3u64, vec![1.5f64]))
         .expect("sent");
-    to_b.send(2, Body::items(|out| out.int(7).str(b"seven")))
+    task_b
+        .send(2, Body::items(|out| out.pack_int(7).pack_str(b"seven")))
         .expect("sent");
-    to_b.send(3, "text").expect("sent");
-    let (from, value) = b
+    task_b.send(3, "text").expect("sent");
+    let (sender, value) = b
         .recv_value::<(String, u64, Vec<f64>)>(Match::any().tag(1))
         .expect("received");
     assert_eq!(
-        (from.tid(), value),
+        (sender.tid(), value),
         (a.tid(), ("range".to_string(), 3, vec![1.5]))
     );
     let message = b
@@ -49,13 +51,20 @@ fn values_and_items_go_from_task_to_task() {
         .expect("received");
     let mut items = message.items().expect("items");
     assert_eq!(
-        (items.int(), items.string().as_deref()),
+        (items.read_int(), items.read_string().as_deref()),
         (Ok(7), Ok("seven"))
     );
-    let text = b.task(a.tid()).recv(3).expect("received");
-    assert_eq!(text.items().expect("items").string().as_deref(), Ok("text"));
+    let text_message = b.task(a.tid()).recv(3).expect("received");
     assert_eq!(
-        text.value::<String>().expect_err("no value").code,
+        text_message
+            .items()
+            .expect("items")
+            .read_string()
+            .as_deref(),
+        Ok("text")
+    );
+    assert_eq!(
+        text_message.value::<String>().expect_err("no value").code,
         PvmError::BadMsg
     );
 }
@@ -63,10 +72,10 @@ fn values_and_items_go_from_task_to_task() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn several_threads_may_wait_for_different_messages() {
-    let lab = PrivateVm::started(None);
-    let vm = enroll_task(&lab);
+    let private_vm = PrivateVm::start(None);
+    let vm = enroll_task(&private_vm);
     thread::scope(|scope| {
-        let waiting: Vec<_> = (0..8)
+        let receiver_threads: Vec<_> = (0..8)
             .map(|tag| {
                 let vm = &vm;
                 scope.spawn(move || {
@@ -76,84 +85,84 @@ fn several_threads_may_wait_for_different_messages() {
                 })
             })
             .collect();
-        let me = vm.task(vm.tid());
+        let own_task = vm.task(vm.tid());
         (0..8)
             .rev()
-            .for_each(|tag| me.send_value(tag, &(tag * 10)).expect("sent"));
-        let got: Vec<i32> = waiting
+            .for_each(|tag| own_task.send_value(tag, &(tag * 10)).expect("sent"));
+        let received_values: Vec<i32> = receiver_threads
             .into_iter()
             .map(|thread| thread.join().expect("no panic"))
             .collect();
-        assert_eq!(got, [0, 10, 20, 30, 40, 50, 60, 70]);
+        assert_eq!(received_values, [0, 10, 20, 30, 40, 50, 60, 70]);
     });
 }
 
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn tasks_are_started_as_described() {
-    let lab = PrivateVm::started(None);
-    let vm = enroll_task(&lab);
+    let private_vm = PrivateVm::start(None);
+    let vm = enroll_task(&private_vm);
     let sink = Sink {
         tid: vm.tid(),
         ctx: 0,
         tag: 9,
     };
-    let spawn = vm
+    let builder = vm
         .spawner("sh")
         .arg("-c")
         .arg("echo $COLOUR in `pwd`: $0")
         .arg("zero")
         .env("COLOUR", "blue");
-    let started = spawn
+    let started_tasks = builder
         .on_host(".")
         .in_dir("/var")
         .count(2)
-        .output_to(sink)
+        .output_sink(sink)
         .start()
         .expect("asked")
         .all();
-    assert_eq!(started.expect("both").len(), 2);
-    let (mut text, mut ends) = (String::new(), 0);
-    while ends < 2 {
+    assert_eq!(started_tasks.expect("both").len(), 2);
+    let (mut output, mut ended_outputs) = (String::new(), 0);
+    while ended_outputs < 2 {
         let mut items = vm
             .recv(Match::any().tag(9))
             .expect("output")
             .items()
             .expect("items");
-        match (items.int(), items.int()) {
-            (Ok(_), Ok(0)) => ends += 1,
+        match (items.read_int(), items.read_int()) {
+            (Ok(_), Ok(0)) => ended_outputs += 1,
             (Ok(_), Ok(count @ 1..)) => {
-                text.push_str(&String::from_utf8_lossy(
-                    &items.bytes(count as usize).expect("bytes"),
+                output.push_str(&String::from_utf8_lossy(
+                    &items.read_bytes(count as usize).expect("bytes"),
                 ));
             }
             _ => {}
         }
     }
-    assert_eq!(text, "blue in /var: zero\n".repeat(2));
-    let none = vm
+    assert_eq!(output, "blue in /var: zero\n".repeat(2));
+    let unknown_program = vm
         .spawner("no-such-program")
         .count(3)
         .start()
         .expect("asked");
     assert_eq!(
-        (none.tasks.len(), none.failed.clone()),
+        (unknown_program.tasks.len(), unknown_program.failed.clone()),
         (0, vec![PvmError::NoFile; 3])
     );
     assert_eq!(
-        none.all().expect_err("none").reason,
+        unknown_program.all().expect_err("none").reason,
         "3 of 3 tasks were not started: No such file"
     );
-    let nowhere = vm.spawner("sh").on_host("nohost").start().expect("asked");
-    assert_eq!(nowhere.failed, [PvmError::NoHost]);
+    let unknown_host = vm.spawner("sh").on_host("nohost").start().expect("asked");
+    assert_eq!(unknown_host.failed, [PvmError::NoHost]);
 }
 
-/// Each watched task causes exactly one notice when it exits.
+/// The iterator returns one notice for each killed task and then ends.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn exit_notices_come_once_each() {
-    let lab = PrivateVm::started(None);
-    let vm = enroll_task(&lab);
+    let private_vm = PrivateVm::start(None);
+    let vm = enroll_task(&private_vm);
     let sleepers = vm
         .spawner("sleep")
         .arg("1000")
@@ -166,9 +175,9 @@ fn exit_notices_come_once_each() {
     let mut notices = vm.watch_tasks(&tids).expect("watched");
     assert_eq!(notices.try_next(), Ok(None));
     assert_eq!(notices.next_timeout(Duration::from_millis(1)), Ok(None));
-    assert!(sleepers[0].is_running().expect("asked") && !notices.is_done());
+    assert!(sleepers[0].is_running().expect("asked") && !notices.is_exhausted());
     // The process of the task may not exist yet, so the signal is repeated.
-    let mut ended = BTreeSet::new();
+    let mut ended_tids = BTreeSet::new();
     for sleeper in &sleepers {
         let notice = wait_for(TIMEOUT, || {
             sleeper.kill().map_err(|error| error.to_string())?;
@@ -177,28 +186,28 @@ fn exit_notices_come_once_each() {
                 .expect("connected")
                 .ok_or_else(|| "it runs".to_string())
         });
-        ended.insert(match notice.expect("it ends") {
+        ended_tids.insert(match notice.expect("it ends") {
             Notice::TaskEnded(tid) => tid,
             other => panic!("{other:?}"),
         });
     }
-    assert_eq!(ended, tids.into_iter().collect());
-    assert!(notices.is_done() && notices.next().is_none());
+    assert_eq!(ended_tids, tids.into_iter().collect());
+    assert!(notices.is_exhausted() && notices.next().is_none());
     assert!(!sleepers[0].is_running().expect("asked"));
 }
 
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn a_notice_comes_after_the_last_message_of_its_task() {
-    const MESSAGES: u32 = 500;
-    let lab = PrivateVm::started(None);
-    let (vm, other) = (enroll_task(&lab), enroll_task(&lab));
-    let mut notices = vm.watch_tasks(&[other.tid()]).expect("watched");
-    let to = other.task(vm.tid());
-    (0..MESSAGES).for_each(|n| to.send_value(1, &n).expect("sent"));
-    other.exit().expect("left");
-    assert_eq!(notices.next(), Some(Ok(Notice::TaskEnded(other.tid()))));
-    for n in 0..MESSAGES {
+    const MESSAGE_COUNT: u32 = 500;
+    let private_vm = PrivateVm::start(None);
+    let (vm, sender) = (enroll_task(&private_vm), enroll_task(&private_vm));
+    let mut notices = vm.watch_tasks(&[sender.tid()]).expect("watched");
+    let receiver = sender.task(vm.tid());
+    (0..MESSAGE_COUNT).for_each(|n| receiver.send_value(1, &n).expect("sent"));
+    sender.exit().expect("left");
+    assert_eq!(notices.next(), Some(Ok(Notice::TaskEnded(sender.tid()))));
+    for n in 0..MESSAGE_COUNT {
         let message = vm
             .try_recv(Match::any().tag(1))
             .expect("connected")
@@ -207,21 +216,22 @@ fn a_notice_comes_after_the_last_message_of_its_task() {
     }
 }
 
-/// Notices that are dropped before they occur leave no messages in the queue.
+/// If [`Notices`](libpvm::Notices) are dropped before their events occur, no messages remain in the
+/// inbox.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn dropped_notices_leave_nothing() {
-    let lab = PrivateVm::started(None);
-    let (vm, other) = (enroll_task(&lab), enroll_task(&lab));
-    let unknown = HostId::new(9).expect("9");
-    let gone: Vec<_> = vm.watch_hosts(&[unknown]).expect("watched").collect();
+    let private_vm = PrivateVm::start(None);
+    let (vm, watched_task) = (enroll_task(&private_vm), enroll_task(&private_vm));
+    let unknown_host = HostId::new(9).expect("9");
+    let host_notices: Vec<_> = vm.watch_hosts(&[unknown_host]).expect("watched").collect();
     assert_eq!(
-        gone,
-        [Ok(Notice::HostGone(unknown))],
+        host_notices,
+        [Ok(Notice::HostRemoved(unknown_host))],
         "a host that is not there is told at once"
     );
     drop(
-        vm.watch_tasks(&[other.tid(), other.tid()])
+        vm.watch_tasks(&[watched_task.tid(), watched_task.tid()])
             .expect("watched"),
     );
     drop(vm.watch_new_hosts().expect("watched"));
@@ -240,9 +250,9 @@ fn dropped_notices_leave_nothing() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn the_example_sums_with_its_workers() {
-    let lab = PrivateVm::started(None);
-    let own = std::env::current_exe().expect("a path");
-    let example: PathBuf = own
+    let private_vm = PrivateVm::start(None);
+    let test_program = std::env::current_exe().expect("a path");
+    let example: PathBuf = test_program
         .ancestors()
         .nth(2)
         .expect("the target folder")
@@ -252,20 +262,20 @@ fn the_example_sums_with_its_workers() {
         "cargo builds it with the tests: {}",
         example.display()
     );
-    let mut command = lab.command(example);
+    let mut command = private_vm.command_in_vm(example);
     command.args(["3", "1000000"]);
-    let done = run(command, TIMEOUT)
+    let output = run_to_end(command, TIMEOUT)
         .expect("it ends")
         .expect_success("sum")
         .expect("it sums");
-    assert_eq!(done.out, "333332833333500000\n");
-    let left = wait_for(TIMEOUT, || {
-        let tasks = lab.pvm(&["ps", "-a"]).out;
+    assert_eq!(output.stdout, "333332833333500000\n");
+    let workers_exited = wait_for(TIMEOUT, || {
+        let tasks = private_vm.run_console(&["ps", "-a"]).stdout;
         if tasks.lines().count() == 1 {
             Ok(())
         } else {
             Err(tasks)
         }
     });
-    left.expect("no worker stays");
+    workers_exited.expect("no worker stays");
 }

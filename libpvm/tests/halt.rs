@@ -19,7 +19,8 @@ const CHILD_TASK_ENV: &str = "SEMPA_TEST_PART";
 /// The mailbox class in which `pvm_reg_rm` registers.
 const RM_CLASS: &str = "###_PVM_RM_###";
 
-/// Code of the child process that other tests start; it is not a test.
+/// Code of the child process that another test starts; without `SEMPA_TEST_PART` in its environment
+/// the function returns immediately.
 #[test]
 #[ignore = "child process of another test"]
 fn child_enrols_and_receives() {
@@ -28,41 +29,42 @@ fn child_enrols_and_receives() {
     }
     let vm = Vm::enroll_as(OnDaemonExit::Terminate).expect("a daemon");
     println!("here");
-    let end = vm.recv(Match::any());
-    panic!("nothing was sent to it, and yet it goes on: {end:?}");
+    let result = vm.recv(Match::any());
+    panic!("nothing was sent to it, and yet it goes on: {result:?}");
 }
 
-/// Connects this process as a task that is not ended by a halt.
-fn enroll_task(lab: &PrivateVm) -> Vm {
+/// Connects this process as a task that survives a halt.
+fn enroll_task(private_vm: &PrivateVm) -> Vm {
     let options = EnrollOptions {
-        socket: lab.socket(),
-        claim: Claim::New,
+        socket: private_vm.socket_path(),
+        claim: Claim::NotSpawned,
         program: "halt".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
 
-/// Waits until a program has written this text, and fails the test after a timeout.
-fn wait_for_output(program: &RunningCommand, words: &str) {
-    let said = wait_for(TIMEOUT, || match program.out_so_far() {
-        Ok(text) if text.contains(words) => Ok(()),
+/// Waits until the program has written this text. Panics if the text does not appear within
+/// [`TIMEOUT`].
+fn wait_for_output(program: &RunningCommand, expected_text: &str) {
+    let result = wait_for(TIMEOUT, || match program.stdout_so_far() {
+        Ok(text) if text.contains(expected_text) => Ok(()),
         other => Err(format!(
-            "{words:?} is not in {other:?}, {:?}",
-            program.err_so_far()
+            "{expected_text:?} is not in {other:?}, {:?}",
+            program.stderr_so_far()
         )),
     });
-    said.unwrap_or_else(|error| panic!("{error:#}"));
+    result.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
 fn wait_for_exit(program: RunningCommand) -> ExitStatus {
     program
-        .finish(TIMEOUT)
+        .wait_or_kill(TIMEOUT)
         .unwrap_or_else(|error| panic!("{error:#}"))
         .status
 }
 
-fn exits_by_sigterm(program: RunningCommand) -> bool {
+fn wait_for_sigterm_exit(program: RunningCommand) -> bool {
     wait_for_exit(program).signal() == Some(Signal::SIGTERM as i32)
 }
 
@@ -70,9 +72,9 @@ fn exits_by_sigterm(program: RunningCommand) -> bool {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn halt_notifies_or_ends_tasks_as_they_chose() {
-    let lab = PrivateVm::started(None);
-    let told = enroll_task(&lab);
-    let mut command = lab.command(std::env::current_exe().expect("a path"));
+    let private_vm = PrivateVm::start(None);
+    let notified_task = enroll_task(&private_vm);
+    let mut command = private_vm.command_in_vm(std::env::current_exe().expect("a path"));
     command
         .args([
             "--exact",
@@ -81,11 +83,13 @@ fn halt_notifies_or_ends_tasks_as_they_chose() {
             "--nocapture",
         ])
         .env(CHILD_TASK_ENV, "");
-    let ended = RunningCommand::start(command, Stdio::null()).expect("a process");
-    wait_for_output(&ended, "here");
-    assert!(lab.pvm(&["halt"]).succeeded());
-    assert!(exits_by_sigterm(ended));
-    told.recv(Match::any()).expect_err("the daemon is gone");
+    let child = RunningCommand::start(command, Stdio::null()).expect("a process");
+    wait_for_output(&child, "here");
+    assert!(private_vm.run_console(&["halt"]).succeeded());
+    assert!(wait_for_sigterm_exit(child));
+    notified_task
+        .recv(Match::any())
+        .expect_err("the daemon is gone");
 }
 
 #[test]
@@ -94,49 +98,52 @@ fn halt_ends_debians_console_and_rm() {
     let programs = ["/usr/bin/pvm", "/usr/bin/srm.pvm"];
     requirements::require_program(programs[0], "pvm");
     requirements::require_program(programs[1], "pvm-examples");
-    let lab = PrivateVm::started(None);
-    let watcher = enroll_task(&lab);
-    let mut console =
-        RunningCommand::start(lab.command(programs[0]), Stdio::piped()).expect("it starts");
-    let mut typed = console.take_stdin().expect("piped");
-    typed.write_all(b"id\n").expect("it reads");
+    let private_vm = PrivateVm::start(None);
+    let observer = enroll_task(&private_vm);
+    let mut console = RunningCommand::start(private_vm.command_in_vm(programs[0]), Stdio::piped())
+        .expect("it starts");
+    let mut console_input = console.take_stdin().expect("piped");
+    console_input.write_all(b"id\n").expect("it reads");
     wait_for_output(&console, "t40002");
-    let manager =
-        RunningCommand::start(lab.command(programs[1]), Stdio::null()).expect("it starts");
-    let registered = wait_for(TIMEOUT, || match watcher.mailbox_list(RM_CLASS) {
+    let manager = RunningCommand::start(private_vm.command_in_vm(programs[1]), Stdio::null())
+        .expect("it starts");
+    let registration = wait_for(TIMEOUT, || match observer.mailbox_list(RM_CLASS) {
         Ok(classes) if !classes.is_empty() => Ok(()),
         other => Err(format!("no manager: {other:?}")),
     });
-    registered.unwrap_or_else(|error| panic!("{error:#}"));
-    assert!(lab.pvm(&["halt"]).succeeded());
-    assert!(exits_by_sigterm(console), "the console");
-    assert!(exits_by_sigterm(manager), "the resource manager");
+    registration.unwrap_or_else(|error| panic!("{error:#}"));
+    assert!(private_vm.run_console(&["halt"]).succeeded());
+    assert!(wait_for_sigterm_exit(console), "the console");
+    assert!(wait_for_sigterm_exit(manager), "the resource manager");
 }
 
 /// A halt neither waits for a program that ignores SIGTERM nor kills it.
 #[test]
 #[ignore = "system tier: needs installed programs and gcc"]
 fn halt_does_not_wait_for_ignored_sigterm() {
-    let lab = PrivateVm::started(None);
-    let prefix = requirements::prefix().expect("the lab has found it");
-    let program = programs::compile("stubborn", &prefix, &lab.path("bin"))
+    let private_vm = PrivateVm::start(None);
+    let prefix = requirements::installed_prefix().expect("the lab has found it");
+    let program = programs::compile_into("stubborn", &prefix, &private_vm.path_below("bin"))
         .unwrap_or_else(|error| panic!("{error:#}"));
-    let mut stubborn =
-        RunningCommand::start(lab.command(program), Stdio::piped()).expect("it starts");
-    let word = stubborn.take_stdin().expect("piped");
+    let mut stubborn = RunningCommand::start(private_vm.command_in_vm(program), Stdio::piped())
+        .expect("it starts");
+    let program_input = stubborn.take_stdin().expect("piped");
     wait_for_output(&stubborn, "here");
-    assert!(lab.pvm(&["halt"]).succeeded());
+    assert!(private_vm.run_console(&["halt"]).succeeded());
     assert_eq!(
-        (lab.daemon_pid(), stubborn.poll().expect("our child")),
+        (
+            private_vm.daemon_pid(),
+            stubborn.poll_status().expect("our child")
+        ),
         (None, None)
     );
-    drop(word);
-    let done = stubborn
-        .finish(TIMEOUT)
+    drop(program_input);
+    let output = stubborn
+        .wait_or_kill(TIMEOUT)
         .unwrap_or_else(|error| panic!("{error:#}"));
     assert_eq!(
-        (done.succeeded(), done.out.as_str()),
+        (output.succeeded(), output.stdout.as_str()),
         (true, "here\nrecv: -14\n"),
-        "{done:?}"
+        "{output:?}"
     );
 }

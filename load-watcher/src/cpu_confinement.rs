@@ -1,7 +1,7 @@
 //! Confines guests to the number of processors that the owner allows.
 //!
-//! All threads of all guests run on the same processors, so the guests together never use more
-//! processors, however many threads they have.
+//! All threads of all guests run on the same processors. Therefore the guests together never use
+//! more processors, however many threads they have.
 
 use crate::system::thread_ids;
 use nix::errno::Errno;
@@ -14,67 +14,74 @@ use std::path::PathBuf;
 /// Confines guests to the last of the processors that are available to this process.
 #[derive(Debug)]
 pub struct CpuConfinement {
-    /// Processors that this process may use, in ascending order. Guests never get other processors.
+    /// Processors that this process may use, in ascending order. Guests are never confined to other
+    /// processors.
     available_processors: Vec<usize>,
-    /// Each number of processors to which guests were confined since they last had all processors.
-    past_limits: BTreeSet<usize>,
+    /// Limits, in processors, to which guests have been confined since they could last use all
+    /// processors.
+    unreleased_limits: BTreeSet<usize>,
     /// File in which `past_limits` is recorded for the load watcher that replaces this process;
-    /// `None` if nothing is recorded.
+    /// `None` if `past_limits` is not recorded.
     record_path: Option<PathBuf>,
 }
 
 impl CpuConfinement {
     /// Creates a confinement that continues with the limits that the previous load watcher recorded
-    /// in the file `note`.
+    /// in the file `record_path_arg`. A missing or unreadable file counts as empty.
     ///
     /// # Errors
     /// The system does not report the processors of this process.
-    pub fn new(note: Option<PathBuf>) -> io::Result<CpuConfinement> {
-        let all = processor_ids(&sched_getaffinity(Pid::from_raw(0))?);
-        let text = note
+    pub fn new(record_path_arg: Option<PathBuf>) -> io::Result<Self> {
+        let processors = processor_ids(&sched_getaffinity(Pid::from_raw(0))?);
+        let text = record_path_arg
             .as_ref()
-            .and_then(|note| std::fs::read_to_string(note).ok())
+            .and_then(|record_path_arg| std::fs::read_to_string(record_path_arg).ok())
             .unwrap_or_default();
-        let kept = text
+        let recorded_limits = text
             .split_whitespace()
             .filter_map(|count| count.parse().ok());
-        let kept = kept
-            .filter(|count| (1..all.len()).contains(count))
+        let recorded_limits = recorded_limits
+            .filter(|count| (1..processors.len()).contains(count))
             .collect();
-        Ok(CpuConfinement {
-            available_processors: all,
-            past_limits: kept,
-            record_path: note,
+        Ok(Self {
+            available_processors: processors,
+            unreleased_limits: recorded_limits,
+            record_path: record_path_arg,
         })
     }
 
-    /// True if guests must be checked, because the owner limits them now or limited them before.
+    /// True if guests must be checked, because the owner sets the limit `cores` or an earlier limit
+    /// may still apply to some of them.
     pub fn is_needed(&self, cores: Option<u32>) -> bool {
-        cores.is_some() || !self.past_limits.is_empty()
+        cores.is_some() || !self.unreleased_limits.is_empty()
     }
 
-    /// Confines these processes to `cores` processors, or to all available ones if `cores` is
+    /// Confines the processes `pids` to `cores` processors, or to all available ones if `cores` is
     /// `None`. A thread that has itself selected a subset of these processors keeps its selection.
     pub fn apply(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
-        let count = cores.map_or(self.available_processors.len(), |cores| {
+        let processor_count = cores.map_or(self.available_processors.len(), |cores| {
             (cores.max(1) as usize).min(self.available_processors.len())
         });
-        if count < self.available_processors.len() && self.past_limits.insert(count) {
-            // Must be recorded before the change, because this process may be killed at any moment.
+        if processor_count < self.available_processors.len()
+            && self.unreleased_limits.insert(processor_count)
+        {
+            // The limit is recorded before the change, because this process may be killed at any
+            // moment.
             self.write_record();
         }
-        let now = self.last_processors(count).to_vec();
-        // A process that has exited needs no limit. If a thread cannot be changed, the next call
-        // tries again.
-        for thread in pids
+        let allowed_processors = self.last_processors(processor_count).to_vec();
+        // A process that has exited needs no limit. If a thread cannot be changed, the next call of
+        // this function tries again.
+        for thread_id in pids
             .into_iter()
             .filter_map(|pid| thread_ids(pid).ok())
             .flatten()
         {
-            let _ = self.apply_to_thread(Pid::from_raw(thread), &now);
+            let _ = self.apply_to_thread(Pid::from_raw(thread_id), &allowed_processors);
         }
-        if count == self.available_processors.len() && !self.past_limits.is_empty() {
-            self.past_limits.clear();
+        if processor_count == self.available_processors.len() && !self.unreleased_limits.is_empty()
+        {
+            self.unreleased_limits.clear();
             self.write_record();
         }
     }
@@ -83,46 +90,54 @@ impl CpuConfinement {
         &self.available_processors[self.available_processors.len() - count..]
     }
 
-    /// Records `past_limits`. Errors are ignored: the next load watcher then does not know these
-    /// limits.
+    /// Writes `past_limits` to the record file, or removes the file if `past_limits` is empty.
+    /// Errors are ignored; the next load watcher then does not know these limits.
     fn write_record(&self) {
-        let Some(note) = &self.record_path else {
+        let Some(path) = &self.record_path else {
             return;
         };
-        let counts: Vec<String> = self.past_limits.iter().map(usize::to_string).collect();
+        let counts: Vec<String> = self
+            .unreleased_limits
+            .iter()
+            .map(usize::to_string)
+            .collect();
         let _ = match counts.is_empty() {
-            true => std::fs::remove_file(note),
-            false => std::fs::write(note, counts.join(" ")),
+            true => std::fs::remove_file(path),
+            false => std::fs::write(path, counts.join(" ")),
         };
     }
 
+    /// Confines one thread to the processors `allowed`, or to those of them that the thread has
+    /// selected itself.
     fn apply_to_thread(&self, thread: Pid, allowed: &[usize]) -> Result<(), Errno> {
         let current = processor_ids(&sched_getaffinity(thread)?);
         let own_choice: Vec<usize> = current
             .iter()
             .copied()
-            .filter(|one| allowed.contains(one))
+            .filter(|processor| allowed.contains(processor))
             .collect();
-        // A confinement by an earlier call is not the thread's own selection.
-        let was_kept = self.past_limits.contains(&current.len())
+        // A confinement by an earlier call does not count as the thread's own selection.
+        let was_confined = self.unreleased_limits.contains(&current.len())
             && current == self.last_processors(current.len());
-        let wanted = if was_kept || own_choice.is_empty() {
+        let new_processors = if was_confined || own_choice.is_empty() {
             allowed
         } else {
             &own_choice
         };
-        if current == wanted {
+        if current == new_processors {
             return Ok(());
         }
         let mut set = CpuSet::new();
-        wanted.iter().try_for_each(|one| set.set(*one))?;
+        new_processors
+            .iter()
+            .try_for_each(|processor| set.set(*processor))?;
         sched_setaffinity(thread, &set)
     }
 }
 
 fn processor_ids(set: &CpuSet) -> Vec<usize> {
     (0..CpuSet::count())
-        .filter(|one| set.is_set(*one).unwrap_or(false))
+        .filter(|processor| set.is_set(*processor).unwrap_or(false))
         .collect()
 }
 
@@ -131,62 +146,84 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A guest is confined to the allowed number of processors, and gets all processors again
-    /// afterwards.
+    /// After the confinement ends, the guest may use all processors again.
     #[test]
     fn guest_is_confined_and_released() {
-        let mut confine = CpuConfinement::new(None).expect("the system says it");
+        let mut confinement = CpuConfinement::new(None).expect("the system says it");
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = child.id().cast_signed();
-        let has = || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
-        let (all, last) = (
-            confine.available_processors.clone(),
-            confine.available_processors[confine.available_processors.len() - 1..].to_vec(),
+        let guest_processors =
+            || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
+        let (all_processors, last_processor) = (
+            confinement.available_processors.clone(),
+            confinement.available_processors[confinement.available_processors.len() - 1..].to_vec(),
         );
-        confine.apply(Some(1), [pid]);
-        let one = has();
-        let needed = confine.is_needed(None);
-        confine.apply(Some(1000), [pid]);
-        let many = has();
-        confine.apply(Some(1), [pid]);
-        confine.apply(None, [pid]);
-        let none = has();
+        confinement.apply(Some(1), [pid]);
+        let with_limit_one = guest_processors();
+        let is_needed = confinement.is_needed(None);
+        confinement.apply(Some(1000), [pid]);
+        let with_high_limit = guest_processors();
+        confinement.apply(Some(1), [pid]);
+        confinement.apply(None, [pid]);
+        let without_limit = guest_processors();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
-        assert_eq!((one, many, none), (last, all.clone(), all.clone()));
         assert_eq!(
-            (needed, confine.is_needed(None), confine.is_needed(Some(1))),
-            (all.len() > 1, false, true)
+            (with_limit_one, with_high_limit, without_limit),
+            (
+                last_processor,
+                all_processors.clone(),
+                all_processors.clone()
+            )
         );
-        confine.apply(Some(1), [pid]);
+        assert_eq!(
+            (
+                is_needed,
+                confinement.is_needed(None),
+                confinement.is_needed(Some(1))
+            ),
+            (all_processors.len() > 1, false, true)
+        );
+        confinement.apply(Some(1), [pid]);
     }
 
-    /// The load watcher that replaces a killed one releases guests from a limit that is not set any
-    /// more.
+    /// The load watcher that replaces a killed one releases guests from a recorded limit that is
+    /// not set any more.
     #[test]
     fn successor_releases_recorded_confinement() {
         let folder = tempfile::tempdir().expect("a folder");
-        let note = folder.path().join("confined");
+        let record_path = folder.path().join("confined");
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = child.id().cast_signed();
-        let has = || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
-        let mut killed = CpuConfinement::new(Some(note.clone())).expect("the system says it");
-        killed.apply(Some(1), [pid]);
-        let all = killed.available_processors.clone();
-        let mut next = CpuConfinement::new(Some(note.clone())).expect("the system says it");
-        let (one, needed) = (has(), next.is_needed(None));
-        next.apply(None, [pid]);
-        let after = has();
+        let guest_processors =
+            || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
+        let mut previous_confinement =
+            CpuConfinement::new(Some(record_path.clone())).expect("the system says it");
+        previous_confinement.apply(Some(1), [pid]);
+        let all_processors = previous_confinement.available_processors.clone();
+        let mut new_confinement =
+            CpuConfinement::new(Some(record_path.clone())).expect("the system says it");
+        let (confined_processors, is_needed) =
+            (guest_processors(), new_confinement.is_needed(None));
+        new_confinement.apply(None, [pid]);
+        let released_processors = guest_processors();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
-        assert_eq!((one.len(), needed), (1, all.len() > 1));
         assert_eq!(
-            (after, next.is_needed(None), note.exists()),
-            (all, false, false)
+            (confined_processors.len(), is_needed),
+            (1, all_processors.len() > 1)
         );
-        std::fs::write(&note, "0 x 99999").expect("written");
+        assert_eq!(
+            (
+                released_processors,
+                new_confinement.is_needed(None),
+                record_path.exists()
+            ),
+            (all_processors, false, false)
+        );
+        std::fs::write(&record_path, "0 x 99999").expect("written");
         assert!(
-            !CpuConfinement::new(Some(note))
+            !CpuConfinement::new(Some(record_path))
                 .expect("the system says it")
                 .is_needed(None),
             "what is no number of them is none"
@@ -196,17 +233,18 @@ mod tests {
     /// A thread that has selected a subset of the processors keeps its selection.
     #[test]
     fn own_affinity_of_thread_is_kept() {
-        let mut confine = CpuConfinement::new(None).expect("the system says it");
-        let last = confine.available_processors[confine.available_processors.len() - 1];
+        let mut confinement = CpuConfinement::new(None).expect("the system says it");
+        let last_processor =
+            confinement.available_processors[confinement.available_processors.len() - 1];
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = Pid::from_raw(child.id().cast_signed());
         let mut set = CpuSet::new();
-        set.set(last).expect("it is there");
+        set.set(last_processor).expect("it is there");
         sched_setaffinity(pid, &set).expect("it is ours");
-        confine.apply(None, [pid.as_raw()]);
-        let has = processor_ids(&sched_getaffinity(pid).expect("it lives"));
+        confinement.apply(None, [pid.as_raw()]);
+        let guest_processors = processor_ids(&sched_getaffinity(pid).expect("it lives"));
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
-        assert_eq!(has, [last]);
+        assert_eq!(guest_processors, [last_processor]);
     }
 }

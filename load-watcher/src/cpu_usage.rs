@@ -2,11 +2,11 @@
 //!
 //! - Reading /proc/stat costs two thirds of a whole sample, mostly for interrupt counters that are
 //!   not needed.
-//! - The CPU account of the root control group (version 2) contains the used time, at a quarter of
-//!   that cost. It contains neither the number of processors nor, since Linux 6.18 at the latest,
-//!   the time that the hypervisor has given to other virtual machines (steal).
-//! - Therefore each sample reads the account, and /proc/stat is read only once per
-//!   [`STAT_INTERVAL`], for the number of processors and the share of stolen time.
+//! - The CPU account of the root control group (version 2) contains the used time and costs a
+//!   quarter of that. It contains neither the number of processors nor, since Linux 6.18 at the
+//!   latest, the time that the hypervisor has used for other virtual machines (steal).
+//! - Therefore each sample reads the account. /proc/stat is read only once per [`STAT_INTERVAL`],
+//!   for the number of processors and the share of stolen time.
 
 use crate::proc::CpuTimes;
 use sempa_proto::Micros;
@@ -14,27 +14,27 @@ use sempa_proto::cgroup::find_mount_point;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Interval at which /proc/stat is read in addition to the account. It bounds the time until a
-/// change of the number of processors is noticed.
+/// Interval at which /proc/stat is read in addition to the account. A change of the number of
+/// processors is noticed after at most this time.
 pub const STAT_INTERVAL: Micros = Micros::from_secs(30);
-/// Minimum period over which the use is measured; the kernel's own counters advance in steps of
-/// this length.
+/// Minimum period over which the use is measured. The kernel's counters advance in steps of this
+/// length.
 const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
-/// Minimum period between two reference readings. A longer period resolves smaller shares of the
-/// time.
+/// Minimum period between two reference readings. The longer the period, the smaller the share of
+/// stolen time that can be measured.
 const REFERENCE_INTERVAL_MIN: Micros = Micros::from_millis(900);
 
 /// Opens the CPU account of the whole machine; `None` unless version 2 control groups are mounted
-/// and the root group is visible. `process` is the directory of a process in /proc.
-pub fn open_root_cpu_account(process: &Path) -> Option<File> {
-    let outermost = find_mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
-    // In a container the outermost visible group is one of many groups. Only the real root group
-    // has no `cgroup.type` (cgroup-v2.rst).
-    let is_whole =
-        outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
-    File::open(outermost.join("cpu.stat"))
+/// and the root group is visible. `process_dir` is the directory of a process in /proc.
+pub fn open_root_cpu_account(process_dir: &Path) -> Option<File> {
+    let outermost_group = find_mount_point(&fs::read(process_dir.join("mountinfo")).ok()?, None)?;
+    // In a container, the outermost visible group is not the root group. Only the root group has no
+    // `cgroup.type` (cgroup-v2.rst).
+    let is_root_group = outermost_group.join("cgroup.procs").exists()
+        && !outermost_group.join("cgroup.type").exists();
+    File::open(outermost_group.join("cpu.stat"))
         .ok()
-        .filter(|_| is_whole)
+        .filter(|_| is_root_group)
 }
 
 /// Values of /proc/stat and of the account that were read at the same time.
@@ -42,7 +42,7 @@ pub fn open_root_cpu_account(process: &Path) -> Option<File> {
 struct ReferenceReading {
     at: Micros,
     stat: CpuTimes,
-    used_us: u64,
+    account_us: u64,
 }
 
 /// Total CPU times of all processors, derived from the account and, periodically, from /proc/stat.
@@ -51,10 +51,10 @@ struct ReferenceReading {
 #[derive(Debug)]
 pub struct CpuUsage {
     times: CpuTimes,
-    cores: u32,
-    /// Time of the last reading of the account, and the value read.
-    read_at: Micros,
-    used_us: u64,
+    processor_count: u32,
+    /// Time of the last reading of the account. `used_us` is the value that was read at this time.
+    account_read_at: Micros,
+    account_us: u64,
     reference: ReferenceReading,
     /// Share of the time between the last two reference readings that was neither idle nor in the
     /// account. `None` before the second reference reading.
@@ -62,18 +62,18 @@ pub struct CpuUsage {
 }
 
 impl CpuUsage {
-    /// Creates the state from the first reading of account (`used`) and /proc/stat (`stat`,
-    /// `cores`).
-    pub fn new(at: Micros, used: u64, stat: CpuTimes, cores: u32) -> CpuUsage {
-        CpuUsage {
+    /// Creates the state from the first readings: `used_us` from the account, in microseconds, and
+    /// `stat` and `cores` from /proc/stat.
+    pub fn new(at: Micros, used_us: u64, stat: CpuTimes, cores: u32) -> Self {
+        Self {
             times: stat,
-            cores,
-            read_at: at,
-            used_us: used,
+            processor_count: cores,
+            account_read_at: at,
+            account_us: used_us,
             reference: ReferenceReading {
                 at,
                 stat,
-                used_us: used,
+                account_us: used_us,
             },
             stolen_share: None,
         }
@@ -84,44 +84,48 @@ impl CpuUsage {
         self.stolen_share.is_none() || at.since(self.reference.at) >= STAT_INTERVAL
     }
 
-    /// Updates the times after a reading of account (`used`) and /proc/stat (`stat`, `cores`).
-    /// Returns the times of all processors and their number.
+    /// Updates the times after readings of the account (`used_us`, in microseconds) and of /proc/stat
+    /// (`stat`, `cores`). Returns the times of all processors and the number of processors.
     pub fn update_with_stat(
         &mut self,
         at: Micros,
-        used: u64,
+        used_us: u64,
         stat: CpuTimes,
         cores: u32,
     ) -> (CpuTimes, u32) {
-        let before = self.reference;
-        if at.since(before.at) >= REFERENCE_INTERVAL_MIN {
-            let busy = stat.busy_since(before.stat).map(f64::from);
-            let accounted = used.saturating_sub(before.used_us) as f64
-                / stat.total.saturating_sub(before.stat.total) as f64;
-            self.stolen_share = busy.map(|busy| (busy - accounted).max(0.0));
+        let previous_reference = self.reference;
+        if at.since(previous_reference.at) >= REFERENCE_INTERVAL_MIN {
+            let busy_share = stat.busy_since(previous_reference.stat).map(f64::from);
+            let account_share = used_us.saturating_sub(previous_reference.account_us) as f64
+                / stat
+                    .total_us
+                    .saturating_sub(previous_reference.stat.total_us) as f64;
+            self.stolen_share = busy_share.map(|busy_share| (busy_share - account_share).max(0.0));
             self.reference = ReferenceReading {
                 at,
                 stat,
-                used_us: used,
+                account_us: used_us,
             };
         }
-        self.cores = cores;
-        self.update(at, used)
+        self.processor_count = cores;
+        self.update(at, used_us)
     }
 
-    /// Updates the times after a reading of the account. Returns the times of all processors and
-    /// their number.
-    pub fn update(&mut self, at: Micros, used: u64) -> (CpuTimes, u32) {
-        let span = at.since(self.read_at);
-        if span >= MEASURE_INTERVAL_MIN {
-            let total = span.0 * u64::from(self.cores);
-            let stolen = (total as f64 * self.stolen_share.unwrap_or(0.0)) as u64;
-            let busy = used.saturating_sub(self.used_us).saturating_add(stolen);
-            self.times.total += total;
-            self.times.idle += total.saturating_sub(busy);
-            (self.read_at, self.used_us) = (at, used);
+    /// Updates the times after a reading of the account (`used_us`, in microseconds). Returns the
+    /// times of all processors and the number of processors.
+    pub fn update(&mut self, at: Micros, used_us: u64) -> (CpuTimes, u32) {
+        let elapsed = at.since(self.account_read_at);
+        if elapsed >= MEASURE_INTERVAL_MIN {
+            let total_us = elapsed.0 * u64::from(self.processor_count);
+            let stolen_us = (total_us as f64 * self.stolen_share.unwrap_or(0.0)) as u64;
+            let busy_us = used_us
+                .saturating_sub(self.account_us)
+                .saturating_add(stolen_us);
+            self.times.total_us += total_us;
+            self.times.idle_us += total_us.saturating_sub(busy_us);
+            (self.account_read_at, self.account_us) = (at, used_us);
         }
-        (self.times, self.cores)
+        (self.times, self.processor_count)
     }
 }
 
@@ -129,60 +133,80 @@ impl CpuUsage {
 mod tests {
     use super::*;
 
-    const SECOND: u64 = 1_000_000;
+    const SECOND_US: u64 = 1_000_000;
 
-    fn stat(total: u64, idle: u64) -> CpuTimes {
+    fn cpu_times_from_seconds(total_s: u64, idle_s: u64) -> CpuTimes {
         CpuTimes {
-            total: total * SECOND,
-            idle: idle * SECOND,
+            total_us: total_s * SECOND_US,
+            idle_us: idle_s * SECOND_US,
         }
     }
 
-    fn at(seconds: u64) -> Micros {
+    fn at_second(seconds: u64) -> Micros {
         Micros::from_secs(seconds)
     }
 
     /// Returns the state for two processors after reference readings at seconds 10 and 20. Between
     /// the readings one processor was used, and `stolen` seconds were stolen from each processor.
-    fn tally(stolen: u64) -> CpuUsage {
-        let mut tally = CpuUsage::new(at(10), 5 * SECOND, stat(100, 50), 2);
-        assert!(tally.needs_stat(at(11)), "nobody knows what is stolen");
-        tally.update_with_stat(at(20), 15 * SECOND, stat(120, 60 - stolen), 2);
-        tally
+    fn two_processor_usage(stolen: u64) -> CpuUsage {
+        let mut usage = CpuUsage::new(
+            at_second(10),
+            5 * SECOND_US,
+            cpu_times_from_seconds(100, 50),
+            2,
+        );
+        assert!(
+            usage.needs_stat(at_second(11)),
+            "nobody knows what is stolen"
+        );
+        usage.update_with_stat(
+            at_second(20),
+            15 * SECOND_US,
+            cpu_times_from_seconds(120, 60 - stolen),
+            2,
+        );
+        usage
     }
 
     /// Between two readings of /proc/stat, the account determines the use.
     #[test]
     fn account_measures_use_between_stat_readings() {
-        let mut tally = tally(0);
-        let (before, _) = tally.update(at(20), 15 * SECOND);
-        assert!(!tally.needs_stat(at(49)) && tally.needs_stat(at(50)));
+        let mut usage = two_processor_usage(0);
+        let (first_times, _) = usage.update(at_second(20), 15 * SECOND_US);
+        assert!(!usage.needs_stat(at_second(49)) && usage.needs_stat(at_second(50)));
         // Two processors have four seconds of CPU time in two seconds; one and a half seconds are
         // used.
-        let (after, cores) = tally.update(at(22), 16 * SECOND + SECOND / 2);
-        assert_eq!((after.busy_since(before), cores), (Some(0.375), 2));
-        let (all, _) = tally.update(at(23), 30 * SECOND);
+        let (partial_use, cores) = usage.update(at_second(22), 16 * SECOND_US + SECOND_US / 2);
         assert_eq!(
-            all.busy_since(after),
+            (partial_use.busy_since(first_times), cores),
+            (Some(0.375), 2)
+        );
+        let (full_use, _) = usage.update(at_second(23), 30 * SECOND_US);
+        assert_eq!(
+            full_use.busy_since(partial_use),
             Some(1.0),
             "more than there was cannot be used"
         );
-        let (none, _) = tally.update(at(24), 30 * SECOND);
-        assert_eq!(none.busy_since(all), Some(0.0));
+        let (no_use, _) = usage.update(at_second(24), 30 * SECOND_US);
+        assert_eq!(no_use.busy_since(full_use), Some(0.0));
     }
 
-    /// Between reference readings, the stolen share of the last reference reading is assumed.
     #[test]
     fn stolen_share_of_last_reading_applies() {
-        let mut tally = tally(5);
-        let (before, _) = tally.update(at(20), 15 * SECOND);
-        let (after, _) = tally.update(at(21), 15 * SECOND);
-        assert_eq!(after.busy_since(before), Some(0.25));
-        tally.update_with_stat(at(31), 15 * SECOND, stat(142, 77), 2);
-        let (before, _) = tally.update(at(40), 15 * SECOND);
-        let (after, _) = tally.update(at(41), 15 * SECOND);
+        let mut usage = two_processor_usage(5);
+        let (start_times, _) = usage.update(at_second(20), 15 * SECOND_US);
+        let (end_times, _) = usage.update(at_second(21), 15 * SECOND_US);
+        assert_eq!(end_times.busy_since(start_times), Some(0.25));
+        usage.update_with_stat(
+            at_second(31),
+            15 * SECOND_US,
+            cpu_times_from_seconds(142, 77),
+            2,
+        );
+        let (start_times, _) = usage.update(at_second(40), 15 * SECOND_US);
+        let (end_times, _) = usage.update(at_second(41), 15 * SECOND_US);
         assert_eq!(
-            after.busy_since(before),
+            end_times.busy_since(start_times),
             Some(0.0),
             "nobody takes anything any more"
         );
@@ -191,34 +215,53 @@ mod tests {
     /// A reading of /proc/stat changes only the times since the last reading of the account.
     #[test]
     fn stat_reading_causes_no_jump() {
-        let mut tally = tally(0);
-        tally.update(at(39), 15 * SECOND);
-        let (before, _) = tally.update(at(49), 15 * SECOND);
-        // Half of the time was stolen since the start, which the previous readings did not show.
-        let (after, cores) = tally.update_with_stat(at(50), 15 * SECOND, stat(240, 120), 4);
+        let mut usage = two_processor_usage(0);
+        usage.update(at_second(39), 15 * SECOND_US);
+        let (start_times, _) = usage.update(at_second(49), 15 * SECOND_US);
+        // Half of the time since the start was stolen, which no earlier reading has shown.
+        let (end_times, cores) = usage.update_with_stat(
+            at_second(50),
+            15 * SECOND_US,
+            cpu_times_from_seconds(240, 120),
+            4,
+        );
         assert_eq!(
-            (after.busy_since(before), cores),
+            (end_times.busy_since(start_times), cores),
             (Some(0.5), 4),
             "the last second only"
         );
     }
 
-    /// A period below the minimum yields no use; its time counts in the next period.
+    /// A period shorter than the minimum yields no use; its time is counted in the next period.
     #[test]
     fn too_short_period_gives_no_use() {
-        let mut tally = tally(0);
-        let (before, _) = tally.update(at(20), 15 * SECOND);
-        let soon = at(20) + Micros(MEASURE_INTERVAL_MIN.0 - 1);
-        assert_eq!(tally.update(soon, 99 * SECOND).0.busy_since(before), None);
+        let mut usage = two_processor_usage(0);
+        let (start_times, _) = usage.update(at_second(20), 15 * SECOND_US);
+        let short_time_later = at_second(20) + Micros(MEASURE_INTERVAL_MIN.0 - 1);
         assert_eq!(
-            tally
-                .update_with_stat(soon, 99 * SECOND, stat(120, 60), 2)
+            usage
+                .update(short_time_later, 99 * SECOND_US)
                 .0
-                .busy_since(before),
+                .busy_since(start_times),
             None
         );
         assert_eq!(
-            tally.update(at(21), 16 * SECOND).0.busy_since(before),
+            usage
+                .update_with_stat(
+                    short_time_later,
+                    99 * SECOND_US,
+                    cpu_times_from_seconds(120, 60),
+                    2
+                )
+                .0
+                .busy_since(start_times),
+            None
+        );
+        assert_eq!(
+            usage
+                .update(at_second(21), 16 * SECOND_US)
+                .0
+                .busy_since(start_times),
             Some(0.5)
         );
     }
@@ -227,21 +270,25 @@ mod tests {
     #[test]
     fn container_account_is_not_used() {
         let dir = tempfile::tempdir().expect("a folder");
-        let groups = dir.path().join("groups");
-        fs::create_dir(&groups).expect("the test's own folder");
-        let put = |path: &Path, text: &str| fs::write(path, text).expect("the test's own file");
-        put(
+        let cgroup_root = dir.path().join("groups");
+        fs::create_dir(&cgroup_root).expect("the test's own folder");
+        let write_file =
+            |path: &Path, text: &str| fs::write(path, text).expect("the test's own file");
+        write_file(
             &dir.path().join("mountinfo"),
-            &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", groups.display()),
+            &format!(
+                "9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n",
+                cgroup_root.display()
+            ),
         );
         assert!(
             open_root_cpu_account(dir.path()).is_none(),
             "nothing is there"
         );
-        put(&groups.join("cpu.stat"), "usage_usec 7\nuser_usec 1\n");
-        put(&groups.join("cgroup.procs"), "");
+        write_file(&cgroup_root.join("cpu.stat"), "usage_usec 7\nuser_usec 1\n");
+        write_file(&cgroup_root.join("cgroup.procs"), "");
         assert!(open_root_cpu_account(dir.path()).is_some());
-        put(&groups.join("cgroup.type"), "domain\n");
+        write_file(&cgroup_root.join("cgroup.type"), "domain\n");
         assert!(open_root_cpu_account(dir.path()).is_none());
     }
 }

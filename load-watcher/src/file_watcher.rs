@@ -1,8 +1,8 @@
 //! Reports changes of files without polling, by inotify: login records, sessions, policies and
 //! owners' overrides.
 //!
-//! For a file, the directory that contains it is watched, too, so that a file that is created later
-//! or replaced is noticed.
+//! For each file, the directory that contains it is watched as well, so that a file that is created
+//! later or replaced is noticed.
 
 use crate::owner::LoginRecords;
 use crate::utmp::{FILE_BYTES_MAX, parse_logins};
@@ -21,8 +21,9 @@ use std::time::{Duration, Instant};
 /// Default paths of the login records; the first one that exists is used.
 const UTMP_PATHS: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
-/// Returns the path of the login records: `set` if it is given, otherwise the default.
-pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
+/// Returns the path of the login records: `configured_path` if it is present, otherwise the first default path
+/// that exists.
+pub fn utmp_path(configured_path: Option<PathBuf>) -> PathBuf {
     let default_path = || {
         UTMP_PATHS
             .iter()
@@ -30,106 +31,110 @@ pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
             .find(|p| p.exists())
             .unwrap_or_else(|| PathBuf::from(UTMP_PATHS[0]))
     };
-    set.unwrap_or_else(default_path)
+    configured_path.unwrap_or_else(default_path)
 }
 
 /// Reads the login records at `path`.
 pub fn read_login_records(path: &Path) -> LoginRecords {
     let mut bytes = Vec::new();
-    let read = File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
-    match read {
+    let read_result =
+        File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
+    match read_result {
         Ok(_) => LoginRecords::Logins(parse_logins(&bytes)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => LoginRecords::Missing,
         Err(e) => LoginRecords::Unreadable(e.to_string()),
     }
 }
 
-/// Watched object at a path, and the events that concern the object.
+/// The kind of object at a path, which determines the relevant events.
 #[derive(Debug)]
 enum WatchKind {
+    /// A file that is read after every write.
     File,
     /// A file that is read only after its writer has closed it, because incomplete content could
     /// have another meaning.
     Settings,
     /// The files of a directory whose names begin with this prefix.
-    Folder(&'static str),
+    Dir(&'static str),
 }
 
 /// A watched path and its inotify watches. The file or directory need not exist.
 #[derive(Debug)]
 pub struct WatchedPath {
     path: PathBuf,
-    kind: WatchKind,
+    watch_kind: WatchKind,
     file_watch: Option<WatchDescriptor>,
     dir_watch: Option<WatchDescriptor>,
-    /// True if the directory that must be watched does not exist.
-    folder_missing: bool,
-    /// Number of consecutive failed attempts to set a watch since the directory is missing.
-    failed_attempts: u32,
+    /// True if the directory that must be watched did not exist at the last attempt to watch it.
+    dir_missing: bool,
+    /// Number of consecutive attempts at which the directory was missing.
+    missing_dir_attempts: u32,
 }
 
 impl WatchedPath {
-    fn new(path: PathBuf, what: WatchKind) -> WatchedPath {
-        WatchedPath {
+    /// Creates the entry without watches; [`FileWatcher::arm`] sets them.
+    fn new(path: PathBuf, object_kind: WatchKind) -> Self {
+        Self {
             path,
-            kind: what,
+            watch_kind: object_kind,
             file_watch: None,
             dir_watch: None,
-            folder_missing: false,
-            failed_attempts: 0,
+            dir_missing: false,
+            missing_dir_attempts: 0,
         }
     }
 
     /// Creates the entry for a file that is read after every write.
-    pub fn file(path: PathBuf) -> WatchedPath {
-        WatchedPath::new(path, WatchKind::File)
+    pub fn file(path: PathBuf) -> Self {
+        Self::new(path, WatchKind::File)
     }
 
     /// Creates the entry for a file of settings, which is read only after its writer has closed it.
-    pub fn settings(path: PathBuf) -> WatchedPath {
-        WatchedPath::new(path, WatchKind::Settings)
+    pub fn settings(path: PathBuf) -> Self {
+        Self::new(path, WatchKind::Settings)
     }
 
     /// Creates the entry for the files of a directory whose names begin with `prefix`.
-    pub fn folder(path: PathBuf, prefix: &'static str) -> WatchedPath {
-        WatchedPath::new(path, WatchKind::Folder(prefix))
+    pub fn dir(path: PathBuf, prefix: &'static str) -> Self {
+        Self::new(path, WatchKind::Dir(prefix))
     }
 
-    /// Returns the directory that is watched for this path.
-    fn folder_path(&self) -> &Path {
-        match self.kind {
+    /// Returns the directory that is watched for this path: the path itself, or its parent if the
+    /// path is a file.
+    fn watched_dir(&self) -> &Path {
+        match self.watch_kind {
             WatchKind::File | WatchKind::Settings => self
                 .path
                 .parent()
                 .filter(|d| !d.as_os_str().is_empty())
                 .unwrap_or(Path::new(".")),
-            WatchKind::Folder(_) => &self.path,
+            WatchKind::Dir(_) => &self.path,
         }
     }
 
-    fn matches(&self, event: &InotifyEvent) -> bool {
+    fn concerns_path(&self, event: &InotifyEvent) -> bool {
         if Some(event.wd) == self.file_watch {
             return true;
         }
         let name = event.name.as_deref();
         Some(event.wd) == self.dir_watch
-            && match self.kind {
+            && match self.watch_kind {
                 // An event without a file name concerns the directory itself.
                 WatchKind::File | WatchKind::Settings => {
                     name.is_none() || name == self.path.file_name()
                 }
-                WatchKind::Folder(prefix) => {
+                WatchKind::Dir(prefix) => {
                     name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes()))
                 }
             }
     }
 }
 
-/// Number of attempts after which a path in a missing directory is not read any more. It is more
-/// than one, because the directory may have been created and removed between the watch and the
-/// read, and the content in between may have been refused.
-const MISSING_FOLDER_READS_MAX: u32 = 2;
-/// Maximum number of idle terminals that are watched; other idle terminals are examined
+/// Number of attempts after which a path in a missing directory is not read any more. The path is
+/// read in more than one attempt, because the directory may have been created and removed between
+/// the watch and the read; the read may then have refused the content.
+const MISSING_DIR_READS_MAX: u32 = 2;
+/// Maximum number of idle terminals that are watched. All other idle terminals are examined
 /// periodically.
 pub const IDLE_TERMINALS_MAX: usize = 64;
 /// Bit in [`WakeReasons`] that is set after input at an idle terminal.
@@ -139,8 +144,9 @@ const IDLE_TERMINAL_BIT: u32 = 1 << 31;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WakeReasons {
     changed_bits: u32,
-    /// True if the additional descriptor is readable.
-    pub other_ready: bool,
+    /// True if the additional descriptor, the parameter `other` of [`FileWatcher::wait`], is
+    /// readable.
+    pub additional_fd_ready: bool,
 }
 
 impl WakeReasons {
@@ -169,21 +175,24 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Watches these paths. If the kernel has no watch left for a path, the path must be read
-    /// periodically ([`FileWatcher::is_unwatched`]).
-    pub fn new(spots: Vec<WatchedPath>) -> FileWatcher {
+    /// Watches these paths. If a path cannot be watched, it must be read periodically
+    /// ([`FileWatcher::is_unwatched`]).
+    ///
+    /// # Panics
+    /// There are more than 31 paths.
+    pub fn new(watched_paths: Vec<WatchedPath>) -> Self {
         assert!(
-            spots.len() < 32,
+            watched_paths.len() < 32,
             "one bit for each, and one for idle terminals"
         );
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let mut watch = FileWatcher {
+        let mut watcher = Self {
             inotify,
-            paths: spots,
+            paths: watched_paths,
             idle_terminals: BTreeMap::new(),
         };
-        (0..watch.paths.len()).for_each(|i| watch.arm(i));
-        watch
+        (0..watcher.paths.len()).for_each(|i| watcher.set_missing_watches(i));
+        watcher
     }
 
     pub fn path(&self, index: usize) -> &Path {
@@ -197,29 +206,29 @@ impl FileWatcher {
     }
 
     /// Tries again to watch a path that could not be watched; must be called periodically. Returns
-    /// true if the path must be read now. Returns false if the path is already watched, or if its
-    /// directory was missing in several attempts.
-    pub fn retry_watch(&mut self, index: usize) -> bool {
-        if !self.is_unwatched(index) {
+    /// true if the path must be read now. Returns false if the path was already watched, or if its
+    /// directory was missing in more than [`MISSING_DIR_READS_MAX`] consecutive attempts.
+    pub fn retry_watch(&mut self, path_index: usize) -> bool {
+        if !self.is_unwatched(path_index) {
             return false;
         }
-        self.arm(index);
-        let index = &mut self.paths[index];
-        index.failed_attempts = if index.folder_missing {
-            index.failed_attempts.saturating_add(1)
+        self.set_missing_watches(path_index);
+        let path_index = &mut self.paths[path_index];
+        path_index.missing_dir_attempts = if path_index.dir_missing {
+            path_index.missing_dir_attempts.saturating_add(1)
         } else {
             0
         };
-        index.failed_attempts <= MISSING_FOLDER_READS_MAX
+        path_index.missing_dir_attempts <= MISSING_DIR_READS_MAX
     }
 
     /// Sets the missing watches of the path with index `index`. Must be called before the path is
-    /// read, so that no change between watch and read is missed. A file that has replaced another
-    /// file of the same name gets a new watch.
-    pub fn arm(&mut self, index: usize) {
+    /// read, so that no change between watch and read is missed. If the file at the path was
+    /// replaced, the new file is watched.
+    pub fn set_missing_watches(&mut self, index: usize) {
         let Some(inotify) = &self.inotify else { return };
-        let spot = &mut self.paths[index];
-        if spot.dir_watch.is_none() {
+        let watched_path = &mut self.paths[index];
+        if watched_path.dir_watch.is_none() {
             let flags = AddWatchFlags::IN_CREATE
                 | AddWatchFlags::IN_MOVED_TO
                 | AddWatchFlags::IN_MOVED_FROM
@@ -228,43 +237,48 @@ impl FileWatcher {
                 | AddWatchFlags::IN_MOVE_SELF
                 | AddWatchFlags::IN_CLOSE_WRITE
                 | AddWatchFlags::IN_ONLYDIR;
-            let set = inotify.add_watch(spot.folder_path(), flags);
-            spot.folder_missing = set == Err(Errno::ENOENT);
-            spot.dir_watch = set.ok();
+            let watch_result = inotify.add_watch(watched_path.watched_dir(), flags);
+            watched_path.dir_missing = watch_result == Err(Errno::ENOENT);
+            watched_path.dir_watch = watch_result.ok();
         }
-        if matches!(spot.kind, WatchKind::Folder(_)) {
+        if matches!(watched_path.watch_kind, WatchKind::Dir(_)) {
             return;
         }
-        let half = matches!(spot.kind, WatchKind::File).then_some(AddWatchFlags::IN_MODIFY);
-        let flags = half.unwrap_or(AddWatchFlags::empty())
+        let modify_flag =
+            matches!(watched_path.watch_kind, WatchKind::File).then_some(AddWatchFlags::IN_MODIFY);
+        let flags = modify_flag.unwrap_or(AddWatchFlags::empty())
             | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let now = if spot.folder_missing {
+        let new_watch = if watched_path.dir_missing {
             None
         } else {
-            inotify.add_watch(&spot.path, flags).ok()
+            inotify.add_watch(&watched_path.path, flags).ok()
         };
-        if let Some(old) = spot.file_watch.filter(|old| Some(*old) != now) {
+        if let Some(old_watch) = watched_path
+            .file_watch
+            .filter(|old_watch| Some(*old_watch) != new_watch)
+        {
             // Fails if the kernel has already removed the watch together with the file.
-            let _ = inotify.rm_watch(old);
+            let _ = inotify.rm_watch(old_watch);
         }
-        spot.file_watch = now;
+        watched_path.file_watch = new_watch;
     }
 
-    /// Watches exactly these terminals until there is input. The watch requires read permission for
-    /// the terminal; without it, input is noticed only by the next periodic check.
+    /// Watches exactly these terminals, at most [`IDLE_TERMINALS_MAX`], for input. The watch
+    /// requires read permission for the terminal; without the permission, input is noticed only by
+    /// the next periodic check.
     pub fn watch_idle_terminals(&mut self, terminals: &BTreeSet<PathBuf>) {
         let Some(inotify) = &self.inotify else { return };
         self.idle_terminals.retain(|path, wd| {
-            let stays = terminals.contains(path);
-            if !stays {
-                // Fails if the terminal does not exist any more, because the kernel has then
+            let is_idle = terminals.contains(path);
+            if !is_idle {
+                // Fails if the terminal does not exist any more; the kernel has then already
                 // removed the watch.
                 let _ = inotify.rm_watch(*wd);
             }
-            stays
+            is_idle
         });
         for path in terminals.iter().take(IDLE_TERMINALS_MAX) {
             if !self.idle_terminals.contains_key(path)
@@ -275,30 +289,34 @@ impl FileWatcher {
         }
     }
 
-    /// Waits until a path may have changed or the descriptor `other` is readable, at most for
-    /// `span`.
-    pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> WakeReasons {
-        let until = Instant::now() + span;
+    /// Waits until a path may have changed or the descriptor `additional_fd` is readable, but at most for
+    /// `timeout_duration`.
+    pub fn wait(
+        &mut self,
+        timeout_duration: Duration,
+        additional_fd: Option<BorrowedFd<'_>>,
+    ) -> WakeReasons {
+        let deadline = Instant::now() + timeout_duration;
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            // Rounded up, to avoid a busy loop in the last millisecond.
-            let millis = left.as_micros().div_ceil(1000);
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            // The time is rounded up, to avoid a busy loop in the last millisecond.
+            let millis = remaining_time.as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
-            let fd = |fd| PollFd::new(fd, PollFlags::POLLIN);
-            let is_ready = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
-            let (inotify_ready, other_ready) = match (&self.inotify, other) {
-                (Some(inotify), Some(other)) => {
-                    let mut fds = [fd(inotify.as_fd()), fd(other)];
+            let poll_fd = |poll_fd| PollFd::new(poll_fd, PollFlags::POLLIN);
+            let is_ready = |poll_fd: &PollFd<'_>| poll_fd.any().unwrap_or(false);
+            let (inotify_ready, other_ready) = match (&self.inotify, additional_fd) {
+                (Some(inotify), Some(additional_fd)) => {
+                    let mut fds = [poll_fd(inotify.as_fd()), poll_fd(additional_fd)];
                     let _ = poll(&mut fds, timeout);
                     (is_ready(&fds[0]), is_ready(&fds[1]))
                 }
                 (Some(inotify), None) => {
-                    let mut fds = [fd(inotify.as_fd())];
+                    let mut fds = [poll_fd(inotify.as_fd())];
                     let _ = poll(&mut fds, timeout);
                     (is_ready(&fds[0]), false)
                 }
-                (None, Some(other)) => {
-                    let mut fds = [fd(other)];
+                (None, Some(additional_fd)) => {
+                    let mut fds = [poll_fd(additional_fd)];
                     let _ = poll(&mut fds, timeout);
                     (false, is_ready(&fds[0]))
                 }
@@ -307,52 +325,53 @@ impl FileWatcher {
                     (false, false)
                 }
             };
-            let changed = if inotify_ready { self.read_events() } else { 0 };
-            if changed != 0 || other_ready || Instant::now() >= until {
+            let bits = if inotify_ready { self.read_events() } else { 0 };
+            if bits != 0 || other_ready || Instant::now() >= deadline {
                 return WakeReasons {
-                    changed_bits: changed,
-                    other_ready,
+                    changed_bits: bits,
+                    additional_fd_ready: other_ready,
                 };
             }
         }
     }
 
-    /// Reads the pending inotify events. Returns a bit for each path that they concern.
+    /// Reads the pending inotify events. Returns a bit mask: a bit for each path that may have
+    /// changed, and [`IDLE_TERMINAL_BIT`] after input at an idle terminal.
     fn read_events(&mut self) -> u32 {
         let Some(inotify) = &self.inotify else {
             return 0;
         };
-        let mut changed = 0;
+        let mut changed_bits = 0;
         while let Ok(events) = inotify.read_events() {
             for event in events {
-                let lost = event
+                let watch_lost = event
                     .mask
                     .intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
-                let all = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
+                let queue_overflowed = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
                 let mut drop_watch = false;
-                for (i, spot) in self.paths.iter_mut().enumerate() {
-                    if all || spot.matches(&event) {
-                        changed |= 1 << i;
+                for (i, watched_path) in self.paths.iter_mut().enumerate() {
+                    if queue_overflowed || watched_path.concerns_path(&event) {
+                        changed_bits |= 1 << i;
                     }
-                    if lost && spot.dir_watch == Some(event.wd) {
-                        (spot.dir_watch, drop_watch) = (None, true);
-                        changed |= 1 << i;
+                    if watch_lost && watched_path.dir_watch == Some(event.wd) {
+                        (watched_path.dir_watch, drop_watch) = (None, true);
+                        changed_bits |= 1 << i;
                     }
                 }
-                let before = self.idle_terminals.len();
+                let previous_count = self.idle_terminals.len();
                 if event.mask.contains(AddWatchFlags::IN_IGNORED) {
                     self.idle_terminals.retain(|_, wd| *wd != event.wd);
                 }
-                if self.idle_terminals.len() != before
+                if self.idle_terminals.len() != previous_count
                     || self.idle_terminals.values().any(|wd| *wd == event.wd)
                 {
-                    changed |= IDLE_TERMINAL_BIT;
+                    changed_bits |= IDLE_TERMINAL_BIT;
                 }
                 if drop_watch {
                     let _ = inotify.rm_watch(event.wd);
                 }
             }
         }
-        changed
+        changed_bits
     }
 }

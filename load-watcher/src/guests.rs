@@ -3,13 +3,13 @@
 //!
 //! Guests must stop if the owner is present, or if the machine is closed to them. The machine is
 //! closed if the policy is unknown, the user is blocked, the policy forbids guests at this time, or
-//! less memory is available than the owner reserves. If both conditions hold, the time until
-//! eviction counts from the earlier one.
+//! less memory is available than the owner reserves. If the owner is present on a closed machine,
+//! the time until eviction counts from the earlier of the two events.
 
 use crate::hours::LocalTime;
 use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
-use sempa_proto::load::{GuestLimits, HEADROOM_BYTES_PER_TASK, OwnerVerdict};
+use sempa_proto::load::{FREE_BYTES_PER_TASK_MIN, GuestLimits, OwnerVerdict};
 use sempa_proto::owner::GuestAccess;
 
 /// The decision whether guests may run.
@@ -22,19 +22,19 @@ pub struct GuestDecision {
     pub limits: GuestLimits,
 }
 
-/// The inputs of a decision.
+/// The inputs of the decision whether guests may run.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestInputs<'a> {
     pub policy: &'a Policy,
-    /// Why the policy is unknown: one of its files is malformed and had no valid content before.
-    /// `None` if the policy is known.
+    /// The reason why the policy is unknown: one of its files is malformed and was never valid
+    /// before. `None` if the policy is known.
     pub policy_unknown: Option<&'a str>,
     /// Uids of the users that the policy blocks.
     pub blocked_uids: &'a [u32],
     /// Uid of the user of the virtual machine.
-    pub uid: u32,
-    pub owner: &'a OwnerVerdict,
-    /// Reason of the owner verdict.
+    pub vm_uid: u32,
+    pub owner_verdict: &'a OwnerVerdict,
+    /// Reason for the owner verdict, in one sentence.
     pub owner_reason: &'a str,
     /// Available memory of the machine in bytes; 0 if unknown.
     pub available_bytes: u64,
@@ -43,137 +43,156 @@ pub struct GuestInputs<'a> {
     pub now: Micros,
 }
 
-/// Memory in addition to the owner's reserve that must be available before guests may run again
-/// after a shortage. It is the headroom that placement requires for one more task.
-const REOPEN_HEADROOM_BYTES: u64 = HEADROOM_BYTES_PER_TASK;
-/// Minimum duration of a memory shortage. It prevents that the memory that evicted guests have
-/// freed lets guests run again immediately.
-const REOPEN_DELAY: Micros = Micros::from_secs(30);
+/// Memory in bytes, in addition to the owner's reserve, that must be available before guests may
+/// run again after a shortage. It is the headroom that placement requires for one more task.
+const REOPEN_HEADROOM_BYTES: u64 = FREE_BYTES_PER_TASK_MIN;
+/// Minimum duration of a memory shortage. It prevents guests from running again as soon as the
+/// eviction of other guests has freed memory.
+const SHORTAGE_DURATION_MIN: Micros = Micros::from_secs(30);
 
-/// State of the decision: the times at which the machine was closed to guests for a reason other
-/// than a present owner.
+/// The times since which the machine is closed to guests; they are needed for the next decision.
 #[derive(Debug, Default)]
 pub struct GuestGate {
+    /// Time since which the machine is closed to guests; `None` if it is open. The owner's presence
+    /// alone does not close the machine.
     closed_since: Option<Micros>,
     /// Time since which less memory is available than the owner reserves; `None` if there is no
     /// shortage.
-    memory_short_since: Option<Micros>,
+    memory_shortage_since: Option<Micros>,
 }
 
-/// Returns the reason why the machine is closed to guests at this time, without regard to the
-/// owner's presence and to memory; `None` if it is open.
-fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
-    if let Some(why) = case.policy_unknown {
-        return Some(why.to_string());
+/// Returns the reason why the machine is closed to guests, apart from a shortage of memory; `None`
+/// if there is none.
+fn closing_reason(inputs: &GuestInputs<'_>) -> Option<String> {
+    if let Some(reason) = inputs.policy_unknown {
+        return Some(reason.to_string());
     }
-    if case.blocked_uids.contains(&case.uid) {
-        return Some(format!("user {} is blocked here", case.uid));
+    if inputs.blocked_uids.contains(&inputs.vm_uid) {
+        return Some(format!("user {} is blocked here", inputs.vm_uid));
     }
-    let never = case
+    let forbidden_hours = inputs
         .policy
         .forbidden_hours
         .iter()
         .flatten()
-        .find(|hours| hours.contains(case.local_time));
-    if let Some(hours) = never {
+        .find(|hours| hours.contains(inputs.local_time));
+    if let Some(hours) = forbidden_hours {
         return Some(format!("the owner wants no guests {hours}"));
     }
-    let only = case
+    let allowed_hours = inputs
         .policy
         .allowed_hours
         .as_ref()
-        .filter(|only| only.iter().all(|hours| !hours.contains(case.local_time)))?;
-    let all: Vec<String> = only.iter().map(|hours| hours.to_string()).collect();
+        .filter(|allowed_hours| {
+            allowed_hours
+                .iter()
+                .all(|hours| !hours.contains(inputs.local_time))
+        })?;
+    let hour_texts: Vec<String> = allowed_hours
+        .iter()
+        .map(|hours| hours.to_string())
+        .collect();
     Some(format!(
         "the owner wants guests only {}",
-        if all.is_empty() {
+        if hour_texts.is_empty() {
             "never".into()
         } else {
-            all.join(" and ")
+            hour_texts.join(" and ")
         }
     ))
 }
 
 /// Returns the time since which less memory is available than the owner reserves; `None` if there
-/// is no shortage. `before` is the previous result.
-fn memory_short_since(
-    before: Option<Micros>,
+/// is no shortage. `previous_since` is the result of the previous call.
+fn memory_shortage_since(
+    previous_since: Option<Micros>,
     policy: &Policy,
-    available: u64,
+    available_bytes: u64,
     now: Micros,
 ) -> Option<Micros> {
-    let keeps = policy.memory_free.filter(|_| available > 0)?.0;
-    let enough = match before {
+    let reserved_bytes = policy.memory_free.filter(|_| available_bytes > 0)?.0;
+    let is_sufficient = match previous_since {
         Some(since) => {
-            now.since(since) >= REOPEN_DELAY
-                && available >= keeps.saturating_add(REOPEN_HEADROOM_BYTES)
+            now.since(since) >= SHORTAGE_DURATION_MIN
+                && available_bytes >= reserved_bytes.saturating_add(REOPEN_HEADROOM_BYTES)
         }
-        None => available >= keeps,
+        None => available_bytes >= reserved_bytes,
     };
-    (!enough).then(|| before.unwrap_or(now))
+    (!is_sufficient).then(|| previous_since.unwrap_or(now))
 }
 
 impl GuestGate {
-    /// True if this amount of available memory requires a new decision.
-    pub fn needs_decision(&self, policy: &Policy, available: u64, now: Micros) -> bool {
-        memory_short_since(self.memory_short_since, policy, available, now).is_some()
-            != self.memory_short_since.is_some()
+    /// True if a new decision is required, because a memory shortage begins or ends with
+    /// `available_bytes` bytes.
+    pub fn needs_decision(&self, policy: &Policy, available_bytes: u64, now: Micros) -> bool {
+        memory_shortage_since(self.memory_shortage_since, policy, available_bytes, now).is_some()
+            != self.memory_shortage_since.is_some()
     }
 
-    /// Makes a new decision, and records the time since which the machine is closed.
-    pub fn decide(&mut self, case: &GuestInputs<'_>) -> GuestDecision {
-        self.memory_short_since = memory_short_since(
-            self.memory_short_since,
-            case.policy,
-            case.available_bytes,
-            case.now,
+    /// Makes a new decision, and records since when the machine is closed.
+    pub fn decide(&mut self, inputs: &GuestInputs<'_>) -> GuestDecision {
+        self.memory_shortage_since = memory_shortage_since(
+            self.memory_shortage_since,
+            inputs.policy,
+            inputs.available_bytes,
+            inputs.now,
         );
-        let short = self.memory_short_since.and(case.policy.memory_free);
-        let reason = closing_reason(case).or_else(|| {
+        let scarce_reserve = self.memory_shortage_since.and(inputs.policy.memory_free);
+        let reason = closing_reason(inputs).or_else(|| {
             Some(format!(
                 "less memory is free than the {} that the owner reserves",
-                short?
+                scarce_reserve?
             ))
         });
         self.closed_since = reason
             .as_ref()
-            .map(|_| self.closed_since.unwrap_or(case.now));
-        let seen = match case.owner {
+            .map(|_| self.closed_since.unwrap_or(inputs.now));
+        let owner_presence = match inputs.owner_verdict {
             OwnerVerdict::Present {
-                detected_at: seen, ..
-            } => Some((*seen, case.owner_reason.to_string())),
+                detected_at: owner_presence,
+                ..
+            } => Some((*owner_presence, inputs.owner_reason.to_string())),
             _ => None,
         };
-        let since = self.closed_since.zip(reason);
-        // The reason that is reported is the owner's presence, if both reasons exist; the eviction
-        // time counts from the earlier one.
-        let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
-        let (guests, why) = match (from, seen.or(since)) {
-            (Some(from), Some((_, why))) => (paused_access(case.policy, from), why),
+        let closure = self.closed_since.zip(reason);
+        // If the owner is present on a closed machine, the owner's presence is the reported reason.
+        // The time until eviction counts from the earlier event.
+        let stopped_since = owner_presence
+            .iter()
+            .chain(&closure)
+            .map(|(at, _)| *at)
+            .min();
+        let (guest_access, stop_reason) = match (stopped_since, owner_presence.or(closure)) {
+            (Some(stopped_since), Some((_, stop_reason))) => {
+                (paused_access(inputs.policy, stopped_since), stop_reason)
+            }
             _ => (GuestAccess::Welcome, String::new()),
         };
-        let blocked = case.policy.blocked.as_ref();
+        let blocked_programs_and_users = inputs.policy.blocked.as_ref();
         let limits = GuestLimits {
-            guests_max: case.policy.cores,
-            memory_free: case.policy.memory_free.map_or(0, |size| size.0),
-            programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
-            users: case.blocked_uids.to_vec(),
+            guests_max: inputs.policy.cores,
+            free_memory_bytes: inputs.policy.memory_free.map_or(0, |size| size.0),
+            blocked_programs: blocked_programs_and_users
+                .and_then(|b| b.programs.clone())
+                .unwrap_or_default(),
+            blocked_users: inputs.blocked_uids.to_vec(),
         };
         GuestDecision {
-            access: guests,
-            reason: why,
+            access: guest_access,
+            reason: stop_reason,
             limits,
         }
     }
 }
 
-fn paused_access(policy: &Policy, from: Micros) -> GuestAccess {
-    let leave_at = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
-        LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
+/// Returns the access of guests that must stop since the time `stopped_since`.
+fn paused_access(policy: &Policy, stopped_since: Micros) -> GuestAccess {
+    let eviction_time = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
+        LeaveAfter::Seconds(seconds) => Some(stopped_since + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
     };
     GuestAccess::Paused {
-        evict_at: leave_at,
+        evict_at: eviction_time,
         eviction: policy.eviction_mode.unwrap_or_default(),
     }
 }
@@ -188,34 +207,35 @@ mod tests {
         day: 0,
         minute: 720,
     };
-    const ABSENT: OwnerVerdict = OwnerVerdict::Absent { since: None };
-    const PRESENT: OwnerVerdict = OwnerVerdict::Present {
+    const ABSENT_OWNER: OwnerVerdict = OwnerVerdict::Absent { since: None };
+    const PRESENT_OWNER: OwnerVerdict = OwnerVerdict::Present {
         since: Micros(1),
         detected_at: Micros(50_000_000),
     };
 
-    fn parse(text: &str) -> Policy {
+    fn parse_policy(text: &str) -> Policy {
         Policy::parse("test", text).expect("good")
     }
 
     fn decide(
-        door: &mut GuestGate,
+        gate: &mut GuestGate,
         policy: &Policy,
         owner: &OwnerVerdict,
-        wall: LocalTime,
+        wall_clock: LocalTime,
         seconds: u64,
     ) -> GuestDecision {
         let now = Micros::from_secs(seconds);
-        let (shut, blocked, why) = (None, &[9], "alice is here");
-        door.decide(&GuestInputs {
+        let (unknown_reason, blocked_programs_and_users, stop_reason) =
+            (None, &[9], "alice is here");
+        gate.decide(&GuestInputs {
             policy,
-            policy_unknown: shut,
-            blocked_uids: blocked,
-            uid: 7,
-            owner,
-            owner_reason: why,
+            policy_unknown: unknown_reason,
+            blocked_uids: blocked_programs_and_users,
+            vm_uid: 7,
+            owner_verdict: owner,
+            owner_reason: stop_reason,
             available_bytes: 0,
-            local_time: wall,
+            local_time: wall_clock,
             now,
         })
     }
@@ -223,17 +243,17 @@ mod tests {
     fn decide_once(text: &str, owner: &OwnerVerdict, seconds: u64) -> GuestDecision {
         decide(
             &mut GuestGate::default(),
-            &parse(text),
+            &parse_policy(text),
             owner,
             NOON,
             seconds,
         )
     }
 
-    fn stopped_until(seconds: Option<u64>, then: EvictionMode) -> GuestAccess {
+    fn paused_until(seconds: Option<u64>, mode: EvictionMode) -> GuestAccess {
         GuestAccess::Paused {
             evict_at: seconds.map(Micros::from_secs),
-            eviction: then,
+            eviction: mode,
         }
     }
 
@@ -241,11 +261,14 @@ mod tests {
     /// run otherwise.
     #[test]
     fn default_policy_evicts_guests_of_present_owner() {
-        let there = decide_once("", &PRESENT, 60);
-        assert_eq!(there.access, stopped_until(Some(50), EvictionMode::Move));
-        assert_eq!(there.reason, "alice is here");
-        let maybe = OwnerVerdict::Maybe { since: Micros(1) };
-        for owner in [ABSENT, maybe] {
+        let present_decision = decide_once("", &PRESENT_OWNER, 60);
+        assert_eq!(
+            present_decision.access,
+            paused_until(Some(50), EvictionMode::Move)
+        );
+        assert_eq!(present_decision.reason, "alice is here");
+        let maybe_present = OwnerVerdict::Uncertain { since: Micros(1) };
+        for owner in [ABSENT_OWNER, maybe_present] {
             assert_eq!(
                 (
                     decide_once("", &owner, 60).access,
@@ -256,20 +279,20 @@ mod tests {
         }
     }
 
-    /// Guests stay paused for `leave_after` and are then evicted in the way that the policy names.
+    /// The eviction mode is the one that the policy sets.
     #[test]
     fn leave_after_and_then_are_applied() {
         assert_eq!(
-            decide_once("leave_after = 30", &PRESENT, 60).access,
-            stopped_until(Some(80), EvictionMode::Move)
+            decide_once("leave_after = 30", &PRESENT_OWNER, 60).access,
+            paused_until(Some(80), EvictionMode::Move)
         );
         assert_eq!(
-            decide_once("leave_after = \"never\"", &PRESENT, 60).access,
-            stopped_until(None, EvictionMode::Move)
+            decide_once("leave_after = \"never\"", &PRESENT_OWNER, 60).access,
+            paused_until(None, EvictionMode::Move)
         );
         assert_eq!(
-            decide_once("then = \"kill\"", &PRESENT, 60).access,
-            stopped_until(Some(50), EvictionMode::Kill)
+            decide_once("then = \"kill\"", &PRESENT_OWNER, 60).access,
+            paused_until(Some(50), EvictionMode::Kill)
         );
     }
 
@@ -277,55 +300,54 @@ mod tests {
     /// from the start of these hours.
     #[test]
     fn forbidden_hours_stop_guests_from_their_start() {
-        let policy = parse("never = [\"mon 12-13\"]\nleave_after = 30");
-        let mut door = GuestGate::default();
-        let early = LocalTime {
+        let policy = parse_policy("never = [\"mon 12-13\"]\nleave_after = 30");
+        let mut gate = GuestGate::default();
+        let minute_before = LocalTime {
             day: 0,
             minute: 719,
         };
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, early, 100).access,
+            decide(&mut gate, &policy, &ABSENT_OWNER, minute_before, 100).access,
             GuestAccess::Welcome
         );
         for seconds in [101, 120, 150] {
-            let closed = decide(&mut door, &policy, &ABSENT, NOON, seconds);
-            assert_eq!(closed.access, stopped_until(Some(131), EvictionMode::Move));
-            assert_eq!(closed.reason, "the owner wants no guests mon 12:00-13:00");
+            let decision = decide(&mut gate, &policy, &ABSENT_OWNER, NOON, seconds);
+            assert_eq!(decision.access, paused_until(Some(131), EvictionMode::Move));
+            assert_eq!(decision.reason, "the owner wants no guests mon 12:00-13:00");
         }
         // The reported reason is the owner's presence, not the hours.
         assert_eq!(
-            decide(&mut door, &policy, &PRESENT, NOON, 155).reason,
+            decide(&mut gate, &policy, &PRESENT_OWNER, NOON, 155).reason,
             "alice is here"
         );
-        let late = LocalTime {
+        let end_of_hours = LocalTime {
             day: 0,
             minute: 780,
         };
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, late, 160).access,
+            decide(&mut gate, &policy, &ABSENT_OWNER, end_of_hours, 160).access,
             GuestAccess::Welcome
         );
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, NOON, 170).access,
-            stopped_until(Some(200), EvictionMode::Move)
+            decide(&mut gate, &policy, &ABSENT_OWNER, NOON, 170).access,
+            paused_until(Some(200), EvictionMode::Move)
         );
     }
 
-    /// Outside the hours in `only`, guests stop.
     #[test]
     fn guests_stop_outside_allowed_hours() {
         assert_eq!(
-            decide_once("only = [\"mon 9-17\"]", &ABSENT, 1).access,
+            decide_once("only = [\"mon 9-17\"]", &ABSENT_OWNER, 1).access,
             GuestAccess::Welcome
         );
-        let closed = decide_once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
+        let decision = decide_once("only = [\"sat,sun\", \"22-6\"]", &ABSENT_OWNER, 1);
         assert_eq!(
-            closed.reason,
+            decision.reason,
             "the owner wants guests only sat-sun and 22:00-6:00"
         );
-        assert_ne!(closed.access, GuestAccess::Welcome);
+        assert_ne!(decision.access, GuestAccess::Welcome);
         assert_eq!(
-            decide_once("only = []", &ABSENT, 1).reason,
+            decide_once("only = []", &ABSENT_OWNER, 1).reason,
             "the owner wants guests only never"
         );
     }
@@ -333,147 +355,154 @@ mod tests {
     /// While the policy is unknown, guests stop as at forbidden hours.
     #[test]
     fn unknown_policy_stops_guests() {
-        let (policy, mut door) = (parse("leave_after = 30"), GuestGate::default());
-        let mut at = |seconds: u64, shut, owner| {
+        let (policy, mut gate) = (parse_policy("leave_after = 30"), GuestGate::default());
+        let mut decide_at = |seconds: u64, unknown_reason, owner| {
             let (policy, now) = (&policy, Micros::from_secs(seconds));
-            let why = "alice is here";
-            door.decide(&GuestInputs {
+            let presence_reason = "alice is here";
+            gate.decide(&GuestInputs {
                 policy,
-                policy_unknown: shut,
+                policy_unknown: unknown_reason,
                 blocked_uids: &[],
-                uid: 7,
-                owner,
-                owner_reason: why,
+                vm_uid: 7,
+                owner_verdict: owner,
+                owner_reason: presence_reason,
                 available_bytes: 0,
                 local_time: NOON,
                 now,
             })
         };
-        let wrong = Some("owner.toml, line 2: no");
+        let policy_error = Some("owner.toml, line 2: no");
         for seconds in [101, 120] {
-            let decision = at(seconds, wrong, &ABSENT);
-            assert_eq!(
-                decision.access,
-                stopped_until(Some(131), EvictionMode::Move)
-            );
+            let decision = decide_at(seconds, policy_error, &ABSENT_OWNER);
+            assert_eq!(decision.access, paused_until(Some(131), EvictionMode::Move));
             assert_eq!(decision.reason, "owner.toml, line 2: no");
         }
         assert_eq!(
-            at(140, wrong, &PRESENT).reason,
+            decide_at(140, policy_error, &PRESENT_OWNER).reason,
             "alice is here",
             "the better reason"
         );
-        assert_eq!(at(150, None, &ABSENT).access, GuestAccess::Welcome);
+        assert_eq!(
+            decide_at(150, None, &ABSENT_OWNER).access,
+            GuestAccess::Welcome
+        );
     }
 
     /// Guests of a blocked user may never run; the decision also contains the limits for other
     /// guests.
     #[test]
     fn blocked_user_is_refused_and_limits_are_passed() {
-        let mut door = GuestGate::default();
-        let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
-        let decide = |door: &mut GuestGate, user| {
+        let mut gate = GuestGate::default();
+        let policy = parse_policy("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
+        let decide = |gate: &mut GuestGate, user| {
             let now = Micros::from_secs(5);
-            let (policy, shut, owner, available) = (&policy, None, &ABSENT, 2 << 30);
-            door.decide(&GuestInputs {
+            let (policy, unknown_reason, owner, available) =
+                (&policy, None, &ABSENT_OWNER, 2 << 30);
+            gate.decide(&GuestInputs {
                 policy,
-                policy_unknown: shut,
+                policy_unknown: unknown_reason,
                 blocked_uids: &[9],
-                uid: user,
-                owner,
+                vm_uid: user,
+                owner_verdict: owner,
                 owner_reason: "",
                 available_bytes: available,
                 local_time: NOON,
                 now,
             })
         };
-        assert_eq!(decide(&mut door, 9).reason, "user 9 is blocked here");
-        let other = decide(&mut door, 7);
-        assert_eq!(other.access, GuestAccess::Welcome);
+        assert_eq!(decide(&mut gate, 9).reason, "user 9 is blocked here");
+        let admitted_decision = decide(&mut gate, 7);
+        assert_eq!(admitted_decision.access, GuestAccess::Welcome);
         let limits = GuestLimits {
             guests_max: Some(2),
-            memory_free: 1 << 30,
-            programs: vec!["x".into()],
-            users: vec![9],
+            free_memory_bytes: 1 << 30,
+            blocked_programs: vec!["x".into()],
+            blocked_users: vec![9],
         };
-        assert_eq!(other.limits, limits);
+        assert_eq!(admitted_decision.limits, limits);
     }
 
-    /// Guests stop when less memory is available than the owner reserves. They may run again when
-    /// there is headroom for one more task.
+    /// Guests may run again when there is headroom for one more task.
     #[test]
     fn short_memory_stops_guests_until_headroom_returns() {
-        let (policy, mut door) = (
-            parse("memory_free = \"1G\"\nleave_after = 5"),
+        let (policy, mut gate) = (
+            parse_policy("memory_free = \"1G\"\nleave_after = 5"),
             GuestGate::default(),
         );
-        let mut seen = |available: u64, seconds: u64| {
-            let (owner, now) = (&ABSENT, Micros::from_secs(seconds));
-            let (policy, shut) = (&policy, None);
-            let turns = door.needs_decision(policy, available, now);
-            let case = GuestInputs {
+        let mut decide_with_memory = |available: u64, seconds: u64| {
+            let (owner, now) = (&ABSENT_OWNER, Micros::from_secs(seconds));
+            let (policy, unknown_reason) = (&policy, None);
+            let needs_decision = gate.needs_decision(policy, available, now);
+            let inputs = GuestInputs {
                 policy,
-                policy_unknown: shut,
+                policy_unknown: unknown_reason,
                 blocked_uids: &[],
-                uid: 7,
-                owner,
+                vm_uid: 7,
+                owner_verdict: owner,
                 owner_reason: "",
                 available_bytes: available,
                 local_time: NOON,
                 now,
             };
-            let decision = door.decide(&case);
+            let decision = gate.decide(&inputs);
             assert!(
-                !door.needs_decision(policy, available, now),
+                !gate.needs_decision(policy, available, now),
                 "it was decided"
             );
-            (turns, decision.access)
+            (needs_decision, decision.access)
         };
-        const G: u64 = 1 << 30;
-        let stopped = stopped_until(Some(107), EvictionMode::Move);
-        assert_eq!(seen(0, 100), (false, GuestAccess::Welcome), "nobody knows");
+        const GIB: u64 = 1 << 30;
+        let paused = paused_until(Some(107), EvictionMode::Move);
         assert_eq!(
-            seen(G, 101),
+            decide_with_memory(0, 100),
+            (false, GuestAccess::Welcome),
+            "nobody knows"
+        );
+        assert_eq!(
+            decide_with_memory(GIB, 101),
             (false, GuestAccess::Welcome),
             "that is enough"
         );
-        assert_eq!(seen(G - 1, 102), (true, stopped));
-        assert_eq!(seen(2 * G, 103), (false, stopped), "they went a moment ago");
+        assert_eq!(decide_with_memory(GIB - 1, 102), (true, paused));
         assert_eq!(
-            seen(G + 1, 132),
-            (false, stopped),
+            decide_with_memory(2 * GIB, 103),
+            (false, paused),
+            "they went a moment ago"
+        );
+        assert_eq!(
+            decide_with_memory(GIB + 1, 132),
+            (false, paused),
             "not enough for one more"
         );
         assert_eq!(
-            seen(G + HEADROOM_BYTES_PER_TASK, 133),
+            decide_with_memory(GIB + FREE_BYTES_PER_TASK_MIN, 133),
             (true, GuestAccess::Welcome)
         );
         assert_eq!(
-            seen(G - 1, 134),
-            (true, stopped_until(Some(139), EvictionMode::Move)),
+            decide_with_memory(GIB - 1, 134),
+            (true, paused_until(Some(139), EvictionMode::Move)),
             "its time starts again"
         );
         assert_eq!(
-            seen(0, 135),
+            decide_with_memory(0, 135),
             (true, GuestAccess::Welcome),
             "nobody knows any more"
         );
     }
 
     proptest! {
-        /// A present owner always stops guests, and the eviction time is never before the owner's
-        /// arrival.
+        /// The eviction time is never before the owner's arrival.
         #[test]
         fn present_owner_always_stops_guests(
-            leave in prop::option::of(0_u64..100), day in 0_u8..7, minute in 0_u16..1440, there: bool, hours in 1_u16..24,
+            leave_after in prop::option::of(0_u64..100), day in 0_u8..7, minute in 0_u16..1440, is_present: bool, hours in 1_u16..24,
         ) {
-            let leave = leave.map_or("\"never\"".to_string(), |s| s.to_string());
-            let policy = parse(&format!("never = [\"0-{hours}\"]\nleave_after = {leave}"));
-            let owner = if there { PRESENT } else { ABSENT };
+            let leave_after = leave_after.map_or("\"never\"".to_string(), |s| s.to_string());
+            let policy = parse_policy(&format!("never = [\"0-{hours}\"]\nleave_after = {leave_after}"));
+            let owner = if is_present { PRESENT_OWNER } else { ABSENT_OWNER };
             let decision = decide(&mut GuestGate::default(), &policy, &owner, LocalTime { day, minute }, 60);
-            let closed = minute < hours * 60;
-            prop_assert_eq!(decision.access != GuestAccess::Welcome, there || closed);
-            prop_assert_eq!(decision.reason.is_empty(), !there && !closed);
+            let is_forbidden_hour = minute < hours * 60;
+            prop_assert_eq!(decision.access != GuestAccess::Welcome, is_present || is_forbidden_hour);
+            prop_assert_eq!(decision.reason.is_empty(), !is_present && !is_forbidden_hour);
             if let GuestAccess::Paused { evict_at: Some(at), .. } = decision.access {
                 prop_assert!(at >= Micros::from_secs(50));
             }

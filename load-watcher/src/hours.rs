@@ -6,20 +6,21 @@ use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
-const DAY_MINUTES: u16 = 24 * 60;
+/// Names of the days of the week, in the order of their indices.
+const DAY_NAMES: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
+const MINUTES_PER_DAY: u16 = 24 * 60;
 
 /// A minute of the week in local time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalTime {
-    /// Day of the week; 0 is Monday.
+    /// Day of the week: 0 is Monday, 6 is Sunday.
     pub day: u8,
     /// Minutes since midnight, below 1440.
     pub minute: u16,
 }
 
-/// The same time range on one or more days of the week. If the end is not after the start, the
-/// range extends over midnight and belongs to the day on which it starts.
+/// A time range that applies on one or more days of the week. If its end is not after its start,
+/// the range extends over midnight and belongs to the day on which it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct WeeklyHours {
@@ -38,7 +39,7 @@ pub struct WeeklyHours {
 pub struct HoursError(String);
 
 impl WeeklyHours {
-    /// True if the minute is in the time range. The end of the range is excluded.
+    /// True if the minute `at` is in the time range. The end of the range is excluded.
     pub fn contains(&self, at: LocalTime) -> bool {
         let (today, yesterday) = (
             self.days[usize::from(at.day % 7)],
@@ -51,18 +52,19 @@ impl WeeklyHours {
         }
     }
 
-    /// Splits a time range that extends over midnight into ranges that do not.
-    fn split_at_midnight(&self) -> Vec<WeeklyHours> {
+    /// Returns the same times as ranges that do not extend over midnight: one range, or two if this
+    /// range extends over midnight.
+    fn split_at_midnight(&self) -> Vec<Self> {
         if self.start_minute < self.end_minute {
             return vec![*self];
         }
         let mut next_day = self.days;
         next_day.rotate_right(1);
-        let evening = WeeklyHours {
-            end_minute: DAY_MINUTES,
+        let evening = Self {
+            end_minute: MINUTES_PER_DAY,
             ..*self
         };
-        let morning = WeeklyHours {
+        let morning = Self {
             days: next_day,
             start_minute: 0,
             end_minute: self.end_minute,
@@ -73,27 +75,30 @@ impl WeeklyHours {
             .collect()
     }
 
-    /// Returns the time that both ranges have in common, as a list of ranges.
-    pub fn intersection(&self, other: &WeeklyHours) -> Vec<WeeklyHours> {
-        let meet = |a: WeeklyHours, b: &WeeklyHours| {
+    /// Returns the times that are in this range and in `other`, as a list of ranges.
+    pub fn intersection(&self, other: &Self) -> Vec<Self> {
+        let intersect_parts = |a: Self, b: &Self| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
-            WeeklyHours {
+            Self {
                 days,
                 start_minute: a.start_minute.max(b.start_minute),
                 end_minute: a.end_minute.min(b.end_minute),
             }
         };
-        let (mine, theirs) = (self.split_at_midnight(), other.split_at_midnight());
-        let all = mine
+        let (own_parts, other_parts) = (self.split_at_midnight(), other.split_at_midnight());
+        let intersections = own_parts
             .into_iter()
-            .flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
-        all.filter(|part| part.start_minute < part.end_minute && part.days.contains(&true))
+            .flat_map(|a| other_parts.iter().map(move |b| intersect_parts(a, b)));
+        intersections
+            .filter(|part| part.start_minute < part.end_minute && part.days.contains(&true))
             .collect()
     }
 }
 
 fn parse_day(text: &str) -> Option<usize> {
-    DAYS.iter().position(|name| text.eq_ignore_ascii_case(name))
+    DAY_NAMES
+        .iter()
+        .position(|name| text.eq_ignore_ascii_case(name))
 }
 
 fn parse_days(text: &str) -> Option<[bool; 7]> {
@@ -113,42 +118,43 @@ fn parse_days(text: &str) -> Option<[bool; 7]> {
 
 fn parse_minute(text: &str) -> Option<u16> {
     let (hours, minutes) = text.split_once(':').unwrap_or((text, "0"));
-    let short = |part: &str| {
+    let is_short_number = |part: &str| {
         !part.is_empty() && part.len() <= 2 && part.bytes().all(|b| b.is_ascii_digit())
     };
-    if !short(hours) || !short(minutes) {
+    if !is_short_number(hours) || !is_short_number(minutes) {
         return None;
     }
     let (hours, minutes): (u16, u16) = (hours.parse().ok()?, minutes.parse().ok()?);
-    Some(hours * 60 + minutes).filter(|all| minutes < 60 && *all <= DAY_MINUTES)
+    Some(hours * 60 + minutes)
+        .filter(|total_minutes| minutes < 60 && *total_minutes <= MINUTES_PER_DAY)
 }
 
 fn parse_minute_range(text: &str) -> Option<(u16, u16)> {
-    let (from, to) = text.split_once('-')?;
-    let (from, to) = (parse_minute(from)?, parse_minute(to)?);
-    (from != to && from < DAY_MINUTES).then_some((from, to))
+    let (start, end) = text.split_once('-')?;
+    let (start, end) = (parse_minute(start)?, parse_minute(end)?);
+    (start != end && start < MINUTES_PER_DAY).then_some((start, end))
 }
 
 impl FromStr for WeeklyHours {
     type Err = HoursError;
 
-    fn from_str(text: &str) -> Result<WeeklyHours, HoursError> {
-        let words: Vec<&str> = text.split_whitespace().collect();
-        let whole = (0, DAY_MINUTES);
-        let parsed = match words[..] {
-            ["always"] => Some(([true; 7], whole)),
+    fn from_str(text: &str) -> Result<Self, HoursError> {
+        let tokens: Vec<&str> = text.split_whitespace().collect();
+        let whole_day = (0, MINUTES_PER_DAY);
+        let days_and_range = match tokens[..] {
+            ["always"] => Some(([true; 7], whole_day)),
             [one] => match (parse_days(one), parse_minute_range(one)) {
-                (Some(days), _) => Some((days, whole)),
+                (Some(days), _) => Some((days, whole_day)),
                 (None, span) => span.map(|span| ([true; 7], span)),
             },
             [first, second] => parse_days(first).zip(parse_minute_range(second)),
             _ => None,
         };
-        let (days, (from, to)) = parsed.ok_or_else(|| HoursError(text.to_string()))?;
-        Ok(WeeklyHours {
+        let (days, (start, end)) = days_and_range.ok_or_else(|| HoursError(text.to_string()))?;
+        Ok(Self {
             days,
-            start_minute: from,
-            end_minute: to,
+            start_minute: start,
+            end_minute: end,
         })
     }
 }
@@ -156,40 +162,47 @@ impl FromStr for WeeklyHours {
 impl TryFrom<String> for WeeklyHours {
     type Error = HoursError;
 
-    fn try_from(text: String) -> Result<WeeklyHours, HoursError> {
+    fn try_from(text: String) -> Result<Self, HoursError> {
         text.parse()
     }
 }
 
 impl fmt::Display for WeeklyHours {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = (self.start_minute, self.end_minute) == (0, DAY_MINUTES);
-        let all = self.days == [true; 7];
-        if whole && all {
+        let is_whole_day = (self.start_minute, self.end_minute) == (0, MINUTES_PER_DAY);
+        let is_every_day = self.days == [true; 7];
+        if is_whole_day && is_every_day {
             return f.write_str("always");
         }
-        if !all {
+        if !is_every_day {
             let mut parts: Vec<String> = Vec::new();
             let mut i = 0;
             while i < 7 {
-                let run = self.days[i..].iter().take_while(|on| **on).count();
-                match run {
+                let consecutive_days = self.days[i..]
+                    .iter()
+                    .take_while(|is_selected| **is_selected)
+                    .count();
+                match consecutive_days {
                     0 => {}
-                    1 => parts.push(DAYS[i].to_string()),
-                    _ => parts.push(format!("{}-{}", DAYS[i], DAYS[i + run - 1])),
+                    1 => parts.push(DAY_NAMES[i].to_string()),
+                    _ => parts.push(format!(
+                        "{}-{}",
+                        DAY_NAMES[i],
+                        DAY_NAMES[i + consecutive_days - 1]
+                    )),
                 }
-                i += run.max(1);
+                i += consecutive_days.max(1);
             }
             f.write_str(&parts.join(","))?;
         }
-        if !whole {
-            let clock = |m: u16| format!("{}:{:02}", m / 60, m % 60);
+        if !is_whole_day {
+            let clock_text = |m: u16| format!("{}:{:02}", m / 60, m % 60);
             write!(
                 f,
                 "{}{}-{}",
-                if all { "" } else { " " },
-                clock(self.start_minute),
-                clock(self.end_minute)
+                if is_every_day { "" } else { " " },
+                clock_text(self.start_minute),
+                clock_text(self.end_minute)
             )?;
         }
         Ok(())
@@ -201,11 +214,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn hours(text: &str) -> WeeklyHours {
+    fn parse_hours(text: &str) -> WeeklyHours {
         text.parse().expect("good")
     }
 
-    fn at(day: u8, hour: u16, minute: u16) -> LocalTime {
+    fn local_time(day: u8, hour: u16, minute: u16) -> LocalTime {
         LocalTime {
             day,
             minute: hour * 60 + minute,
@@ -215,41 +228,49 @@ mod tests {
     /// A time range includes its first minute and excludes its end.
     #[test]
     fn hours_include_start_and_exclude_end() {
-        let office = hours("mon-fri 9-17:30");
+        let office_hours = parse_hours("mon-fri 9-17:30");
         assert!(
-            !office.contains(at(0, 8, 59))
-                && office.contains(at(0, 9, 0))
-                && office.contains(at(4, 17, 29))
+            !office_hours.contains(local_time(0, 8, 59))
+                && office_hours.contains(local_time(0, 9, 0))
+                && office_hours.contains(local_time(4, 17, 29))
         );
-        assert!(!office.contains(at(4, 17, 30)) && !office.contains(at(5, 12, 0)));
         assert!(
-            hours("sat,sun").contains(at(6, 23, 59)) && !hours("sat,sun").contains(at(0, 0, 0))
+            !office_hours.contains(local_time(4, 17, 30))
+                && !office_hours.contains(local_time(5, 12, 0))
         );
-        assert!(hours("22-24").contains(at(2, 23, 59)) && hours("always").contains(at(3, 3, 3)));
+        assert!(
+            parse_hours("sat,sun").contains(local_time(6, 23, 59))
+                && !parse_hours("sat,sun").contains(local_time(0, 0, 0))
+        );
+        assert!(
+            parse_hours("22-24").contains(local_time(2, 23, 59))
+                && parse_hours("always").contains(local_time(3, 3, 3))
+        );
     }
 
-    /// A time range over midnight belongs to the day on which it starts, even at the end of the
-    /// week.
+    /// Sunday night extends into Monday.
     #[test]
     fn hours_over_midnight_belong_to_start_day() {
-        let night = hours("fri 22-6");
-        assert!(night.contains(at(4, 22, 0)) && night.contains(at(5, 5, 59)));
+        let night_hours = parse_hours("fri 22-6");
         assert!(
-            !night.contains(at(4, 5, 0))
-                && !night.contains(at(5, 22, 0))
-                && !night.contains(at(5, 6, 0))
+            night_hours.contains(local_time(4, 22, 0))
+                && night_hours.contains(local_time(5, 5, 59))
         );
         assert!(
-            hours("sun 23-1").contains(at(0, 0, 30)),
+            !night_hours.contains(local_time(4, 5, 0))
+                && !night_hours.contains(local_time(5, 22, 0))
+                && !night_hours.contains(local_time(5, 6, 0))
+        );
+        assert!(
+            parse_hours("sun 23-1").contains(local_time(0, 0, 30)),
             "the week goes round"
         );
         assert!(
-            hours("sat-mon 1-2").contains(at(6, 1, 0))
-                && hours("sat-mon 1-2").contains(at(0, 1, 0))
+            parse_hours("sat-mon 1-2").contains(local_time(6, 1, 0))
+                && parse_hours("sat-mon 1-2").contains(local_time(0, 1, 0))
         );
     }
 
-    /// A malformed time range is refused with an error that quotes it.
     #[test]
     fn malformed_hours_are_refused_and_quoted() {
         for text in [
@@ -271,7 +292,6 @@ mod tests {
     }
 
     proptest! {
-        /// A formatted time range is parsed into the same time range.
         #[test]
         fn formatted_hours_parse_unchanged(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
             prop_assume!(from != to && days.contains(&true));
@@ -291,7 +311,6 @@ mod tests {
             }
         }
 
-        /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted_or_refused(text in "[a-z0-9 :,-]{0,20}|.{0,20}") {
             let _ = text.parse::<WeeklyHours>();

@@ -1,13 +1,13 @@
 //! Queries systemd-logind over D-Bus for the login sessions and for the use of their screens.
-//! Desktops report to logind when they are idle or locked; neither session files nor terminals show
-//! that.
+//! Desktops report to logind when they are idle or locked; session files and terminals do not show
+//! whether a desktop is idle or locked.
 //!
 //! A separate thread owns the connection and reads all sessions again after each signal of logind,
 //! so a bus that does not answer does not delay the load watcher. Without a bus or without logind
 //! the result is [`Evidence::Unavailable`] with the reason.
 
 use crate::owner::Evidence;
-use crate::sessions::{SESSIONS_MAX, ScreenUse, Session, from_values, sorted_by_start};
+use crate::sessions::{SESSIONS_MAX, ScreenUse, Session, session_from_values, sort_by_start};
 use crate::system::time_of_day;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::Micros;
@@ -26,13 +26,14 @@ use zbus::{Connection, MatchRule, MessageStream, connection, message};
 /// Address of the system bus.
 pub const SYSTEM_BUS: &str = "unix:path=/run/dbus/system_bus_socket";
 /// Time limit for an answer of logind; afterwards the connection is closed until the next attempt.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const LOGIND_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Initial interval between two attempts to connect.
-const RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Maximum interval after repeated failures. On most machines without logind every attempt fails.
+const INITIAL_RETRY_INTERVAL: Duration = Duration::from_secs(60);
+/// Maximum interval between two attempts to connect. The interval grows with each failure; on most
+/// machines without logind every attempt fails.
 const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(5 * 60);
 /// Maximum number of queued D-Bus signals.
-const SIGNALS_MAX: usize = 256;
+const QUEUED_SIGNALS_MAX: usize = 256;
 
 const LOGIND_SERVICE: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
@@ -46,24 +47,24 @@ struct SharedAnswer {
     change_event: EventFd,
 }
 
-/// Client of systemd-logind with its latest answer.
+/// Client of systemd-logind that stores the latest answer.
 #[derive(Debug)]
 pub struct LogindClient(Arc<SharedAnswer>);
 
 impl LogindClient {
-    /// Starts to query logind on the bus with this D-Bus address. The sessions are unavailable
-    /// until the first answer.
+    /// Starts a thread that queries logind on the bus with the D-Bus address `address`. The
+    /// sessions are unavailable until the first answer.
     ///
     /// # Errors
-    /// The system has no descriptor or thread left.
-    pub fn start(address: String) -> std::io::Result<LogindClient> {
+    /// The process has no free descriptor, or no thread can be created.
+    pub fn start_queries(address: String) -> std::io::Result<Self> {
         let sessions = Mutex::new(Evidence::Unavailable("logind has not answered yet".into()));
-        let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let known = Arc::new(SharedAnswer {
+        let change_notifier = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let shared_answer = Arc::new(SharedAnswer {
             sessions,
-            change_event: news,
+            change_event: change_notifier,
         });
-        let shared = Arc::clone(&known);
+        let thread_answer = Arc::clone(&shared_answer);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
@@ -71,29 +72,29 @@ impl LogindClient {
             .name("logind".into())
             .spawn(move || {
                 runtime.block_on(async {
-                    let mut pause = RETRY_INTERVAL;
+                    let mut retry_interval = INITIAL_RETRY_INTERVAL;
                     loop {
-                        let Err(error) = run_connection(&address, &shared).await;
-                        if shared.store(Evidence::Unavailable(format!(
+                        let Err(error) = run_connection(&address, &thread_answer).await;
+                        if thread_answer.store_sessions(Evidence::Unavailable(format!(
                             "logind cannot be queried over {address}: {error}"
                         ))) {
-                            pause = RETRY_INTERVAL;
+                            retry_interval = INITIAL_RETRY_INTERVAL;
                         }
-                        tokio::time::sleep(pause).await;
-                        pause = (pause * 2).min(RETRY_INTERVAL_MAX);
+                        tokio::time::sleep(retry_interval).await;
+                        retry_interval = (retry_interval * 2).min(RETRY_INTERVAL_MAX);
                     }
                 });
             })?;
-        Ok(LogindClient(known))
+        Ok(Self(shared_answer))
     }
 
-    /// Returns a descriptor that is readable when the answer has changed.
+    /// Returns a descriptor that is readable after the answer has changed.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.change_event.as_fd()
     }
 
     /// Returns true if the answer has changed since the last call.
-    pub fn take_change(&self) -> bool {
+    pub fn take_change_event(&self) -> bool {
         self.0.change_event.read().is_ok()
     }
 
@@ -109,45 +110,46 @@ impl LogindClient {
 
 impl SharedAnswer {
     /// Stores a new answer. Returns true if it differs from the previous one.
-    fn store(&self, sessions: Evidence<Vec<Session>>) -> bool {
-        let mut known = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_news = *known != sessions;
-        if is_news {
-            *known = sessions;
+    fn store_sessions(&self, sessions: Evidence<Vec<Session>>) -> bool {
+        let mut stored_sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_changed = *stored_sessions != sessions;
+        if has_changed {
+            *stored_sessions = sessions;
             // Fails only if the descriptor is already readable.
             let _ = self.change_event.write(1);
         }
-        is_news
+        has_changed
     }
 }
 
 /// Queries logind and stores its answers until the connection fails.
-async fn run_connection(address: &str, known: &SharedAnswer) -> zbus::Result<Infallible> {
-    let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIMEOUT);
-    let bus = tokio::time::timeout(ANSWER_TIMEOUT, builder.build());
+async fn run_connection(address: &str, shared_answer: &SharedAnswer) -> zbus::Result<Infallible> {
+    let builder = connection::Builder::address(address)?.method_timeout(LOGIND_ANSWER_TIMEOUT);
+    let bus = tokio::time::timeout(LOGIND_ANSWER_TIMEOUT, builder.build());
     let bus = bus
         .await
         .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
-    // Subscribe to signals before the first query, so that no change is lost.
-    let signal = || MatchRule::builder().msg_type(message::Type::Signal);
-    let logind_signals = signal().sender(LOGIND_SERVICE)?.build();
-    let owner_changes = signal()
+    // The signals are subscribed before the first query, so that no change is lost.
+    let signal_rule = || MatchRule::builder().msg_type(message::Type::Signal);
+    let logind_signals = signal_rule().sender(LOGIND_SERVICE)?.build();
+    let owner_changes = signal_rule()
         .sender("org.freedesktop.DBus")?
         .member("NameOwnerChanged")?
         .add_arg(LOGIND_SERVICE)?
         .build();
     let mut logind_signals =
-        MessageStream::for_match_rule(logind_signals, &bus, Some(SIGNALS_MAX)).await?;
+        MessageStream::for_match_rule(logind_signals, &bus, Some(QUEUED_SIGNALS_MAX)).await?;
     let mut owner_changes =
-        MessageStream::for_match_rule(owner_changes, &bus, Some(SIGNALS_MAX)).await?;
-    let mut locked = BTreeMap::new();
+        MessageStream::for_match_rule(owner_changes, &bus, Some(QUEUED_SIGNALS_MAX)).await?;
+    let mut lock_times = BTreeMap::new();
     loop {
-        known.store(Evidence::Known(read_sessions(&bus, &mut locked).await?));
-        let news = tokio::select! {
-            news = next_signal(&mut logind_signals) => news,
-            news = next_signal(&mut owner_changes) => news,
+        shared_answer.store_sessions(Evidence::Known(read_sessions(&bus, &mut lock_times).await?));
+        let signal_result = tokio::select! {
+            signal_result = next_signal(&mut logind_signals) => signal_result,
+            signal_result = next_signal(&mut owner_changes) => signal_result,
         };
-        news.unwrap_or_else(|| Err(zbus::Error::Failure("the bus closed the connection".into())))?;
+        signal_result
+            .unwrap_or_else(|| Err(zbus::Error::Failure("the bus closed the connection".into())))?;
     }
 }
 
@@ -155,11 +157,11 @@ async fn next_signal(signals: &mut MessageStream) -> Option<zbus::Result<zbus::M
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
-/// Reads all sessions of persons. `locked` contains the locked sessions by name, with the time at
-/// which the lock was first seen; it is updated.
+/// Reads all sessions of persons. `lock_times` contains, for each locked session by name, the time at
+/// which the lock was first seen. The function updates `lock_times`.
 async fn read_sessions(
     bus: &Connection,
-    locked: &mut BTreeMap<String, Micros>,
+    lock_times: &mut BTreeMap<String, Micros>,
 ) -> zbus::Result<Vec<Session>> {
     let answer = bus
         .call_method(
@@ -170,11 +172,15 @@ async fn read_sessions(
             &(),
         )
         .await?;
-    let listed: Vec<(String, u32, String, String, OwnedObjectPath)> =
+    let session_list: Vec<(String, u32, String, String, OwnedObjectPath)> =
         answer.body().deserialize()?;
-    locked.retain(|name, _| listed.iter().any(|(listed, ..)| listed == name));
-    let mut all = Vec::new();
-    for (name, .., path) in listed.into_iter().take(SESSIONS_MAX) {
+    lock_times.retain(|name, _| {
+        session_list
+            .iter()
+            .any(|(session_list, ..)| session_list == name)
+    });
+    let mut sessions = Vec::new();
+    for (name, .., path) in session_list.into_iter().take(SESSIONS_MAX) {
         let properties = PropertiesProxy::builder(bus)
             .destination(LOGIND_SERVICE)?
             .path(&path)?
@@ -188,17 +194,17 @@ async fn read_sessions(
             continue;
         };
         if bool_property(&properties, "LockedHint") {
-            locked.entry(name.clone()).or_insert_with(time_of_day);
+            lock_times.entry(name.clone()).or_insert_with(time_of_day);
         } else {
-            locked.remove(&name);
+            lock_times.remove(&name);
         }
-        all.extend(from_properties(
+        sessions.extend(session_from_properties(
             &name,
             &properties,
-            locked.get(&name).copied(),
+            lock_times.get(&name).copied(),
         ));
     }
-    Ok(sorted_by_start(all))
+    Ok(sort_by_start(sessions))
 }
 
 fn bool_property(properties: &HashMap<String, OwnedValue>, name: &str) -> bool {
@@ -212,48 +218,51 @@ fn u64_property(properties: &HashMap<String, OwnedValue>, name: &str) -> Option<
 }
 
 /// Creates a session from its D-Bus properties, which are mapped to the keys of a session file.
-/// `locked` is the time at which the lock of its screen was first seen. `None` if the session does
-/// not belong to a person.
-fn from_properties(
+/// `locked_since` is the time at which the lock of the session's screen was first seen; `None` if the
+/// screen is not locked. Returns `None` if the session does not belong to a person.
+fn session_from_properties(
     name: &str,
     properties: &HashMap<String, OwnedValue>,
-    locked: Option<Micros>,
+    locked_since: Option<Micros>,
 ) -> Option<Session> {
-    let text = |name: &str| {
+    let text_property = |name: &str| {
         properties
             .get(name)
             .and_then(|value| <&str>::try_from(value).ok())
             .map(str::to_string)
     };
-    let found = from_values(name, |key| match key {
-        "CLASS" => text("Class"),
-        "STATE" => text("State"),
-        "TYPE" => text("Type"),
-        "USER" => text("Name"),
-        "TTY" => text("TTY"),
-        "DISPLAY" => text("Display"),
+    let session = session_from_values(name, |key| match key {
+        "CLASS" => text_property("Class"),
+        "STATE" => text_property("State"),
+        "TYPE" => text_property("Type"),
+        "USER" => text_property("Name"),
+        "TTY" => text_property("TTY"),
+        "DISPLAY" => text_property("Display"),
         "REMOTE" => Some(u8::from(bool_property(properties, "Remote")).to_string()),
-        "REMOTE_HOST" => text("RemoteHost"),
+        "REMOTE_HOST" => text_property("RemoteHost"),
         "REALTIME" => u64_property(properties, "Timestamp").map(|at| at.to_string()),
         _ => None,
     })?;
     // Zero means that the desktop has never reported whether it is idle.
-    let since = u64_property(properties, "IdleSinceHint")
-        .filter(|since| *since > 0)
+    let idle_since_hint = u64_property(properties, "IdleSinceHint")
+        .filter(|idle_since_hint| *idle_since_hint > 0)
         .map(Micros);
-    let idle = if bool_property(properties, "IdleHint") {
-        since
+    let reported_use = if bool_property(properties, "IdleHint") {
+        idle_since_hint
     } else {
         None
     };
-    let idle = match (idle.into_iter().chain(locked).min(), since) {
-        (Some(since), _) => ScreenUse::IdleSince(since),
+    let reported_use = match (
+        reported_use.into_iter().chain(locked_since).min(),
+        idle_since_hint,
+    ) {
+        (Some(idle_since_hint), _) => ScreenUse::IdleSince(idle_since_hint),
         (None, Some(_)) => ScreenUse::InUse,
         (None, None) => ScreenUse::Unknown,
     };
     Some(Session {
-        screen_use: idle,
-        ..found
+        screen_use: reported_use,
+        ..session
     })
 }
 
@@ -262,7 +271,7 @@ mod tests {
     use super::*;
     use zbus::zvariant::Value;
 
-    fn desk(more: &[(&str, Value<'_>)]) -> HashMap<String, OwnedValue> {
+    fn desktop_properties(additional: &[(&str, Value<'_>)]) -> HashMap<String, OwnedValue> {
         let text = [
             ("Class", "user"),
             ("State", "active"),
@@ -271,88 +280,95 @@ mod tests {
             ("TTY", "tty2"),
         ];
         let text = text.map(|(name, value)| (name, Value::from(value)));
-        let all = text
+        let properties = text
             .iter()
-            .chain(more)
+            .chain(additional)
             .map(|(name, value)| (name.to_string(), value.try_to_owned().expect("plain")));
-        all.collect()
+        properties.collect()
     }
 
-    fn idle(more: &[(&str, Value<'_>)], locked: Option<Micros>) -> ScreenUse {
-        from_properties("3", &desk(more), locked)
+    fn parsed_screen_use(
+        additional: &[(&str, Value<'_>)],
+        locked_since: Option<Micros>,
+    ) -> ScreenUse {
+        session_from_properties("3", &desktop_properties(additional), locked_since)
             .expect("somebody")
             .screen_use
     }
 
-    /// A session's properties contain user, terminal, origin and start.
     #[test]
     fn session_properties_give_user_terminal_and_start() {
-        let far = [
+        let remote_properties = [
             ("Timestamp", 5_u64.into()),
             ("Remote", true.into()),
             ("RemoteHost", "10.0.0.9".into()),
         ];
         let Session {
             login,
-            remote,
-            graphical,
-            screen_use: idle,
-        } = from_properties("3", &desk(&far), None).expect("somebody");
+            is_remote: remote,
+            has_screen: graphical,
+            screen_use: reported_use,
+        } = session_from_properties("3", &desktop_properties(&remote_properties), None)
+            .expect("somebody");
         assert_eq!(
             (
-                login.user.as_str(),
-                login.line.as_str(),
-                login.from.as_str()
+                login.user_name.as_str(),
+                login.terminal.as_str(),
+                login.origin.as_str()
             ),
             ("olga", "tty2", "10.0.0.9")
         );
         assert_eq!(
-            (login.at, remote, graphical, idle),
+            (login.at, remote, graphical, reported_use),
             (Micros(5), true, true, ScreenUse::Unknown)
         );
         assert_eq!(
-            from_properties("3", &desk(&[("Class", "greeter".into())]), None),
+            session_from_properties(
+                "3",
+                &desktop_properties(&[("Class", "greeter".into())]),
+                None
+            ),
             None
         );
-        assert_eq!(from_properties("3", &HashMap::new(), None), None);
+        assert_eq!(session_from_properties("3", &HashMap::new(), None), None);
     }
 
-    /// The idle hint of a desktop determines the use of its screen; a locked screen counts as idle.
+    /// A locked screen counts as idle even if the desktop does not report that it is idle.
     #[test]
     fn idle_and_locked_hints_determine_screen_use() {
-        let said =
+        let hints =
             |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
         assert_eq!(
-            idle(&said(true, 70), None),
+            parsed_screen_use(&hints(true, 70), None),
             ScreenUse::IdleSince(Micros(70))
         );
-        assert_eq!(idle(&said(false, 70), None), ScreenUse::InUse);
+        assert_eq!(parsed_screen_use(&hints(false, 70), None), ScreenUse::InUse);
         assert_eq!(
-            idle(&said(false, 0), None),
+            parsed_screen_use(&hints(false, 0), None),
             ScreenUse::Unknown,
             "it has never said anything"
         );
-        assert_eq!(idle(&said(true, 0), None), ScreenUse::Unknown);
+        assert_eq!(parsed_screen_use(&hints(true, 0), None), ScreenUse::Unknown);
         assert_eq!(
-            idle(&said(false, 70), Some(Micros(90))),
+            parsed_screen_use(&hints(false, 70), Some(Micros(90))),
             ScreenUse::IdleSince(Micros(90))
         );
         assert_eq!(
-            idle(&said(true, 70), Some(Micros(90))),
+            parsed_screen_use(&hints(true, 70), Some(Micros(90))),
             ScreenUse::IdleSince(Micros(70))
         );
     }
 
     #[test]
     fn properties_of_wrong_type_are_ignored() {
-        let wrong = [
+        let wrong_types = [
             ("IdleHint", 1_u64.into()),
             ("IdleSinceHint", "long ago".into()),
             ("Timestamp", true.into()),
         ];
-        assert_eq!(idle(&wrong, None), ScreenUse::Unknown);
+        assert_eq!(parsed_screen_use(&wrong_types, None), ScreenUse::Unknown);
         assert_eq!(
-            from_properties("3", &desk(&[("Name", 7_u32.into())]), None),
+            session_from_properties("3", &desktop_properties(&[("Name", 7_u32.into())]), None),
             None
         );
     }

@@ -1,5 +1,5 @@
-//! `pvm-load-watcher`: notifies the daemon of its host whether guests may run there, and reports
-//! the host's load and owner to the resource manager.
+//! `pvm-load-watcher`: notifies the daemon of its host whether guests may run, and reports the
+//! host's load and owner to the resource manager.
 
 mod rm_link;
 mod watcher;
@@ -78,17 +78,18 @@ fn parse_tid(text: &str) -> Result<Tid, String> {
 }
 
 fn parse_policy_settings(text: &str) -> Result<Policy, String> {
-    Policy::parse_own("settings", text).map_err(|error| error.to_string())
+    Policy::parse_without_owners("settings", text).map_err(|error| error.to_string())
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
     sempa_socket::request_short_slice();
     let vm = Vm::enroll()?;
-    let rm_subscription = RmSubscription::start(&vm, args.report_to)?;
-    Watcher::new(vm, rm_subscription, args)?.run()
+    let rm_subscription = RmSubscription::start_tracking(&vm, args.report_to)?;
+    Watcher::new(vm, rm_subscription, args)?.run_main_loop()
 }
 
-/// Joins an error and its causes in one line. Omits a cause whose text is already contained.
+/// Joins the texts of an error and its causes in one line. Omits a cause whose text is already
+/// contained.
 fn format_error_chain(error: &anyhow::Error) -> String {
     error
         .chain()

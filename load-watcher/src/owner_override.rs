@@ -1,10 +1,11 @@
 //! Overrides of owners: settings that `pvm owner` writes for the load watchers of the machine
 //! ("here", "away", times without guests, a number of cores).
 //!
-//! A user's override is stored in `/var/tmp/sempa-owner-UID.toml`; the directory can be configured.
-//! Only that user and root can write the file: the directory has the sticky bit, and a file is
-//! accepted only if it belongs to the user in its name. Therefore an owner needs no rights in
-//! another user's virtual machine. Only [`read_all`], [`read`] and [`write()`] perform I/O.
+//! A user's override is stored in `/var/tmp/sempa-owner-UID.toml`; another directory can be
+//! configured. Only that user and root can write the file: the directory has the sticky bit, and a
+//! file is accepted only if it belongs to the user whose uid is in its name. Therefore an owner
+//! needs no rights in another user's virtual machine. Only [`read_all`], [`read`] and [`write()`]
+//! perform I/O.
 
 use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
@@ -17,7 +18,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Directory of the overrides, unless [`OVERRIDES_DIR_VAR`] names another one.
+/// Directory of the overrides, unless [`OVERRIDES_DIR_VAR`] names another directory.
 pub const OVERRIDES_DIR: &str = "/var/tmp";
 /// Environment variable with the directory of the overrides.
 pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
@@ -57,10 +58,10 @@ pub struct OwnerOverride {
 pub struct DeclaredPresence {
     pub state: Presence,
     /// Time of the declaration, in microseconds since 1970.
-    pub at: Micros,
+    pub declared_at: Micros,
     /// Time at which the declaration expires, in microseconds since 1970.
-    pub until: Micros,
-    /// True if the next login or logout ends the declaration earlier.
+    pub expires_at: Micros,
+    /// True if the next login or logout ends the declaration before `until`.
     pub ends_with_visit: bool,
 }
 
@@ -82,7 +83,7 @@ impl OwnerOverride {
     ///
     /// # Errors
     /// As [`Policy::parse`].
-    pub fn parse(file: &str, text: &str) -> Result<OwnerOverride, PolicyError> {
+    pub fn parse(file: &str, text: &str) -> Result<Self, PolicyError> {
         let content: OverrideFile =
             toml::from_str(text).map_err(|error| PolicyError::from_toml(file, text, &error))?;
         let OverrideFile {
@@ -96,8 +97,8 @@ impl OwnerOverride {
         let presence = match (state, at_us, until_us) {
             (Some(state), Some(at), Some(until)) if at <= until => Some(DeclaredPresence {
                 state,
-                at: Micros(at),
-                until: Micros(until),
+                declared_at: Micros(at),
+                expires_at: Micros(until),
                 ends_with_visit: visit,
             }),
             (None, ..) => None,
@@ -113,7 +114,7 @@ impl OwnerOverride {
                 });
             }
         };
-        Ok(OwnerOverride {
+        Ok(Self {
             presence,
             policy: Policy {
                 forbidden_hours: never,
@@ -125,11 +126,11 @@ impl OwnerOverride {
 
     /// Formats the override as the text of its file.
     pub fn to_toml(&self) -> String {
-        let mut out = "# Written by `pvm owner`; `pvm owner auto` removes it.\n".to_string();
+        let mut toml_text = "# Written by `pvm owner`; `pvm owner auto` removes it.\n".to_string();
         if let Some(DeclaredPresence {
             state,
-            at,
-            until,
+            declared_at: at,
+            expires_at: until,
             ends_with_visit: visit,
         }) = self.presence
         {
@@ -139,30 +140,32 @@ impl OwnerOverride {
                 "here"
             };
             let (at, until) = (at.0, until.0);
-            out.push_str(&format!(
+            toml_text.push_str(&format!(
                 "state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"
             ));
         }
         if let Some(never) = &self.policy.forbidden_hours {
-            let all: Vec<String> = never.iter().map(|hours| format!("\"{hours}\"")).collect();
-            out.push_str(&format!("never = [{}]\n", all.join(", ")));
+            let hour_texts: Vec<String> =
+                never.iter().map(|hours| format!("\"{hours}\"")).collect();
+            toml_text.push_str(&format!("never = [{}]\n", hour_texts.join(", ")));
         }
         if let Some(cores) = self.policy.cores {
-            out.push_str(&format!("cores = {cores}\n"));
+            toml_text.push_str(&format!("cores = {cores}\n"));
         }
-        out
+        toml_text
     }
 
     /// True if the override contains no setting.
     pub fn is_empty(&self) -> bool {
-        *self == OwnerOverride::default()
+        *self == Self::default()
     }
 }
 
-/// Returns the directory of the overrides: `set` if it is given and not empty, otherwise the
-/// default.
-pub fn overrides_dir(set: Option<PathBuf>) -> PathBuf {
-    set.filter(|dir| !dir.as_os_str().is_empty())
+/// Returns the directory of the overrides: `configured_dir` if it is present and not empty, otherwise
+/// [`OVERRIDES_DIR`].
+pub fn overrides_dir(configured_dir: Option<PathBuf>) -> PathBuf {
+    configured_dir
+        .filter(|dir| !dir.as_os_str().is_empty())
         .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
 }
 
@@ -171,45 +174,46 @@ pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
 }
 
-/// Reads a file that only user `uid` or root can have written; `None` if it does not exist. At most
-/// `bytes_max` + 1 bytes are read, so the caller can detect a longer file.
+/// Reads a file that only user `uid` or root can have written; `None` if the file does not exist.
+/// At most `bytes_max` + 1 bytes are read, so that the caller can detect a longer file.
 ///
 /// # Errors
-/// One sentence, if another user could have written the file or if it cannot be read.
+/// An error sentence, if another user could have written the file or if the file cannot be read.
 pub(crate) fn read_trusted(
     path: &Path,
     uid: u32,
     bytes_max: u64,
 ) -> Result<Option<String>, String> {
-    let untrusted =
-        |why: &dyn std::fmt::Display| format!("{} is not trusted: {why}", path.display());
+    let error_sentence =
+        |reason: &dyn std::fmt::Display| format!("{} is not trusted: {reason}", path.display());
     // A symbolic link could lead to a file of another user, and opening a named pipe could block.
-    let open = OpenOptions::new()
+    let open_result = OpenOptions::new()
         .read(true)
         .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
         .open(path);
-    let file = match open {
+    let file = match open_result {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(untrusted(&e)),
+        Err(e) => return Err(error_sentence(&e)),
     };
-    let about = file.metadata().map_err(|e| untrusted(&e))?;
-    if !about.is_file() || about.uid() != uid || about.mode() & 0o022 != 0 {
-        return Err(untrusted(&format!(
+    let metadata = file.metadata().map_err(|e| error_sentence(&e))?;
+    if !metadata.is_file() || metadata.uid() != uid || metadata.mode() & 0o022 != 0 {
+        return Err(error_sentence(&format!(
             "it is not a file that only user {uid} can write"
         )));
     }
     let mut text = String::new();
     file.take(bytes_max + 1)
         .read_to_string(&mut text)
-        .map_err(|e| untrusted(&e))?;
+        .map_err(|e| error_sentence(&e))?;
     Ok(Some(text))
 }
 
-/// Reads the override of a user; returns an empty override if there is no file.
+/// Reads the override of a user; returns an empty override if the file does not exist.
 ///
 /// # Errors
-/// One sentence, if another user could have written the file, or if it cannot be read or parsed.
+/// An error sentence, if another user could have written the file, or if the file cannot be read or
+/// parsed.
 pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
     let path = override_file(dir, uid);
     let Some(text) = read_trusted(&path, uid, OVERRIDE_BYTES_MAX)? else {
@@ -221,7 +225,7 @@ pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
 /// Returns the uids of the users who have a file with this suffix in the directory, in ascending
 /// order.
 pub(crate) fn users_with_file(dir: &Path, suffix: &str) -> Vec<u32> {
-    let uid = |entry: fs::DirEntry| {
+    let uid_of_entry = |entry: fs::DirEntry| {
         let name = entry.file_name();
         name.to_str()?
             .strip_prefix(OVERRIDE_PREFIX)?
@@ -233,22 +237,22 @@ pub(crate) fn users_with_file(dir: &Path, suffix: &str) -> Vec<u32> {
         .into_iter()
         .flatten()
         .flatten()
-        .filter_map(uid)
+        .filter_map(uid_of_entry)
         .collect();
     users.into_iter().take(OVERRIDES_MAX).collect()
 }
 
-/// Reads the overrides of all users. Returns them with their uids, and a sentence for each file
-/// that is refused.
+/// Reads the overrides of all users. Returns each override with the uid of its user, and an error
+/// sentence for each refused file.
 pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
-    let (mut words, mut wrong) = (Vec::new(), Vec::new());
+    let (mut overrides, mut errors) = (Vec::new(), Vec::new());
     for uid in users_with_file(dir, OVERRIDE_SUFFIX) {
         match read(dir, uid) {
-            Ok(word) => words.push((uid, word)),
-            Err(sentence) => wrong.push(sentence),
+            Ok(declared_override) => overrides.push((uid, declared_override)),
+            Err(sentence) => errors.push(sentence),
         }
     }
-    (words, wrong)
+    (overrides, errors)
 }
 
 /// Writes the override of a user; an empty override removes the file. The calling process must run
@@ -277,19 +281,19 @@ pub(crate) fn write_atomically(
     };
     // The file is written under another name and then renamed, so that no reader sees an incomplete
     // file.
-    let draft = dir.join(format!(".{OVERRIDE_PREFIX}{uid}.{}", std::process::id()));
-    let written = OpenOptions::new()
+    let temporary_path = dir.join(format!(".{OVERRIDE_PREFIX}{uid}.{}", std::process::id()));
+    let write_result = OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o644)
-        .open(&draft)
+        .open(&temporary_path)
         .and_then(|mut file| {
             file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
             file.write_all(text.as_bytes())
         });
-    written
-        .and_then(|()| fs::rename(&draft, path))
-        .inspect_err(|_| drop(fs::remove_file(&draft)))
+    write_result
+        .and_then(|()| fs::rename(&temporary_path, path))
+        .inspect_err(|_| drop(fs::remove_file(&temporary_path)))
 }
 
 #[cfg(test)]
@@ -298,19 +302,19 @@ mod tests {
     use proptest::prelude::*;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
-    fn own() -> u32 {
+    fn own_uid() -> u32 {
         nix::unistd::geteuid().as_raw()
     }
 
-    fn away() -> OwnerOverride {
-        let said = DeclaredPresence {
+    fn away_override() -> OwnerOverride {
+        let declared_presence = DeclaredPresence {
             state: Presence::Away,
-            at: Micros::from_secs(5),
-            until: Micros::from_secs(9),
+            declared_at: Micros::from_secs(5),
+            expires_at: Micros::from_secs(9),
             ends_with_visit: true,
         };
         OwnerOverride {
-            presence: Some(said),
+            presence: Some(declared_presence),
             policy: Policy {
                 cores: Some(2),
                 ..Policy::default()
@@ -321,40 +325,45 @@ mod tests {
     #[test]
     fn override_is_written_read_and_removed() {
         let dir = tempfile::tempdir().expect("a folder");
-        assert_eq!(read(dir.path(), own()), Ok(OwnerOverride::default()));
-        write(dir.path(), own(), &away()).expect("written");
-        assert_eq!(read_all(dir.path()), (vec![(own(), away())], Vec::new()));
-        write(dir.path(), own(), &OwnerOverride::default()).expect("removed");
+        assert_eq!(read(dir.path(), own_uid()), Ok(OwnerOverride::default()));
+        write(dir.path(), own_uid(), &away_override()).expect("written");
+        assert_eq!(
+            read_all(dir.path()),
+            (vec![(own_uid(), away_override())], Vec::new())
+        );
+        write(dir.path(), own_uid(), &OwnerOverride::default()).expect("removed");
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
-        write(dir.path(), own(), &OwnerOverride::default()).expect("nothing to remove is fine");
+        write(dir.path(), own_uid(), &OwnerOverride::default()).expect("nothing to remove is fine");
     }
 
-    /// A file that another user could have written is not trusted, nor is a symbolic link.
+    /// A symbolic link and a file that another user could have written are not trusted.
     #[test]
     fn file_writable_by_others_is_not_trusted() {
         let dir = tempfile::tempdir().expect("a folder");
-        let path = override_file(dir.path(), own());
-        write(dir.path(), own(), &away()).expect("written");
+        let path = override_file(dir.path(), own_uid());
+        write(dir.path(), own_uid(), &away_override()).expect("written");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
         assert!(
-            read(dir.path(), own())
+            read(dir.path(), own_uid())
                 .expect_err("writable by all")
                 .contains("not trusted")
         );
-        // The file belongs to another user than the one in its name.
+        // Now the file belongs to another user than the user whose uid is in its name.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
-        fs::rename(&path, override_file(dir.path(), own() + 1)).expect("the test's own file");
-        let (words, wrong) = read_all(dir.path());
-        assert!(words.is_empty() && wrong.len() == 1, "{words:?} {wrong:?}");
-        symlink(override_file(dir.path(), own() + 1), &path).expect("a link");
+        fs::rename(&path, override_file(dir.path(), own_uid() + 1)).expect("the test's own file");
+        let (overrides, errors) = read_all(dir.path());
         assert!(
-            read(dir.path(), own())
+            overrides.is_empty() && errors.len() == 1,
+            "{overrides:?} {errors:?}"
+        );
+        symlink(override_file(dir.path(), own_uid() + 1), &path).expect("a link");
+        assert!(
+            read(dir.path(), own_uid())
                 .expect_err("a link")
                 .contains("not trusted")
         );
     }
 
-    /// An error in an override names its line and reason.
     #[test]
     fn override_errors_name_line_and_reason() {
         for (text, line, reason) in [
@@ -381,17 +390,15 @@ mod tests {
     }
 
     proptest! {
-        /// A formatted override is parsed into the same override.
         #[test]
-        fn formatted_override_parses_unchanged(at in 0_u64..1 << 40, span in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
+        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
             let state = if here { Presence::Here } else { Presence::Away };
-            let said = DeclaredPresence { state, at: Micros::from_secs(at), until: Micros::from_secs(at + span), ends_with_visit: visit };
-            let never = Some(vec!["mon-fri 9-17".parse().expect("good")]);
-            let word = OwnerOverride { presence: Some(said), policy: Policy { cores: Some(cores), forbidden_hours: never, ..Policy::default() } };
-            prop_assert_eq!(OwnerOverride::parse("x", &word.to_toml()), Ok(word));
+            let declared_presence = DeclaredPresence { state, declared_at: Micros::from_secs(start_s), expires_at: Micros::from_secs(start_s + duration_s), ends_with_visit: visit };
+            let hours = Some(vec!["mon-fri 9-17".parse().expect("good")]);
+            let owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() } };
+            prop_assert_eq!(OwnerOverride::parse("x", &owner_override.to_toml()), Ok(owner_override));
         }
 
-        /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted(text in "(?s).{0,100}") {
             let _ = OwnerOverride::parse("x", &text);

@@ -2,7 +2,7 @@
 //! machine, and the rules for merging them. Pure.
 //!
 //! - For each setting, the owner's value has priority over the administrator's, and the
-//!   administrator's over the user's ([`MergedPolicy::fill_from`]).
+//!   administrator's over the user's ([`MergedPolicy::fill_missing_from`]).
 //! - Several owners have equal rights, so the most restrictive value of each setting is used
 //!   ([`MergedPolicy::restrict_by`]).
 //! - A malformed text is refused with the line of its error.
@@ -25,7 +25,7 @@ pub const LIST_ENTRIES_MAX: usize = 256;
 const UNION_ENTRIES_MAX: usize = 4 * LIST_ENTRIES_MAX;
 /// Maximum value of `leave_after`, in seconds: a day.
 pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
-/// Default of `idle_after_min`: minutes without input after which a login counts as idle.
+/// Default of `idle_after_min`: number of minutes without input after which a login counts as idle.
 pub const DEFAULT_IDLE_AFTER_MIN: u32 = 15;
 
 /// An amount of memory in bytes. In a policy file it is a number of bytes, or a text with the
@@ -34,7 +34,7 @@ pub const DEFAULT_IDLE_AFTER_MIN: u32 = 15;
 #[serde(try_from = "NumberOrText")]
 pub struct MemorySize(pub u64);
 
-/// Time limit for guests to be evicted after they must stop.
+/// Time for which guests stay paused for the owner before they are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
 pub enum LeaveAfter {
@@ -58,7 +58,8 @@ enum NumberOrText {
 #[error("{0:?} is not an amount of memory; examples: \"4G\" or \"512M\"")]
 pub struct InvalidMemorySize(String);
 
-/// A value that is not a time limit for guests to leave.
+/// A value of `leave_after` that is neither "never" nor a number of seconds up to
+/// [`LEAVE_AFTER_S_MAX`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum InvalidLeaveAfter {
     #[error("{0} seconds are more than a day")]
@@ -70,23 +71,23 @@ pub enum InvalidLeaveAfter {
 impl FromStr for MemorySize {
     type Err = InvalidMemorySize;
 
-    fn from_str(text: &str) -> Result<MemorySize, InvalidMemorySize> {
-        let wrong = || InvalidMemorySize(text.to_string());
-        let (digits, shift) = split_memory_size(text).ok_or_else(wrong)?;
-        let number: u64 = digits.parse().map_err(|_| wrong())?;
+    fn from_str(text: &str) -> Result<Self, InvalidMemorySize> {
+        let invalid_size = || InvalidMemorySize(text.to_string());
+        let (digits, shift) = split_memory_size(text).ok_or_else(invalid_size)?;
+        let number: u64 = digits.parse().map_err(|_| invalid_size())?;
         number
             .checked_mul(1 << shift)
             .map(MemorySize)
-            .ok_or_else(wrong)
+            .ok_or_else(invalid_size)
     }
 }
 
 impl TryFrom<NumberOrText> for MemorySize {
     type Error = InvalidMemorySize;
 
-    fn try_from(value: NumberOrText) -> Result<MemorySize, InvalidMemorySize> {
+    fn try_from(value: NumberOrText) -> Result<Self, InvalidMemorySize> {
         match value {
-            NumberOrText::Number(bytes) => Ok(MemorySize(bytes)),
+            NumberOrText::Number(bytes) => Ok(Self(bytes)),
             NumberOrText::Text(text) => text.parse(),
         }
     }
@@ -95,10 +96,10 @@ impl TryFrom<NumberOrText> for MemorySize {
 impl fmt::Display for MemorySize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
-        let whole = units
+        let largest_unit = units
             .iter()
             .find(|(shift, _)| self.0 > 0 && self.0.trailing_zeros() >= *shift);
-        match whole {
+        match largest_unit {
             Some((shift, unit)) => write!(f, "{}{unit}", self.0 >> shift),
             None => write!(f, "{}", self.0),
         }
@@ -108,13 +109,13 @@ impl fmt::Display for MemorySize {
 impl TryFrom<NumberOrText> for LeaveAfter {
     type Error = InvalidLeaveAfter;
 
-    fn try_from(value: NumberOrText) -> Result<LeaveAfter, InvalidLeaveAfter> {
+    fn try_from(value: NumberOrText) -> Result<Self, InvalidLeaveAfter> {
         match value {
             NumberOrText::Number(seconds) if seconds <= LEAVE_AFTER_S_MAX => {
-                Ok(LeaveAfter::Seconds(seconds))
+                Ok(Self::Seconds(seconds))
             }
             NumberOrText::Number(seconds) => Err(InvalidLeaveAfter::TooLong(seconds)),
-            NumberOrText::Text(text) if text == "never" => Ok(LeaveAfter::Never),
+            NumberOrText::Text(text) if text == "never" => Ok(Self::Never),
             NumberOrText::Text(text) => Err(InvalidLeaveAfter::NotSeconds(text)),
         }
     }
@@ -123,8 +124,8 @@ impl TryFrom<NumberOrText> for LeaveAfter {
 impl fmt::Display for LeaveAfter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            LeaveAfter::Seconds(seconds) => write!(f, "{seconds} s"),
-            LeaveAfter::Never => f.write_str("never"),
+            Self::Seconds(seconds) => write!(f, "{seconds} s"),
+            Self::Never => f.write_str("never"),
         }
     }
 }
@@ -139,7 +140,7 @@ pub struct Blocked {
 }
 
 /// A user whose guests are never admitted, as written in a policy file. Two entries with the same
-/// name are equal, wherever they were written.
+/// name are equal, even if their files and lines differ.
 #[derive(Clone, Debug, Eq, Deserialize)]
 #[serde(from = "Spanned<NumberOrText>")]
 pub struct BlockedUser {
@@ -150,26 +151,26 @@ pub struct BlockedUser {
     pub source: String,
     /// Byte offset of the entry in its file.
     #[serde(rename = "at")]
-    offset: usize,
+    byte_offset: usize,
 }
 
 impl From<Spanned<NumberOrText>> for BlockedUser {
-    fn from(said: Spanned<NumberOrText>) -> BlockedUser {
-        let at = said.span().start;
-        let name = match said.into_inner() {
+    fn from(spanned_entry: Spanned<NumberOrText>) -> Self {
+        let span_start = spanned_entry.span().start;
+        let name = match spanned_entry.into_inner() {
             NumberOrText::Number(uid) => uid.to_string(),
             NumberOrText::Text(name) => name,
         };
-        BlockedUser {
+        Self {
             name,
             source: String::new(),
-            offset: at,
+            byte_offset: span_start,
         }
     }
 }
 
 impl PartialEq for BlockedUser {
-    fn eq(&self, other: &BlockedUser) -> bool {
+    fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
 }
@@ -182,10 +183,10 @@ pub struct Policy {
     /// Names of the users who are owners in addition to root; if missing, all users are owners.
     /// Permitted only in the administrator's file.
     pub owners: Option<Vec<String>>,
-    /// Times at which no guests may run.
+    /// Hours of the week at which no guests may run.
     #[serde(rename = "never")]
     pub forbidden_hours: Option<Vec<WeeklyHours>>,
-    /// The only times at which guests may run.
+    /// If present, the only hours of the week at which guests may run.
     #[serde(rename = "only")]
     pub allowed_hours: Option<Vec<WeeklyHours>>,
     /// Maximum number of guests, and of processors that all guests together use.
@@ -194,7 +195,7 @@ pub struct Policy {
     pub memory_free: Option<MemorySize>,
     /// Nice level of guests, 0 to 19.
     pub nice: Option<u8>,
-    /// Time limit for guests to be evicted after they must stop; until then they are paused.
+    /// Time for which guests stay paused for the owner before they are evicted.
     pub leave_after: Option<LeaveAfter>,
     /// How guests are evicted.
     #[serde(rename = "then")]
@@ -205,8 +206,8 @@ pub struct Policy {
     pub blocked: Option<Blocked>,
 }
 
-/// Error of a policy that was refused. The previous policy of this source stays in force; if there
-/// was none, no guest may run.
+/// Error of a policy file that was refused. The previous policy of the same file stays in force; if
+/// there was none, no guest may run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {reason}")]
 pub struct PolicyError {
@@ -219,14 +220,14 @@ pub struct PolicyError {
 impl PolicyError {
     /// Converts an error of the TOML parser; `file` and `text` are the name and content of the
     /// policy file.
-    pub(crate) fn from_toml(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
+    pub(crate) fn from_toml(file: &str, text: &str, error: &toml::de::Error) -> Self {
         let reason = error
             .message()
             .lines()
             .map(str::trim)
             .collect::<Vec<_>>()
             .join(" ");
-        PolicyError {
+        Self {
             file: file.to_string(),
             line: error.span().map_or(1, |span| line_number(text, span.start)),
             reason,
@@ -236,12 +237,12 @@ impl PolicyError {
 
 /// Returns the number of the line in which a key is set, starting at 1; 1 if there is no such line.
 pub(crate) fn line_of_key(text: &str, key: &str) -> usize {
-    let is = |l: &str| {
+    let sets_key = |l: &str| {
         l.trim_start()
             .strip_prefix(key)
             .is_some_and(|rest| rest.trim_start().starts_with('='))
     };
-    text.lines().position(is).map_or(1, |at| at + 1)
+    text.lines().position(sets_key).map_or(1, |at| at + 1)
 }
 
 impl Policy {
@@ -249,19 +250,19 @@ impl Policy {
     ///
     /// # Errors
     /// Contains the line and the reason.
-    pub fn parse(file: &str, text: &str) -> Result<Policy, PolicyError> {
-        let refused = |line, reason| PolicyError {
+    pub fn parse(file: &str, text: &str) -> Result<Self, PolicyError> {
+        let refusal = |line, reason| PolicyError {
             file: file.to_string(),
             line,
             reason,
         };
         if text.len() > POLICY_BYTES_MAX {
-            return Err(refused(
+            return Err(refusal(
                 1,
                 format!("the file is longer than {POLICY_BYTES_MAX} bytes"),
             ));
         }
-        let mut policy: Policy =
+        let mut policy: Self =
             toml::from_str(text).map_err(|error| PolicyError::from_toml(file, text, &error))?;
         let users = policy
             .blocked
@@ -269,11 +270,11 @@ impl Policy {
             .flat_map(|blocked| &mut blocked.users)
             .flatten();
         users.for_each(|user| {
-            user.source = format!("{file}, line {}", line_number(text, user.offset))
+            user.source = format!("{file}, line {}", line_number(text, user.byte_offset))
         });
         policy
             .validate()
-            .map_err(|(key, reason)| refused(line_of_key(text, key), reason))?;
+            .map_err(|(key, reason)| refusal(line_of_key(text, key), reason))?;
         Ok(policy)
     }
 
@@ -281,8 +282,8 @@ impl Policy {
     ///
     /// # Errors
     /// As [`Policy::parse`], and if the text sets `owners`.
-    pub fn parse_own(file: &str, text: &str) -> Result<Policy, PolicyError> {
-        let policy = Policy::parse(file, text)?;
+    pub fn parse_without_owners(file: &str, text: &str) -> Result<Self, PolicyError> {
+        let policy = Self::parse(file, text)?;
         if policy.owners.is_none() {
             return Ok(policy);
         }
@@ -296,10 +297,11 @@ impl Policy {
 
     /// True if the policy contains no setting.
     pub(crate) fn is_empty(&self) -> bool {
-        *self == Policy::default()
+        *self == Self::default()
     }
 
-    /// Checks rules that the types cannot express. The error contains the key and the reason.
+    /// Checks the nice level and the lengths of the lists, which the types do not limit. The error
+    /// contains the key and the reason.
     fn validate(&self) -> Result<(), (&'static str, String)> {
         if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
             return Err(("nice", format!("nice = {nice}: the highest level is 19")));
@@ -327,20 +329,31 @@ impl Policy {
     /// Returns the settings that the policy contains, by name, with their values as in a policy
     /// file.
     fn to_settings(&self) -> BTreeMap<&'static str, String> {
-        let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
-        let words =
-            |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
-        let hours = |list: &Vec<WeeklyHours>| {
-            quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect())
+        let bracketed = |entries: Vec<String>| format!("[{}]", entries.join(", "));
+        let string_list = |entries: &Vec<String>| {
+            bracketed(entries.iter().map(|string| format!("{string:?}")).collect())
         };
-        let users = |list: &Vec<BlockedUser>| {
-            quoted(list.iter().map(|user| format!("{:?}", user.name)).collect())
+        let hours_list = |entries: &Vec<WeeklyHours>| {
+            bracketed(
+                entries
+                    .iter()
+                    .map(|hours_list| format!("\"{hours_list}\""))
+                    .collect(),
+            )
+        };
+        let user_list = |entries: &Vec<BlockedUser>| {
+            bracketed(
+                entries
+                    .iter()
+                    .map(|user| format!("{:?}", user.name))
+                    .collect(),
+            )
         };
         let blocked = self.blocked.clone().unwrap_or_default();
-        let all = [
-            ("owners", self.owners.as_ref().map(words)),
-            ("never", self.forbidden_hours.as_ref().map(hours)),
-            ("only", self.allowed_hours.as_ref().map(hours)),
+        let settings = [
+            ("owners", self.owners.as_ref().map(string_list)),
+            ("never", self.forbidden_hours.as_ref().map(hours_list)),
+            ("only", self.allowed_hours.as_ref().map(hours_list)),
             ("cores", self.cores.map(|n| n.to_string())),
             (
                 "memory_free",
@@ -349,17 +362,25 @@ impl Policy {
             ("nice", self.nice.map(|n| n.to_string())),
             (
                 "leave_after",
-                self.leave_after.map(|after| match after {
+                self.leave_after.map(|leave_after| match leave_after {
                     LeaveAfter::Seconds(seconds) => seconds.to_string(),
                     LeaveAfter::Never => "\"never\"".into(),
                 }),
             ),
-            ("then", self.eviction_mode.map(|then| format!("\"{then}\""))),
+            (
+                "then",
+                self.eviction_mode
+                    .map(|eviction_mode| format!("\"{eviction_mode}\"")),
+            ),
             ("idle_after_min", self.idle_after_min.map(|n| n.to_string())),
-            ("blocked.programs", blocked.programs.as_ref().map(words)),
-            ("blocked.users", blocked.users.as_ref().map(users)),
+            (
+                "blocked.programs",
+                blocked.programs.as_ref().map(string_list),
+            ),
+            ("blocked.users", blocked.users.as_ref().map(user_list)),
         ];
-        all.into_iter()
+        settings
+            .into_iter()
             .filter_map(|(name, text)| Some((name, text?)))
             .collect()
     }
@@ -374,141 +395,154 @@ pub struct MergedPolicy {
 }
 
 impl MergedPolicy {
-    /// Merges policies in descending priority, each given with its origin. Each setting is taken
-    /// from the first policy that contains it.
+    /// Merges policies that are listed in descending priority, each with its origin. Each setting
+    /// is taken from the first policy that contains the setting.
     pub fn from_priority_list<'a>(
         policies: impl IntoIterator<Item = (String, &'a Policy)>,
-    ) -> MergedPolicy {
+    ) -> Self {
         policies
             .into_iter()
-            .fold(MergedPolicy::default(), |before, (from, policy)| {
-                before.fill_from(MergedPolicy::from_single(from, policy.clone()))
+            .fold(Self::default(), |merged, (origin, policy)| {
+                merged.fill_missing_from(Self::from_single(origin, policy.clone()))
             })
     }
 
-    /// Creates a merged policy from one policy; all its settings have the origin `from`.
-    fn from_single(from: String, policy: Policy) -> MergedPolicy {
+    /// Creates a merged policy from one policy; all its settings have the origin `origin`.
+    fn from_single(origin: String, policy: Policy) -> Self {
         let settings = policy
             .to_settings()
             .into_iter()
-            .map(|(name, value)| (name, value, from.clone()))
+            .map(|(name, value)| (name, value, origin.clone()))
             .collect();
-        MergedPolicy { policy, settings }
+        Self { policy, settings }
     }
 
-    /// Adds the settings of `next` that this policy does not contain.
-    pub fn fill_from(self, next: MergedPolicy) -> MergedPolicy {
-        let MergedPolicy {
+    /// Adds the settings of `lower_priority`, a policy of lower priority, that this policy does not contain.
+    pub fn fill_missing_from(self, lower_priority: Self) -> Self {
+        let Self {
             policy,
             mut settings,
         } = self;
-        let new =
-            |(name, ..): &(&str, String, String)| settings.iter().all(|(known, ..)| known != name);
-        let more: Vec<_> = next.settings.into_iter().filter(new).collect();
-        settings.extend(more);
+        let is_missing = |(name, ..): &(&str, String, String)| {
+            settings
+                .iter()
+                .all(|(existing_name, ..)| existing_name != name)
+        };
+        let missing_settings: Vec<_> = lower_priority
+            .settings
+            .into_iter()
+            .filter(is_missing)
+            .collect();
+        settings.extend(missing_settings);
         let Policy {
             owners,
-            forbidden_hours: never,
-            allowed_hours: only,
+            forbidden_hours: lower_forbidden,
+            allowed_hours: lower_allowed,
             cores,
             memory_free,
             nice,
             leave_after,
-            eviction_mode: then,
+            eviction_mode: lower_eviction,
             idle_after_min,
             blocked,
-        } = next.policy;
+        } = lower_priority.policy;
         let mut merged_blocked = policy.blocked.unwrap_or_default();
         let blocked = blocked.unwrap_or_default();
         merged_blocked.programs = merged_blocked.programs.or(blocked.programs);
         merged_blocked.users = merged_blocked.users.or(blocked.users);
         let policy = Policy {
             owners: policy.owners.or(owners),
-            forbidden_hours: policy.forbidden_hours.or(never),
-            allowed_hours: policy.allowed_hours.or(only),
+            forbidden_hours: policy.forbidden_hours.or(lower_forbidden),
+            allowed_hours: policy.allowed_hours.or(lower_allowed),
             cores: policy.cores.or(cores),
             memory_free: policy.memory_free.or(memory_free),
             nice: policy.nice.or(nice),
             leave_after: policy.leave_after.or(leave_after),
-            eviction_mode: policy.eviction_mode.or(then),
+            eviction_mode: policy.eviction_mode.or(lower_eviction),
             idle_after_min: policy.idle_after_min.or(idle_after_min),
             blocked: Some(merged_blocked),
         };
-        MergedPolicy { policy, settings }
+        Self { policy, settings }
     }
 
     /// Merges the policies of two owners with equal rights: the more restrictive value of each
-    /// setting is used. Of two eviction modes, the one that is more certain to free the machine is
-    /// used.
-    pub fn restrict_by(self, other: MergedPolicy) -> MergedPolicy {
+    /// setting is used. The eviction mode that frees the machine more reliably counts as more
+    /// restrictive.
+    pub fn restrict_by(self, other: Self) -> Self {
         let (a, b) = (self.policy, other.policy);
         let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
-        let sooner = |after: &LeaveAfter| match after {
+        let leave_seconds = |leave_after: &LeaveAfter| match leave_after {
             LeaveAfter::Seconds(seconds) => *seconds,
             LeaveAfter::Never => u64::MAX,
         };
-        let surer = |then: &EvictionMode| match then {
+        let certainty = |mode: &EvictionMode| match mode {
             EvictionMode::Kill => 2,
             EvictionMode::Checkpoint => 1,
             EvictionMode::Move => 0,
         };
         let policy = Policy {
-            owners: union(a.owners, b.owners),
-            forbidden_hours: union(a.forbidden_hours, b.forbidden_hours),
+            owners: merge_lists(a.owners, b.owners),
+            forbidden_hours: merge_lists(a.forbidden_hours, b.forbidden_hours),
             // A truncated list permits fewer hours than each of the two policies, never more.
-            allowed_hours: combine(a.allowed_hours, b.allowed_hours, |a, b| {
+            allowed_hours: combine_options(a.allowed_hours, b.allowed_hours, |a, b| {
                 a.iter()
                     .flat_map(|a| b.iter().flat_map(|b| a.intersection(b)))
                     .take(LIST_ENTRIES_MAX)
                     .collect()
             }),
-            cores: combine(a.cores, b.cores, |a, b| a.min(b)),
-            memory_free: combine(a.memory_free, b.memory_free, |a, b| {
+            cores: combine_options(a.cores, b.cores, |a, b| a.min(b)),
+            memory_free: combine_options(a.memory_free, b.memory_free, |a, b| {
                 MemorySize(a.0.max(b.0))
             }),
-            nice: combine(a.nice, b.nice, |a, b| a.max(b)),
+            nice: combine_options(a.nice, b.nice, |a, b| a.max(b)),
             leave_after: a
                 .leave_after
                 .into_iter()
                 .chain(b.leave_after)
-                .min_by_key(sooner),
+                .min_by_key(leave_seconds),
             eviction_mode: a
                 .eviction_mode
                 .into_iter()
                 .chain(b.eviction_mode)
-                .max_by_key(surer),
-            idle_after_min: combine(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
+                .max_by_key(certainty),
+            idle_after_min: combine_options(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
             blocked: Some(Blocked {
-                programs: union(blocked.0.programs, blocked.1.programs),
-                users: union(blocked.0.users, blocked.1.users),
+                programs: merge_lists(blocked.0.programs, blocked.1.programs),
+                users: merge_lists(blocked.0.users, blocked.1.users),
             }),
         };
-        let said: Vec<(&str, String, String)> =
+        let source_settings: Vec<(&str, String, String)> =
             self.settings.into_iter().chain(other.settings).collect();
         // The origin of a setting is the policy from which its value was taken, or all policies
         // from which the value was computed.
-        let from = |name: &str, value: &str| {
-            let of_it: Vec<_> = said.iter().filter(|(known, ..)| *known == name).collect();
-            let sayer = of_it
+        let origin = |name: &str, value: &str| {
+            let candidates: Vec<_> = source_settings
                 .iter()
-                .find(|(_, known, _)| known == value)
-                .map(|(.., from)| from.clone());
-            sayer.unwrap_or_else(|| {
-                let all: Vec<&str> = of_it.iter().map(|(.., from)| from.as_str()).collect();
-                all.join(" and ")
+                .filter(|(candidate, ..)| *candidate == name)
+                .collect();
+            let single_origin = candidates
+                .iter()
+                .find(|(_, candidate, _)| candidate == value)
+                .map(|(.., origin)| origin.clone());
+            single_origin.unwrap_or_else(|| {
+                let origins: Vec<&str> = candidates
+                    .iter()
+                    .map(|(.., origin)| origin.as_str())
+                    .collect();
+                origins.join(" and ")
             })
         };
-        let with_from = |(name, value): (&'static str, String)| {
-            let from = from(name, &value);
-            (name, value, from)
+        let with_origin = |(name, value): (&'static str, String)| {
+            let origin = origin(name, &value);
+            (name, value, origin)
         };
-        let settings = policy.to_settings().into_iter().map(with_from).collect();
-        MergedPolicy { policy, settings }
+        let settings = policy.to_settings().into_iter().map(with_origin).collect();
+        Self { policy, settings }
     }
 }
 
-/// Combines two values with `of` if both are present; otherwise returns the present one, if any.
-fn combine<T>(a: Option<T>, b: Option<T>, merge: impl Fn(T, T) -> T) -> Option<T> {
+/// Returns the result of `merge` if both values are present; otherwise the present value, if any.
+fn combine_options<T>(a: Option<T>, b: Option<T>, merge: impl Fn(T, T) -> T) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(merge(a, b)),
         (a, b) => a.or(b),
@@ -516,10 +550,10 @@ fn combine<T>(a: Option<T>, b: Option<T>, merge: impl Fn(T, T) -> T) -> Option<T
 }
 
 /// Returns the union of two lists, truncated to [`UNION_ENTRIES_MAX`] entries.
-fn union<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
-    combine(a, b, |mut a, b| {
-        let new: Vec<T> = b.into_iter().filter(|one| !a.contains(one)).collect();
-        a.extend(new);
+fn merge_lists<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
+    combine_options(a, b, |mut a, b| {
+        let added_entries: Vec<T> = b.into_iter().filter(|entry| !a.contains(entry)).collect();
+        a.extend(added_entries);
         a.truncate(UNION_ENTRIES_MAX);
         a
     })
@@ -531,17 +565,17 @@ mod tests {
     use proptest::prelude::*;
 
     /// The example policy file from the documentation.
-    const EXAMPLE: &str = include_str!("../../docs/owner.toml");
+    const EXAMPLE_POLICY: &str = include_str!("../../docs/owner.toml");
 
     /// The example file is valid, with and without its commented-out lines, and contains every
     /// setting.
     #[test]
     fn example_policy_covers_all_settings() {
-        let policy = Policy::parse("owner.toml", EXAMPLE).expect("the example is good");
-        let said =
+        let policy = Policy::parse("owner.toml", EXAMPLE_POLICY).expect("the example is good");
+        let settings =
             MergedPolicy::from_priority_list([("the example".to_string(), &policy)]).settings;
-        let names: Vec<&str> = said.iter().map(|(name, ..)| *name).collect();
-        let all = [
+        let names: Vec<&str> = settings.iter().map(|(name, ..)| *name).collect();
+        let expected_names = [
             "blocked.programs",
             "blocked.users",
             "cores",
@@ -554,24 +588,24 @@ mod tests {
             "owners",
             "then",
         ];
-        let uncommented: String = EXAMPLE
+        let uncommented: String = EXAMPLE_POLICY
             .lines()
             .map(|l| l.strip_prefix("#! ").unwrap_or(l))
             .map(|l| format!("{l}\n"))
             .collect();
-        let whole = Policy::parse("owner.toml", &uncommented)
+        let full_policy = Policy::parse("owner.toml", &uncommented)
             .expect("what is commented out is good as well");
-        let mut every: Vec<&str> = MergedPolicy::from_priority_list([(String::new(), &whole)])
-            .settings
-            .iter()
-            .map(|(name, ..)| *name)
-            .collect();
-        every.sort_unstable();
-        assert_eq!(every, all);
-        assert!(names.iter().all(|name| all.contains(name)) && !names.is_empty());
+        let mut full_names: Vec<&str> =
+            MergedPolicy::from_priority_list([(String::new(), &full_policy)])
+                .settings
+                .iter()
+                .map(|(name, ..)| *name)
+                .collect();
+        full_names.sort_unstable();
+        assert_eq!(full_names, expected_names);
+        assert!(names.iter().all(|name| expected_names.contains(name)) && !names.is_empty());
     }
 
-    /// The error of a policy contains file, line and reason in one line of text.
     #[test]
     fn policy_errors_name_file_line_and_reason() {
         for (text, line, reason) in [
@@ -610,16 +644,18 @@ mod tests {
                 ("o.toml", line),
                 "{error}"
             );
-            let told = error.to_string();
-            assert!(told.contains(reason) && told.lines().count() == 1, "{told}");
+            let message = error.to_string();
+            assert!(
+                message.contains(reason) && message.lines().count() == 1,
+                "{message}"
+            );
         }
-        let long = format!("never = [{}]", "\"1-2\",".repeat(LIST_ENTRIES_MAX + 1));
-        assert!(Policy::parse("o.toml", &long).is_err());
+        let long_list = format!("never = [{}]", "\"1-2\",".repeat(LIST_ENTRIES_MAX + 1));
+        assert!(Policy::parse("o.toml", &long_list).is_err());
         assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
     }
 
-    /// Each setting is taken from the first policy that contains it, and the merged policy names
-    /// its origin.
+    /// The origin of each setting is the policy from which the setting was taken.
     #[test]
     fn first_policy_with_a_setting_determines_it() {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
@@ -640,53 +676,60 @@ mod tests {
             .collect();
         assert_eq!(users, [("bob", "x, line 3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
-        let from = |name: &str| {
+        let origin_of = |name: &str| {
             merged
                 .settings
                 .iter()
                 .find(|(n, ..)| *n == name)
-                .map(|(.., from)| from.as_str())
+                .map(|(.., origin_of)| origin_of.as_str())
         };
         assert_eq!(
-            (from("never"), from("cores"), from("nice")),
+            (origin_of("never"), origin_of("cores"), origin_of("nice")),
             (Some("owner"), Some("admin"), None)
         );
     }
 
-    /// If several owners have policies, the most restrictive value of each setting is used.
+    /// The origin of a value that was computed from several policies names all of these policies.
     #[test]
     fn most_restrictive_owner_wins_per_setting() {
-        let one = |from: &str, text: &str| {
+        let parse_with_origin = |origin: &str, text: &str| {
             MergedPolicy::from_priority_list([(
-                from.to_string(),
+                origin.to_string(),
                 &Policy::parse("x", text).expect("good"),
             )])
         };
-        let olga = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
+        let olga_policy = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
                     [blocked]\nusers = [\"bob\"]";
-        let otto = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
+        let otto_policy = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
                     then = \"kill\"\n[blocked]\nusers = [\"eve\", \"bob\"]";
-        let both = one("olga", olga).restrict_by(one("otto", otto));
-        let told = |name: &str| {
-            let found = both.settings.iter().find(|(known, ..)| *known == name);
-            found
-                .map(|(_, value, from)| format!("{value} ({from})"))
+        let merged = parse_with_origin("olga", olga_policy)
+            .restrict_by(parse_with_origin("otto", otto_policy));
+        let value_and_origin = |name: &str| {
+            let setting = merged
+                .settings
+                .iter()
+                .find(|(setting_name, ..)| *setting_name == name);
+            setting
+                .map(|(_, value, origin)| format!("{value} ({origin})"))
                 .expect(name)
         };
-        assert_eq!(told("cores"), "2 (otto)");
-        assert_eq!(told("memory_free"), "\"2G\" (olga)");
-        assert_eq!(told("nice"), "5 (olga)");
-        assert_eq!(told("leave_after"), "60 (otto)");
-        assert_eq!(told("then"), "\"kill\" (otto)");
-        assert_eq!(told("never"), "[\"12:00-13:00\"] (otto)");
+        assert_eq!(value_and_origin("cores"), "2 (otto)");
+        assert_eq!(value_and_origin("memory_free"), "\"2G\" (olga)");
+        assert_eq!(value_and_origin("nice"), "5 (olga)");
+        assert_eq!(value_and_origin("leave_after"), "60 (otto)");
+        assert_eq!(value_and_origin("then"), "\"kill\" (otto)");
+        assert_eq!(value_and_origin("never"), "[\"12:00-13:00\"] (otto)");
         assert_eq!(
-            told("only"),
+            value_and_origin("only"),
             "[\"mon-tue 18:00-24:00\", \"tue 0:00-8:00\"] (olga and otto)"
         );
-        assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
+        assert_eq!(
+            value_and_origin("blocked.users"),
+            "[\"bob\", \"eve\"] (olga and otto)"
+        );
     }
 
-    /// Blocked users are given by name or uid, and each entry keeps its file and line.
+    /// A blocked user may be given by name or by uid.
     #[test]
     fn blocked_users_keep_their_file_and_line() {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
@@ -696,12 +739,12 @@ mod tests {
             .blocked
             .and_then(|blocked| blocked.users)
             .expect("said");
-        let said: Vec<String> = users
+        let entries: Vec<String> = users
             .into_iter()
             .map(|user| format!("{} {}", user.source, user.name))
             .collect();
         assert_eq!(
-            said,
+            entries,
             [
                 "o.toml, line 3 bob",
                 "o.toml, line 3 1007",
@@ -722,7 +765,7 @@ mod tests {
             Policy::parse("o", text).expect("good").owners,
             Some(vec!["me".to_string()])
         );
-        let error = Policy::parse_own("o", text).expect_err("not his to say");
+        let error = Policy::parse_without_owners("o", text).expect_err("not his to say");
         assert!(
             error.line == 2 && error.reason.contains("administrator"),
             "{error}"

@@ -2,9 +2,9 @@
 //! counters.
 
 use crate::owner::{Evidence, InputActivity};
-use crate::proc::input_interrupts;
+use crate::proc::parse_input_interrupts;
 use crate::sessions::{
-    SESSION_BYTES_MAX, SESSIONS_MAX, Session, parse_session_file, sorted_by_start,
+    SESSION_BYTES_MAX, SESSIONS_MAX, Session, parse_session_file, sort_by_start,
 };
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
@@ -16,16 +16,18 @@ use std::path::{Path, PathBuf};
 
 /// Directory of systemd-logind's session files.
 pub const SESSIONS_DIR: &str = "/run/systemd/sessions";
+/// Directory of the terminals.
 pub const TERMINALS_DIR: &str = "/dev";
 /// File with the kernel's interrupt counters.
 pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
-/// Interval at which a machine without keyboard and mouse is examined again, because devices may
+/// Interval between two examinations of a machine without keyboard and mouse, because devices may
 /// have been connected.
 pub const INPUT_RETRY_INTERVAL: Micros = Micros::from_secs(600);
 /// Maximum number of bytes that are read from the interrupt counters.
 const INTERRUPTS_BYTES_MAX: u64 = 256 << 10;
 
-/// Reads the session files in this directory.
+/// Reads the session files in `dir`. The result is unavailable if the directory does not exist or
+/// cannot be read.
 pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -37,7 +39,7 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
         }
         Err(e) => return Evidence::Unavailable(format!("{} cannot be read: {e}", dir.display())),
     };
-    let mut all = Vec::new();
+    let mut sessions = Vec::new();
     for entry in entries.flatten().take(SESSIONS_MAX) {
         // Each session also has a named pipe in this directory, which must not be opened.
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -45,38 +47,39 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
             continue;
         }
         let mut text = Vec::new();
-        let read = File::open(entry.path())
+        let read_result = File::open(entry.path())
             .and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
-        // The file of a session that has just ended may be missing; it is skipped.
-        all.extend(
-            read.ok()
+        // The file of a session that has just ended may be missing; the session is skipped.
+        sessions.extend(
+            read_result
+                .ok()
                 .and_then(|_| parse_session_file(&name, &String::from_utf8_lossy(&text))),
         );
     }
-    Evidence::Known(sorted_by_start(all))
+    Evidence::Known(sort_by_start(sessions))
 }
 
 /// Returns the time of the last input at the terminal of each login, by terminal line. The kernel
-/// updates the time with a resolution of eight seconds.
+/// updates this time with a resolution of eight seconds.
 pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
-    let last = |login: &Login| {
-        // The lines come from files that other programs write, so only paths inside the directory
-        // are accepted.
-        let inside = !login.line.starts_with('/')
+    let input_time = |login: &Login| {
+        // The terminal lines come from files that other programs write, so only paths inside the
+        // directory are accepted.
+        let is_inside = !login.terminal.starts_with('/')
             && !login
-                .line
+                .terminal
                 .split('/')
-                .any(|part| part == ".." || part.is_empty());
-        let metadata = fs::metadata(dir.join(&login.line))
+                .any(|component| component == ".." || component.is_empty());
+        let metadata = fs::metadata(dir.join(&login.terminal))
             .ok()
-            .filter(|metadata| inside && !metadata.is_dir())?;
+            .filter(|metadata| is_inside && !metadata.is_dir())?;
         let seconds = u64::try_from(metadata.atime()).ok()?;
         Some((
-            login.line.clone(),
+            login.terminal.clone(),
             Micros::from_secs(seconds) + Micros(metadata.atime_nsec().unsigned_abs() / 1000),
         ))
     };
-    logins.iter().filter_map(last).collect()
+    logins.iter().filter_map(input_time).collect()
 }
 
 /// Detects the use of keyboard and mouse by their interrupt counters.
@@ -84,19 +87,19 @@ pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Mi
 pub struct InputProbe {
     path: PathBuf,
     file: Option<File>,
-    text: Vec<u8>,
+    buffer: Vec<u8>,
     interrupt_count: Option<u64>,
     evidence: Evidence<InputActivity>,
     retry_at: Option<Micros>,
 }
 
 impl InputProbe {
-    pub fn new(path: PathBuf) -> InputProbe {
+    pub fn new(path: PathBuf) -> Self {
         let evidence = Evidence::Unavailable("not read yet".into());
-        InputProbe {
+        Self {
             path,
             file: None,
-            text: Vec::new(),
+            buffer: Vec::new(),
             interrupt_count: None,
             evidence,
             retry_at: None,
@@ -108,49 +111,50 @@ impl InputProbe {
         &self.evidence
     }
 
-    /// Reads the interrupt counters at the time of day `now`. Does nothing if the last attempt,
-    /// less than [`INPUT_RETRY_INTERVAL`] ago, found no keyboard.
-    pub fn poll(&mut self, now: Micros) {
+    /// Reads the interrupt counters at the time of day `now`. Does nothing if the last attempt
+    /// found no keyboard or could not read the counters, and was less than [`INPUT_RETRY_INTERVAL`]
+    /// ago.
+    pub fn read_if_due(&mut self, now: Micros) {
         if self
             .retry_at
-            .is_some_and(|again| now < again && now + INPUT_RETRY_INTERVAL >= again)
+            .is_some_and(|retry_at| now < retry_at && now + INPUT_RETRY_INTERVAL >= retry_at)
         {
             return;
         }
         self.retry_at = None;
-        let missing = |sense: &mut InputProbe, why: String| {
-            (sense.evidence, sense.interrupt_count, sense.retry_at) = (
-                Evidence::Unavailable(why),
+        let set_unavailable = |probe: &mut Self, reason: String| {
+            (probe.evidence, probe.interrupt_count, probe.retry_at) = (
+                Evidence::Unavailable(reason),
                 None,
                 Some(now + INPUT_RETRY_INTERVAL),
             );
-            sense.text = Vec::new();
+            probe.buffer = Vec::new();
         };
         if let Err(e) = self.read_counters() {
             self.file = None;
-            let why = format!("{} cannot be read: {e}", self.path.display());
-            return missing(self, why);
+            let reason = format!("{} cannot be read: {e}", self.path.display());
+            return set_unavailable(self, reason);
         }
-        let Some(count) = input_interrupts(&self.text) else {
-            let why = format!("no keyboard or mouse in {}", self.path.display());
-            return missing(self, why);
+        let Some(count) = parse_input_interrupts(&self.buffer) else {
+            let reason = format!("no keyboard or mouse in {}", self.path.display());
+            return set_unavailable(self, reason);
         };
-        let before = self.interrupt_count.replace(count);
-        let keys = match &self.evidence {
-            Evidence::Known(keys) => *keys,
+        let previous_count = self.interrupt_count.replace(count);
+        let activity = match &self.evidence {
+            Evidence::Known(activity) => *activity,
             Evidence::Unavailable(_) => InputActivity {
                 watched_since: now,
                 last_used: None,
             },
         };
-        let used = if before.is_some_and(|before| before != count) {
+        let last_used_at = if previous_count.is_some_and(|previous_count| previous_count != count) {
             Some(now)
         } else {
-            keys.last_used
+            activity.last_used
         };
         self.evidence = Evidence::Known(InputActivity {
-            last_used: used,
-            ..keys
+            last_used: last_used_at,
+            ..activity
         });
     }
 
@@ -160,9 +164,9 @@ impl InputProbe {
         }
         let mut file = self.file.as_ref().expect("opened just now");
         file.rewind()?;
-        self.text.clear();
+        self.buffer.clear();
         file.take(INTERRUPTS_BYTES_MAX)
-            .read_to_end(&mut self.text)
+            .read_to_end(&mut self.buffer)
             .map(drop)
     }
 }
@@ -171,7 +175,7 @@ impl InputProbe {
 mod tests {
     use super::*;
 
-    fn at(seconds: u64) -> Micros {
+    fn at_second(seconds: u64) -> Micros {
         Micros::from_secs(seconds)
     }
 
@@ -189,28 +193,30 @@ mod tests {
         fs::write(dir.path().join("1.ref"), text).expect("the test's own file");
         nix::unistd::mkfifo(&dir.path().join("2"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
         fs::create_dir(dir.path().join("3")).expect("the test's own folder");
-        let Evidence::Known(found) = read_session_files(dir.path()) else {
+        let Evidence::Known(sessions) = read_session_files(dir.path()) else {
             panic!("the folder is there")
         };
-        let users: Vec<&str> = found.iter().map(|s| s.login.user.as_str()).collect();
+        let users: Vec<&str> = sessions
+            .iter()
+            .map(|s| s.login.user_name.as_str())
+            .collect();
         assert_eq!(users, ["olga"]);
     }
 
-    /// The time of the last input is read from terminals inside the directory, and from no path
-    /// outside.
+    /// Terminals outside the directory are ignored.
     #[test]
     fn terminal_input_times_stay_inside_folder() {
         let dir = tempfile::tempdir().expect("a folder");
         fs::create_dir(dir.path().join("pts")).expect("the test's own folder");
         let file = File::create(dir.path().join("pts/3")).expect("the test's own file");
-        let when = std::time::UNIX_EPOCH + std::time::Duration::from_micros(5_000_007);
-        file.set_times(fs::FileTimes::new().set_accessed(when))
+        let access_time = std::time::UNIX_EPOCH + std::time::Duration::from_micros(5_000_007);
+        file.set_times(fs::FileTimes::new().set_accessed(access_time))
             .expect("the test's own file");
         File::create(dir.path().join("outside")).expect("the test's own file");
         let login = |line: &str| Login {
-            user: "a".into(),
-            line: line.into(),
-            from: String::new(),
+            user_name: "a".into(),
+            terminal: line.into(),
+            origin: String::new(),
             at: Micros(1),
         };
         let lines = [
@@ -229,65 +235,65 @@ mod tests {
             .parent()
             .expect("it has one")
             .to_path_buf();
-        let found = terminal_input_times(&dir, &lines.map(login));
+        let input_times = terminal_input_times(&dir, &lines.map(login));
         assert_eq!(
-            found,
+            input_times,
             BTreeMap::from([("pts/3".to_string(), Micros(5_000_007))])
         );
     }
 
-    /// Keyboard and mouse count as used when their interrupt counters change.
+    /// Any change of the interrupt count means input; the first count does not.
     #[test]
     fn rising_interrupt_count_means_input() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("interrupts");
-        let put = |n: u32| {
+        let write_count = |n: u32| {
             fs::write(&path, format!("  CPU0\n 1: {n} IO-APIC i8042\n"))
                 .expect("the test's own file")
         };
-        put(7);
-        let mut sense = InputProbe::new(path.clone());
-        sense.poll(at(100));
-        let watched = at(100);
+        write_count(7);
+        let mut probe = InputProbe::new(path.clone());
+        probe.read_if_due(at_second(100));
+        let watch_start = at_second(100);
         assert_eq!(
-            *sense.evidence(),
+            *probe.evidence(),
             Evidence::Known(InputActivity {
-                watched_since: watched,
+                watched_since: watch_start,
                 last_used: None
             })
         );
-        put(8);
-        sense.poll(at(105));
-        sense.poll(at(110));
+        write_count(8);
+        probe.read_if_due(at_second(105));
+        probe.read_if_due(at_second(110));
         assert_eq!(
-            *sense.evidence(),
+            *probe.evidence(),
             Evidence::Known(InputActivity {
-                watched_since: watched,
-                last_used: Some(at(105))
+                watched_since: watch_start,
+                last_used: Some(at_second(105))
             })
         );
     }
 
-    /// A machine without a keyboard is reported, and examined again after the retry interval.
+    /// The machine is examined again after the retry interval.
     #[test]
     fn missing_keyboard_is_reported_and_retried() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("interrupts");
         fs::write(&path, "  CPU0\n 4: 10 IO-APIC ttyS0\n").expect("the test's own file");
-        let mut sense = InputProbe::new(path.clone());
-        sense.poll(at(100));
+        let mut probe = InputProbe::new(path.clone());
+        probe.read_if_due(at_second(100));
         assert!(
-            matches!(sense.evidence(), Evidence::Unavailable(why) if why.starts_with("no keyboard"))
+            matches!(probe.evidence(), Evidence::Unavailable(why) if why.starts_with("no keyboard"))
         );
         fs::write(&path, "  CPU0\n 1: 10 IO-APIC i8042\n").expect("the test's own file");
-        sense.poll(at(100) + Micros(INPUT_RETRY_INTERVAL.0 - 1));
-        assert!(matches!(sense.evidence(), Evidence::Unavailable(_)));
-        sense.poll(at(100) + INPUT_RETRY_INTERVAL);
-        assert!(matches!(sense.evidence(), Evidence::Known(_)));
-        let mut gone = InputProbe::new(dir.path().join("no"));
-        gone.poll(at(1));
+        probe.read_if_due(at_second(100) + Micros(INPUT_RETRY_INTERVAL.0 - 1));
+        assert!(matches!(probe.evidence(), Evidence::Unavailable(_)));
+        probe.read_if_due(at_second(100) + INPUT_RETRY_INTERVAL);
+        assert!(matches!(probe.evidence(), Evidence::Known(_)));
+        let mut probe_without_file = InputProbe::new(dir.path().join("no"));
+        probe_without_file.read_if_due(at_second(1));
         assert!(
-            matches!(gone.evidence(), Evidence::Unavailable(why) if why.contains("cannot be read"))
+            matches!(probe_without_file.evidence(), Evidence::Unavailable(why) if why.contains("cannot be read"))
         );
     }
 }

@@ -3,87 +3,92 @@
 use sempa_proto::Micros;
 use sempa_proto::load::{LoadSample, OwnerVerdict};
 
-/// Interval of samples while the load changes.
-pub const SAMPLE_INTERVAL_BUSY: Micros = Micros::from_secs(1);
-/// Interval of samples while the load does not change.
-pub const SAMPLE_INTERVAL_QUIET: Micros = Micros::from_secs(5);
-/// Number of consecutive samples without a change after which the interval gets longer.
-const QUIET_SAMPLES_MIN: u32 = 5;
-/// Maximum interval of reports. The resource manager considers a sample valid for 15 s.
+/// Interval between samples while the load changes.
+pub const SAMPLE_INTERVAL_CHANGING: Micros = Micros::from_secs(1);
+/// Interval between samples while the load does not change.
+pub const SAMPLE_INTERVAL_UNCHANGED: Micros = Micros::from_secs(5);
+/// Number of consecutive unchanged samples after which the interval becomes
+/// [`SAMPLE_INTERVAL_QUIET`].
+const UNCHANGED_SAMPLES_MIN: u32 = 5;
+/// Maximum interval between reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
-/// Minimum difference of `busy` between two samples that counts as a change.
+/// Minimum difference of `busy`, a share from 0 to 1, that counts as a change.
 const BUSY_CHANGE_MIN: f32 = 0.1;
-/// Difference of `cpu_limit` between two samples above which it counts as a change, in processors.
-const CPU_LIMIT_CHANGE_MIN: f32 = 0.02;
+/// Difference of `cpu_limit` that counts as a change if it is exceeded, in processors.
+const CPU_LIMIT_TOLERANCE_PROCESSORS: f32 = 0.02;
 /// Minimum difference of the number of runnable threads that counts as a change.
-const RUNNING_CHANGE_MIN: u32 = 2;
+const RUNNING_THREADS_CHANGE_MIN: u32 = 2;
 /// Maximum number of logins in a report.
 pub const REPORTED_LOGINS_MAX: usize = 64;
 
-/// True if the difference of two samples is relevant to the resource manager.
+/// True if two samples differ so much that the resource manager needs the newer one.
 fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
-    let memory = a.available_bytes.abs_diff(b.available_bytes);
+    let memory_difference = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
-        || (a.cpu_limit - b.cpu_limit).abs() > CPU_LIMIT_CHANGE_MIN
-        || (a.busy - b.busy).abs() >= BUSY_CHANGE_MIN
-        || a.running.abs_diff(b.running) >= RUNNING_CHANGE_MIN
+        || (a.cpu_limit - b.cpu_limit).abs() > CPU_LIMIT_TOLERANCE_PROCESSORS
+        || (a.busy_share - b.busy_share).abs() >= BUSY_CHANGE_MIN
+        || a.runnable_threads.abs_diff(b.runnable_threads) >= RUNNING_THREADS_CHANGE_MIN
         || a.task_cpus.is_some() != b.task_cpus.is_some()
         || (a.task_cpus.unwrap_or(0.0) - b.task_cpus.unwrap_or(0.0)).abs()
-            >= BUSY_CHANGE_MIN * a.processors()
-        || memory > a.available_bytes.max(b.available_bytes) / 10
+            >= BUSY_CHANGE_MIN * a.usable_processors()
+        || memory_difference > a.available_bytes.max(b.available_bytes) / 10
 }
 
-/// State of the reports: the last report and the last samples. Decides when the next sample and the
-/// next report are due.
+/// Decides when the next sample and the next report are due, from the last report and the last
+/// samples.
 #[derive(Debug, Default)]
 pub struct Reporter {
+    /// Time and content of the last report; the string is the reason of the verdict. `None` before
+    /// the first report.
     last_report: Option<(Micros, LoadSample, OwnerVerdict, String)>,
     last_sample: Option<LoadSample>,
-    unchanged_samples: u32,
+    unchanged_sample_count: u32,
 }
 
 impl Reporter {
     /// True if the owner verdict or its reason has changed since the last report.
-    pub fn owner_changed(&self, owner: &OwnerVerdict, why: &str) -> bool {
+    pub fn owner_changed(&self, owner: &OwnerVerdict, reason: &str) -> bool {
         self.last_report
             .as_ref()
-            .is_none_or(|(_, _, was, because)| was != owner || because != why)
+            .is_none_or(|(_, _, was, because)| was != owner || because != reason)
     }
 
     /// True if this sample must be reported at `now` (monotonic clock), because the load has
     /// changed or the last report is too old.
     pub fn must_report_load(&self, now: Micros, sample: &LoadSample) -> bool {
-        self.last_report.as_ref().is_none_or(|(at, last, ..)| {
-            now.since(*at) >= REPORT_INTERVAL_MAX || differ_notably(last, sample)
-        })
+        self.last_report
+            .as_ref()
+            .is_none_or(|(at, last_sample, ..)| {
+                now.since(*at) >= REPORT_INTERVAL_MAX || differ_notably(last_sample, sample)
+            })
     }
 
-    /// Records the content of a report that was sent at `now`.
-    pub fn record_sent(
+    /// Records that a report with this content was sent at `now` (monotonic clock).
+    pub fn record_report(
         &mut self,
         now: Micros,
         sample: LoadSample,
         owner: OwnerVerdict,
-        why: String,
+        reason: String,
     ) {
-        self.last_report = Some((now, sample, owner, why));
+        self.last_report = Some((now, sample, owner, reason));
     }
 
-    /// Returns the interval from this sample to the next one.
-    pub fn interval_after(&mut self, sample: &LoadSample) -> Micros {
-        let changed = self
+    /// Records `sample` as the newest sample, and returns the interval until the next one.
+    pub fn next_sample_interval(&mut self, sample: &LoadSample) -> Micros {
+        let has_changed = self
             .last_sample
-            .is_none_or(|before| differ_notably(&before, sample));
+            .is_none_or(|previous_sample| differ_notably(&previous_sample, sample));
         self.last_sample = Some(*sample);
-        self.unchanged_samples = if changed {
+        self.unchanged_sample_count = if has_changed {
             0
         } else {
-            self.unchanged_samples.saturating_add(1)
+            self.unchanged_sample_count.saturating_add(1)
         };
-        if self.unchanged_samples < QUIET_SAMPLES_MIN {
-            SAMPLE_INTERVAL_BUSY
+        if self.unchanged_sample_count < UNCHANGED_SAMPLES_MIN {
+            SAMPLE_INTERVAL_CHANGING
         } else {
-            SAMPLE_INTERVAL_QUIET
+            SAMPLE_INTERVAL_UNCHANGED
         }
     }
 }
@@ -92,28 +97,33 @@ impl Reporter {
 mod tests {
     use super::*;
 
-    fn sample(busy: f32, running: u32) -> LoadSample {
+    fn load_sample(busy: f32, running: u32) -> LoadSample {
         LoadSample {
             cores: 2,
-            busy,
-            running,
+            busy_share: busy,
+            runnable_threads: running,
             available_bytes: 1 << 30,
             ..LoadSample::default()
         }
     }
 
-    fn absent() -> OwnerVerdict {
+    fn absent_verdict() -> OwnerVerdict {
         OwnerVerdict::Absent { since: None }
     }
 
-    /// A changed owner verdict or a changed reason must be reported.
+    /// A new owner verdict or a new reason must be reported.
     #[test]
     fn changed_verdict_or_reason_is_reported() {
         let mut reporter = Reporter::default();
-        assert!(reporter.owner_changed(&absent(), "nobody"));
-        reporter.record_sent(Micros(0), sample(0.0, 0), absent(), "nobody".into());
-        assert!(!reporter.owner_changed(&absent(), "nobody"));
-        assert!(reporter.owner_changed(&absent(), "no file"));
+        assert!(reporter.owner_changed(&absent_verdict(), "nobody"));
+        reporter.record_report(
+            Micros(0),
+            load_sample(0.0, 0),
+            absent_verdict(),
+            "nobody".into(),
+        );
+        assert!(!reporter.owner_changed(&absent_verdict(), "nobody"));
+        assert!(reporter.owner_changed(&absent_verdict(), "no file"));
         assert!(reporter.owner_changed(
             &OwnerVerdict::Present {
                 since: Micros(1),
@@ -127,49 +137,54 @@ mod tests {
     #[test]
     fn load_is_reported_on_change_and_every_ten_seconds() {
         let mut reporter = Reporter::default();
-        assert!(reporter.must_report_load(Micros(0), &sample(0.2, 1)));
-        reporter.record_sent(Micros(0), sample(0.2, 1), absent(), String::new());
-        let soon = Micros::from_secs(9);
-        assert!(!reporter.must_report_load(soon, &sample(0.25, 2)));
-        assert!(reporter.must_report_load(soon, &sample(0.4, 1)));
-        assert!(reporter.must_report_load(soon, &sample(0.2, 3)));
+        assert!(reporter.must_report_load(Micros(0), &load_sample(0.2, 1)));
+        reporter.record_report(
+            Micros(0),
+            load_sample(0.2, 1),
+            absent_verdict(),
+            String::new(),
+        );
+        let before_deadline = Micros::from_secs(9);
+        assert!(!reporter.must_report_load(before_deadline, &load_sample(0.25, 2)));
+        assert!(reporter.must_report_load(before_deadline, &load_sample(0.4, 1)));
+        assert!(reporter.must_report_load(before_deadline, &load_sample(0.2, 3)));
         assert!(reporter.must_report_load(
-            soon,
+            before_deadline,
             &LoadSample {
                 cores: 4,
-                ..sample(0.2, 1)
+                ..load_sample(0.2, 1)
             }
         ));
         assert!(reporter.must_report_load(
-            soon,
+            before_deadline,
             &LoadSample {
                 task_cpus: Some(0.3),
-                ..sample(0.2, 1)
+                ..load_sample(0.2, 1)
             }
         ));
         assert!(reporter.must_report_load(
-            soon,
+            before_deadline,
             &LoadSample {
                 available_bytes: 1 << 29,
-                ..sample(0.2, 1)
+                ..load_sample(0.2, 1)
             }
         ));
-        assert!(reporter.must_report_load(Micros::from_secs(10), &sample(0.2, 1)));
+        assert!(reporter.must_report_load(Micros::from_secs(10), &load_sample(0.2, 1)));
     }
 
-    /// The sample interval gets longer after several samples without a change, and short again
-    /// after the first change.
+    /// After several unchanged samples the sample interval gets longer. The first change makes it
+    /// short again.
     #[test]
     fn sample_interval_depends_on_changes() {
         let mut reporter = Reporter::default();
-        let pauses: Vec<_> = (0..7)
-            .map(|_| reporter.interval_after(&sample(0.0, 0)))
+        let intervals: Vec<_> = (0..7)
+            .map(|_| reporter.next_sample_interval(&load_sample(0.0, 0)))
             .collect();
-        assert_eq!(pauses[..5], [SAMPLE_INTERVAL_BUSY; 5]);
-        assert_eq!(pauses[5..], [SAMPLE_INTERVAL_QUIET; 2]);
+        assert_eq!(intervals[..5], [SAMPLE_INTERVAL_CHANGING; 5]);
+        assert_eq!(intervals[5..], [SAMPLE_INTERVAL_UNCHANGED; 2]);
         assert_eq!(
-            reporter.interval_after(&sample(0.9, 3)),
-            SAMPLE_INTERVAL_BUSY
+            reporter.next_sample_interval(&load_sample(0.9, 3)),
+            SAMPLE_INTERVAL_CHANGING
         );
     }
 }

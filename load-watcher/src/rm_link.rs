@@ -1,13 +1,13 @@
-//! Tracks to which resource manager this load watcher must send its reports.
+//! Tracks the resource manager to which this load watcher must send its reports.
 //!
 //! The load watcher outlives the resource manager that started it, so that the owner of the host
-//! stays protected. The next resource manager requests that the reports are sent to it.
+//! stays protected. A later resource manager requests the reports for itself.
 
 use libpvm::{Match, Vm};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::body::Unpacker;
-use sempa_proto::load::TAG_REPORT_TO;
+use sempa_proto::load::TAG_REPORT_ADDRESS;
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::task::{NotifyRequest, NotifySubjects};
 use sempa_proto::{Message, Tid};
@@ -15,13 +15,16 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Tag of the notification that the resource manager has exited.
-const TAG_RM_GONE: i32 = 1;
+const RM_EXIT_TAG: i32 = 1;
 
-/// State of the subscription: the resource manager that receives the reports, if any.
+/// State of the subscription: which resource manager receives the reports, and whether it has
+/// changed.
 #[derive(Debug)]
 pub(crate) struct RmSubscription {
-    tid: Mutex<Option<Tid>>,
-    /// Readable when another resource manager has requested the reports.
+    /// The resource manager that receives the reports; `None` after it has exited.
+    rm_tid: Mutex<Option<Tid>>,
+    /// Readable after another resource manager has requested the reports, until
+    /// [`RmSubscription::take_change`].
     change_event: EventFd,
 }
 
@@ -31,20 +34,20 @@ impl RmSubscription {
     ///
     /// # Errors
     /// The error of the system or of the daemon.
-    pub(crate) fn start(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<RmSubscription>> {
-        let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let subscription = Arc::new(RmSubscription {
-            tid: Mutex::new(rm),
-            change_event: news,
+    pub(crate) fn start_tracking(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Self>> {
+        let change_notifier = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let subscription = Arc::new(Self {
+            rm_tid: Mutex::new(rm),
+            change_event: change_notifier,
         });
         rm.map(|rm| notify_on_exit(vm, rm)).transpose()?;
-        let (vm, shared) = (vm.clone(), Arc::clone(&subscription));
+        let (vm, thread_subscription) = (vm.clone(), Arc::clone(&subscription));
         std::thread::Builder::new()
             .name("boss".into())
             .spawn(move || {
-                // This context contains only messages to load watchers and notifications.
+                // Only messages to load watchers and exit notifications have this context.
                 while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
-                    shared.handle_message(&vm, &message);
+                    thread_subscription.handle_message(&vm, &message);
                 }
                 drop(vm.exit());
                 std::process::exit(0);
@@ -53,19 +56,19 @@ impl RmSubscription {
     }
 
     fn handle_message(&self, vm: &Vm, message: &Message) {
-        let mut tid = self.tid.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rm_tid = self.rm_tid.lock().unwrap_or_else(PoisonError::into_inner);
         match message.tag {
-            TAG_RM_GONE => {
-                let gone = Unpacker::xdr(message.body.clone())
-                    .int()
+            RM_EXIT_TAG => {
+                let exited_rm = Unpacker::new_xdr(message.body.clone())
+                    .read_int()
                     .ok()
                     .map(Tid::from_raw);
-                if *tid == gone {
-                    *tid = None;
+                if *rm_tid == exited_rm {
+                    *rm_tid = None;
                 }
             }
-            TAG_REPORT_TO if message.src.is_task() => {
-                *tid = Some(message.src);
+            TAG_REPORT_ADDRESS if message.src.is_task() => {
+                *rm_tid = Some(message.src);
                 // If the resource manager has already exited, the notification arrives immediately.
                 drop(notify_on_exit(vm, message.src));
                 let _ = self.change_event.write(1);
@@ -75,30 +78,30 @@ impl RmSubscription {
     }
 
     /// Returns the tid of the resource manager that receives the reports.
-    pub(crate) fn tid(&self) -> Option<Tid> {
-        *self.tid.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn rm_tid(&self) -> Option<Tid> {
+        *self.rm_tid.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns true if another resource manager has requested the reports since the last call.
-    pub(crate) fn take_change(&self) -> bool {
+    pub(crate) fn take_change_event(&self) -> bool {
         self.change_event.read().is_ok()
     }
 
-    /// Creates an epoll descriptor that is readable when another resource manager requests the
-    /// reports, or when one of the descriptors `others` is readable.
+    /// Creates an epoll instance that is readable when another resource manager requests the
+    /// reports, or when one of the descriptors `additional_fds` is readable.
     ///
     /// # Errors
-    /// The process has no descriptor left.
-    pub(crate) fn epoll_with<'a>(
+    /// The process has no free descriptor.
+    pub(crate) fn create_wake_epoll<'a>(
         &self,
-        others: impl IntoIterator<Item = BorrowedFd<'a>>,
+        additional_fds: impl IntoIterator<Item = BorrowedFd<'a>>,
     ) -> nix::Result<Epoll> {
-        let all = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        all.add(&self.change_event, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
-        for other in others {
-            all.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&self.change_event, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        for additional_fd in additional_fds {
+            epoll.add(additional_fd, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
         }
-        Ok(all)
+        Ok(epoll)
     }
 }
 
@@ -107,7 +110,7 @@ fn notify_on_exit(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
     vm.notify(NotifyRequest {
         subjects: NotifySubjects::TaskExit(vec![rm]),
         ctx: CTX_RM,
-        tag: TAG_RM_GONE,
-        cancel: false,
+        tag: RM_EXIT_TAG,
+        is_cancellation: false,
     })
 }

@@ -1,5 +1,5 @@
-//! Parser for login sessions of systemd-logind, from its files (`/run/systemd/sessions`, one per
-//! session) or from its D-Bus properties. Pure; accepts any text.
+//! Parser for login sessions of systemd-logind, from its files (one file in `/run/systemd/sessions`
+//! for each session) or from its D-Bus properties. Pure; accepts any text.
 //!
 //! Only sessions of persons are returned: class `user` with a terminal or a screen. A login screen,
 //! a lock screen, a cron job or a command over ssh does not mean that a person uses the machine.
@@ -7,7 +7,7 @@
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 
-/// Maximum number of bytes that are read of a session file.
+/// Maximum number of bytes that are read from one session file.
 pub const SESSION_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of session files that are read.
 pub const SESSIONS_MAX: usize = 1024;
@@ -26,21 +26,22 @@ pub enum ScreenUse {
 /// A login session of a person.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// User, terminal and start of the session. Without a terminal, `line` is the display or the
-    /// name of the session.
+    /// User, terminal and start of the session. For a session without a terminal, the field
+    /// `terminal` contains the display or the name of the session.
     pub login: Login,
     /// True for a login over the network.
-    pub remote: bool,
-    /// True if the session has a screen, whose input does not pass through the terminal.
-    pub graphical: bool,
+    pub is_remote: bool,
+    /// True if the session has a screen. Input at a screen does not pass through the terminal of
+    /// the session.
+    pub has_screen: bool,
     /// Use of the screen; [`ScreenUse::Unknown`] if the session was read from a file.
     pub screen_use: ScreenUse,
 }
 
-/// Parses the text of the session file with this name; `None` if the session is not that of a
-/// person.
+/// Parses `text`, the content of the session file `name`; `None` if the session does not belong to
+/// a person.
 pub fn parse_session_file(name: &str, text: &str) -> Option<Session> {
-    from_values(name, |key| {
+    session_from_values(name, |key| {
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
@@ -48,20 +49,26 @@ pub fn parse_session_file(name: &str, text: &str) -> Option<Session> {
     })
 }
 
-/// Creates a session from its values. `value` returns a value by its key in a session file. `None`
-/// if the session is not that of a person.
-pub(crate) fn from_values(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
+/// Creates a session from its values. `value` returns the value of a key, named as in a session
+/// file. `None` if the session does not belong to a person.
+pub(crate) fn session_from_values(
+    name: &str,
+    value: impl Fn(&str) -> Option<String>,
+) -> Option<Session> {
     let value = |key: &str| {
         value(key)
-            .map(|value| without_control_chars(&value))
+            .map(|value| replace_control_chars(&value))
             .filter(|value| !value.is_empty())
     };
     let class = value("CLASS")?;
     let is_person = class == "user" || class.starts_with("user-early") || class == "user-light";
     let is_open = value("STATE").is_none_or(|state| state != "closing");
-    let kind = value("TYPE");
-    let graphical = matches!(kind.as_deref(), Some("x11" | "wayland" | "mir" | "web"));
-    let has_terminal_or_screen = graphical || kind.as_deref() == Some("tty");
+    let session_type = value("TYPE");
+    let graphical = matches!(
+        session_type.as_deref(),
+        Some("x11" | "wayland" | "mir" | "web")
+    );
+    let has_terminal_or_screen = graphical || session_type.as_deref() == Some("tty");
     if !is_person || !is_open || !has_terminal_or_screen {
         return None;
     }
@@ -81,26 +88,26 @@ pub(crate) fn from_values(name: &str, value: impl Fn(&str) -> Option<String>) ->
     let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
     Some(Session {
         login: Login {
-            user,
-            line,
-            from,
+            user_name: user,
+            terminal: line,
+            origin: from,
             at,
         },
-        remote,
-        graphical,
+        is_remote: remote,
+        has_screen: graphical,
         screen_use: ScreenUse::Unknown,
     })
 }
 
 /// Sorts sessions by start time, then by terminal line.
-pub(crate) fn sorted_by_start(mut all: Vec<Session>) -> Vec<Session> {
-    all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
-    all
+pub(crate) fn sort_by_start(mut sessions: Vec<Session>) -> Vec<Session> {
+    sessions.sort_by(|a, b| (a.login.at, &a.login.terminal).cmp(&(b.login.at, &b.login.terminal)));
+    sessions
 }
 
-/// Replaces control characters, because they could manipulate the terminal on which a value is
-/// printed.
-fn without_control_chars(value: &str) -> String {
+/// Replaces the control characters of a value, because they could manipulate the terminal on which
+/// the value is printed.
+fn replace_control_chars(value: &str) -> String {
     value
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
@@ -108,16 +115,16 @@ fn without_control_chars(value: &str) -> String {
 }
 
 /// Merges login records and sessions into a list of logins, earliest first. A session whose
-/// terminal has a login record is the same visit and is omitted.
+/// terminal has a login record is omitted, because both describe the same login.
 pub fn merge_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
-    let mut all = records.to_vec();
-    let new = sessions
+    let mut logins = records.to_vec();
+    let unrecorded_logins = sessions
         .iter()
         .map(|s| &s.login)
-        .filter(|l| records.iter().all(|r| r.line != l.line));
-    all.extend(new.cloned());
-    all.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
-    all
+        .filter(|l| records.iter().all(|r| r.terminal != l.terminal));
+    logins.extend(unrecorded_logins.cloned());
+    logins.sort_by(|a, b| (a.at, &a.terminal).cmp(&(b.at, &b.terminal)));
+    logins
 }
 
 #[cfg(test)]
@@ -125,11 +132,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const DESK: &str = "# This is private data. Do not parse.\nUID=1000\nUSER=alice\nACTIVE=1\nSTATE=active\nREMOTE=0\n\
+    const DESKTOP_SESSION: &str = "# This is private data. Do not parse.\nUID=1000\nUSER=alice\nACTIVE=1\nSTATE=active\nREMOTE=0\n\
         TYPE=wayland\nCLASS=user\nSEAT=seat0\nVTNR=2\nTTY=tty2\nLEADER=1234\nREALTIME=1700000000000000\n";
 
-    fn with(key: &str, value: &str) -> Option<Session> {
-        let lines: Vec<String> = DESK
+    fn parse_with_value(key: &str, value: &str) -> Option<Session> {
+        let lines: Vec<String> = DESKTOP_SESSION
             .lines()
             .filter(|l| !l.starts_with(&format!("{key}=")))
             .map(str::to_string)
@@ -137,37 +144,56 @@ mod tests {
         parse_session_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
-    /// A session file contains user, terminal, origin and start.
     #[test]
     fn session_file_gives_user_terminal_and_start() {
         let Session {
             login,
-            remote,
-            graphical,
+            is_remote: remote,
+            has_screen: graphical,
             ..
-        } = parse_session_file("3", DESK).expect("somebody");
-        assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
+        } = parse_session_file("3", DESKTOP_SESSION).expect("somebody");
+        assert!(
+            graphical
+                && !parse_with_value("TYPE", "tty")
+                    .expect("somebody")
+                    .has_screen
+        );
         assert_eq!(
             (
-                login.user.as_str(),
-                login.line.as_str(),
-                login.from.as_str()
+                login.user_name.as_str(),
+                login.terminal.as_str(),
+                login.origin.as_str()
             ),
             ("alice", "tty2", "")
         );
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
-        let far = parse_session_file(
+        let remote_session = parse_session_file(
             "4",
             &format!(
                 "{}REMOTE_HOST=10.0.0.9\n",
-                DESK.replace("REMOTE=0", "REMOTE=1")
+                DESKTOP_SESSION.replace("REMOTE=0", "REMOTE=1")
             ),
         )
         .expect("one");
-        assert_eq!((far.login.from.as_str(), far.remote), ("10.0.0.9", true));
-        assert_eq!(with("TTY", "").expect("somebody").login.line, "session 3");
         assert_eq!(
-            with("TTY", "/dev/pts/4").expect("somebody").login.line,
+            (
+                remote_session.login.origin.as_str(),
+                remote_session.is_remote
+            ),
+            ("10.0.0.9", true)
+        );
+        assert_eq!(
+            parse_with_value("TTY", "")
+                .expect("somebody")
+                .login
+                .terminal,
+            "session 3"
+        );
+        assert_eq!(
+            parse_with_value("TTY", "/dev/pts/4")
+                .expect("somebody")
+                .login
+                .terminal,
             "pts/4"
         );
     }
@@ -183,40 +209,44 @@ mod tests {
             ("STATE", "closing"),
             ("TYPE", "unspecified"),
         ] {
-            assert_eq!(with(key, value), None, "{key}={value}");
+            assert_eq!(parse_with_value(key, value), None, "{key}={value}");
         }
     }
 
-    /// A session and a login record with the same terminal are one login.
     #[test]
     fn session_with_login_record_is_merged() {
         let record = Login {
-            user: "alice".into(),
-            line: "tty2".into(),
-            from: String::new(),
+            user_name: "alice".into(),
+            terminal: "tty2".into(),
+            origin: String::new(),
             at: Micros(5),
         };
-        let desk = parse_session_file("3", DESK).expect("somebody");
+        let session = parse_session_file("3", DESKTOP_SESSION).expect("somebody");
         assert_eq!(
-            merge_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
+            merge_logins(
+                std::slice::from_ref(&record),
+                std::slice::from_ref(&session)
+            ),
             *std::slice::from_ref(&record)
         );
-        let other = Login {
-            line: "pts/0".into(),
+        let unrelated_login = Login {
+            terminal: "pts/0".into(),
             ..record
         };
         assert_eq!(
-            merge_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)),
-            [other, desk.login]
+            merge_logins(
+                std::slice::from_ref(&unrelated_login),
+                std::slice::from_ref(&session)
+            ),
+            [unrelated_login, session.login]
         );
     }
 
     proptest! {
-        /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted(text in "(?s).{0,200}") {
             let _ = parse_session_file("1", &text);
-            let _ = parse_session_file("1", &format!("{DESK}{text}"));
+            let _ = parse_session_file("1", &format!("{DESKTOP_SESSION}{text}"));
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Answers queries of users about the use of this machine by guests.
 //!
-//! Every load watcher listens on a socket with an abstract name, so no file remains, and sends one
-//! JSON value to each client. The value contains no more than `ps` shows; the load watcher reads
-//! nothing from the client. [`query_all`] is the client side.
+//! Every load watcher listens on a socket with an abstract name, so that no file remains after its
+//! exit. It sends one JSON value to each client and reads nothing from the client. The value
+//! contains no more than `ps` shows. [`query_all`] is the client side.
 
 use crate::proc;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -13,22 +13,23 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
-/// Prefix of the abstract names of these sockets.
-const NAME_PREFIX: &str = "sempa-owner/";
+/// Prefix of the abstract names of the load watchers' sockets.
+const SOCKET_NAME_PREFIX: &str = "sempa-owner/";
 /// Maximum number of load watchers of one virtual machine that can listen on one host.
-const LISTENERS_MAX: u32 = 16;
+const LISTENERS_PER_VM_MAX: u32 = 16;
 /// Maximum number of clients that one call of [`StatusListener::answer_queries`] answers.
 const ANSWERS_PER_CALL_MAX: usize = 16;
 /// Maximum size of an answer in bytes.
 const STATUS_BYTES_MAX: u64 = 1 << 20;
-/// Time limit of a client for an answer; a load watcher normally answers in milliseconds.
+/// Time for which a client waits for an answer; a load watcher normally answers within
+/// milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of guests in an answer.
 pub const STATUS_TASKS_MAX: usize = 512;
 
-/// One setting of the policy in force.
+/// A setting of the merged policy that is in force on the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Setting {
+pub struct PolicySetting {
     pub name: String,
     /// Value as in a policy file.
     pub value: String,
@@ -51,7 +52,7 @@ pub struct GuestStatus {
 
 /// The status that a load watcher sends to users of its host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Status {
+pub struct WatcherStatus {
     /// Name of the virtual machine.
     pub vm: String,
     /// Login name of the user of the virtual machine.
@@ -70,20 +71,20 @@ pub struct Status {
     pub guests: String,
     /// Reason why guests must stop; empty if they are welcome.
     pub guests_why: String,
-    /// Time at which guests will be evicted, in microseconds since 1970; `None` if they will not
-    /// be.
+    /// Time at which guests will be evicted, in microseconds since 1970; `None` if they may run or
+    /// are never evicted.
     pub leave_at_us: Option<u64>,
-    /// How guests are evicted: `move`, `kill` or `checkpoint`.
+    /// How guests are evicted: `move`, `kill` or `checkpoint`; `None` if they may run.
     pub then: Option<String>,
     /// Mechanism by which guests are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]
     pub stopped_by: String,
-    /// Reason why guests are not stopped by control groups; empty if they are.
+    /// Reason why guests are not stopped by control groups; empty if control groups are used.
     #[serde(default)]
     pub stopped_by_why: String,
-    pub policy: Vec<Setting>,
-    /// Errors of the policy in sentences: refused files, and blocked users without an account on
-    /// this host.
+    pub policy: Vec<PolicySetting>,
+    /// Errors of the policy, one sentence each: refused files, and blocked users without an account
+    /// on this host.
     pub wrong: Vec<String>,
     /// Guests on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<GuestStatus>,
@@ -97,50 +98,52 @@ impl StatusListener {
     /// Listens for queries about the virtual machine `vm` of user `uid`.
     ///
     /// # Errors
-    /// The error of the system.
-    pub fn open(uid: u32, vm: &str) -> io::Result<StatusListener> {
-        let mut result = Err(io::ErrorKind::AddrInUse.into());
-        for number in 0..LISTENERS_MAX {
-            let name = SocketAddr::from_abstract_name(format!("{NAME_PREFIX}{uid}/{vm}/{number}"))?;
-            result = UnixListener::bind_addr(&name);
-            if !matches!(&result, Err(e) if e.kind() == io::ErrorKind::AddrInUse) {
+    /// All names are in use, or another error of the system.
+    pub fn open(uid: u32, vm: &str) -> io::Result<Self> {
+        let mut bind_result = Err(io::ErrorKind::AddrInUse.into());
+        for listener_number in 0..LISTENERS_PER_VM_MAX {
+            let name = SocketAddr::from_abstract_name(format!(
+                "{SOCKET_NAME_PREFIX}{uid}/{vm}/{listener_number}"
+            ))?;
+            bind_result = UnixListener::bind_addr(&name);
+            if !matches!(&bind_result, Err(e) if e.kind() == io::ErrorKind::AddrInUse) {
                 break;
             }
         }
-        let listener = result?;
+        let listener = bind_result?;
         listener.set_nonblocking(true)?;
-        Ok(StatusListener(listener))
+        Ok(Self(listener))
     }
 
-    /// Returns the descriptor of the socket, which is readable when a client waits.
+    /// Returns the descriptor of the socket. It is readable when a client waits.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 
-    /// Answers the clients that wait. A client that does not read receives only the bytes that fit
-    /// into the kernel's buffer.
-    pub fn answer_queries(&self, status: impl Fn() -> Status) {
-        let mut text = None;
+    /// Answers waiting clients, at most [`ANSWERS_PER_CALL_MAX`]. A client that does not read
+    /// receives only the bytes that fit into the kernel's buffer.
+    pub fn answer_queries(&self, status: impl Fn() -> WatcherStatus) {
+        let mut status_json = None;
         for _ in 0..ANSWERS_PER_CALL_MAX {
             let Ok((mut stream, _)) = self.0.accept() else {
                 return;
             };
-            let text = text.get_or_insert_with(|| {
+            let status_json = status_json.get_or_insert_with(|| {
                 serde_json::to_vec(&status()).expect("it is made of plain values")
             });
             let _ = stream
                 .set_nonblocking(true)
-                .and_then(|()| stream.write_all(text));
+                .and_then(|()| stream.write_all(status_json));
         }
     }
 }
 
 /// Parses a line of /proc/net/unix. Returns the abstract name of the socket and the uid in the
-/// name; `None` if it is not a load watcher's socket.
+/// name; `None` if the line does not describe a load watcher's socket.
 fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
     let name = line.rsplit(' ').next()?.strip_prefix('@')?;
     let uid = name
-        .strip_prefix(NAME_PREFIX)?
+        .strip_prefix(SOCKET_NAME_PREFIX)?
         .split('/')
         .next()?
         .parse()
@@ -148,52 +151,51 @@ fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
     Some((name, uid))
 }
 
-fn query(name: &str, uid: u32) -> io::Result<Status> {
+fn query_watcher(name: &str, uid: u32) -> io::Result<WatcherStatus> {
     let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    // Any process may bind a free name, so the answer is accepted only if the process runs as the
-    // user in the name.
-    let server = getsockopt(&stream, sockopt::PeerCredentials)?;
-    if server.uid() != uid {
+    // Any process may bind a free name. Therefore the answer is accepted only if the answering
+    // process runs as the user whose uid is in the name.
+    let server_credentials = getsockopt(&stream, sockopt::PeerCredentials)?;
+    if server_credentials.uid() != uid {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
-            format!("it belongs to user {}", server.uid()),
+            format!("it belongs to user {}", server_credentials.uid()),
         ));
     }
     stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    let mut text = Vec::new();
-    stream.take(STATUS_BYTES_MAX).read_to_end(&mut text)?;
-    serde_json::from_slice(&text).map_err(io::Error::other)
+    let mut answer = Vec::new();
+    stream.take(STATUS_BYTES_MAX).read_to_end(&mut answer)?;
+    serde_json::from_slice(&answer).map_err(io::Error::other)
 }
 
-/// Queries all load watchers of this host. Returns their answers, and a sentence for each load
-/// watcher that did not answer.
+/// Queries all load watchers of this host. Returns their answers, and an error sentence for each
+/// load watcher that did not answer.
 ///
 /// # Errors
 /// The list of sockets cannot be read.
-pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
-    let list = proc::unix_sockets()?;
-    // The socket of a connection that is being answered has the same name as its listener, so each
-    // name is used once.
-    let mut names: Vec<(&str, u32)> = list.lines().filter_map(parse_socket_name).collect();
+pub fn query_all() -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
+    let socket_list = proc::read_unix_sockets()?;
+    // A listener and its accepted connections have the same name in the list, so duplicate names
+    // are removed.
+    let mut names: Vec<(&str, u32)> = socket_list.lines().filter_map(parse_socket_name).collect();
     names.sort_unstable();
     names.dedup();
-    let (mut all, mut silent) = (Vec::new(), Vec::new());
+    let (mut statuses, mut errors) = (Vec::new(), Vec::new());
     for (name, uid) in names {
-        match query(name, uid) {
-            Ok(status) => all.push(status),
+        match query_watcher(name, uid) {
+            Ok(status) => statuses.push(status),
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(e) => silent.push(format!("the load watcher at {name} does not answer: {e}")),
+            Err(e) => errors.push(format!("the load watcher at {name} does not answer: {e}")),
         }
     }
-    Ok((all, silent))
+    Ok((statuses, errors))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Running load watchers answer a query; a load watcher that has exited is not reported as
-    /// silent.
+    /// No error is reported for a load watcher that has exited.
     #[test]
     fn running_watchers_answer_queries() {
         let uid = nix::unistd::geteuid().as_raw();
@@ -201,12 +203,12 @@ mod tests {
         let listeners: Vec<StatusListener> = (0..2)
             .map(|_| StatusListener::open(uid, &vm).expect("listens"))
             .collect();
-        let answer = std::thread::spawn(move || {
+        let answer_thread = std::thread::spawn(move || {
             for listener in &listeners {
-                let status = || Status {
+                let status = || WatcherStatus {
                     vm: vm.clone(),
                     why: "because".into(),
-                    ..Status::default()
+                    ..WatcherStatus::default()
                 };
                 let mut fds = [nix::poll::PollFd::new(
                     listener.fd(),
@@ -217,20 +219,21 @@ mod tests {
             }
             vm
         });
-        let (all, _) = query_all().expect("there is a list");
-        let vm = answer.join().expect("it answered");
-        let ours: Vec<&Status> = all.iter().filter(|status| status.vm == vm).collect();
-        assert_eq!(ours.len(), 2);
-        assert_eq!(ours[0].why, "because");
-        let (all, silent) = query_all().expect("there is a list");
+        let (statuses, _) = query_all().expect("there is a list");
+        let vm = answer_thread.join().expect("it answered");
+        let test_statuses: Vec<&WatcherStatus> =
+            statuses.iter().filter(|status| status.vm == vm).collect();
+        assert_eq!(test_statuses.len(), 2);
+        assert_eq!(test_statuses[0].why, "because");
+        let (statuses, errors) = query_all().expect("there is a list");
         assert!(
-            all.iter().all(|status| status.vm != vm)
-                && silent.iter().all(|line| !line.contains(&vm)),
-            "{silent:?}"
+            statuses.iter().all(|status| status.vm != vm)
+                && errors.iter().all(|line| !line.contains(&vm)),
+            "{errors:?}"
         );
     }
 
-    /// Only sockets of load watchers are recognized in the kernel's list.
+    /// Socket names with another prefix or without a uid are ignored.
     #[test]
     fn only_watcher_sockets_are_recognized() {
         let line = |name: &str| {
@@ -240,13 +243,17 @@ mod tests {
             parse_socket_name(&line("@sempa-owner/7/pvm/0")),
             Some(("sempa-owner/7/pvm/0", 7))
         );
-        for other in [
+        for foreign_name in [
             "@sempa-owner/x/pvm",
             "/tmp/sempa-owner/7/pvm/0",
             "@other",
             "",
         ] {
-            assert_eq!(parse_socket_name(&line(other)), None, "{other}");
+            assert_eq!(
+                parse_socket_name(&line(foreign_name)),
+                None,
+                "{foreign_name}"
+            );
         }
     }
 }

@@ -12,9 +12,9 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Converts a duration to microseconds; returns the maximum if the duration does not fit.
-pub fn to_micros(span: Duration) -> Micros {
-    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+/// Converts a duration to microseconds. A duration that does not fit becomes the maximum value.
+pub fn to_micros(duration: Duration) -> Micros {
+    Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Returns the time of day, in microseconds since 1970.
@@ -26,20 +26,20 @@ pub fn time_of_day() -> Micros {
     )
 }
 
-/// Returns the day of the week and the minute at this time of day (seconds since 1970), in the time
-/// zone of the machine or of `TZ`.
-pub fn local_time(seconds: u64) -> LocalTime {
-    let time = libc::time_t::try_from(seconds).unwrap_or(0);
-    let mut parts = MaybeUninit::<libc::tm>::zeroed();
+/// Returns the day of the week and the minute of the day at `unix_seconds` since 1970, in the time zone
+/// of `TZ` or of the machine.
+pub fn local_time(unix_seconds: u64) -> LocalTime {
+    let c_time = libc::time_t::try_from(unix_seconds).unwrap_or(0);
+    let mut tm_value = MaybeUninit::<libc::tm>::zeroed();
     // SAFETY: both pointers refer to live values of the right type. An all-zero `tm` is valid, so
-    // it may be read even if the call fails.
-    let parts = unsafe {
-        libc::localtime_r(&raw const time, parts.as_mut_ptr());
-        parts.assume_init()
+    // the value may be read even if the call fails.
+    let tm_value = unsafe {
+        libc::localtime_r(&raw const c_time, tm_value.as_mut_ptr());
+        tm_value.assume_init()
     };
     // In `tm_wday`, 0 is Sunday.
-    let day = (parts.tm_wday.rem_euclid(7) + 6) % 7;
-    let minute = parts.tm_hour.clamp(0, 23) * 60 + parts.tm_min.clamp(0, 59);
+    let day = (tm_value.tm_wday.rem_euclid(7) + 6) % 7;
+    let minute = tm_value.tm_hour.clamp(0, 23) * 60 + tm_value.tm_min.clamp(0, 59);
     LocalTime {
         day: day as u8,
         minute: minute as u16,
@@ -59,22 +59,26 @@ pub(crate) fn thread_ids(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
 /// Raises the nice level of each thread of a process to at least `level`.
 ///
 /// # Errors
-/// The error of the last thread that failed; threads that have exited do not count.
-pub fn raise_nice(pid: i32, level: i32) -> io::Result<()> {
-    let mut result = Ok(());
-    for thread in thread_ids(pid)? {
-        let thread = thread.cast_unsigned();
+/// The process does not exist, or the error of the last thread whose level could not be changed. A
+/// thread that has exited causes no error.
+pub fn raise_nice_level(pid: i32, level: i32) -> io::Result<()> {
+    let mut last_result = Ok(());
+    for thread_id in thread_ids(pid)? {
+        let thread_id = thread_id.cast_unsigned();
         // SAFETY: the call takes and returns only numbers.
-        let now = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread) };
+        let current_level = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread_id) };
+        if current_level >= level {
+            continue;
+        }
         // SAFETY: the call takes and returns only numbers.
-        if now < level && unsafe { libc::setpriority(libc::PRIO_PROCESS, thread, level) } != 0 {
+        if unsafe { libc::setpriority(libc::PRIO_PROCESS, thread_id, level) } != 0 {
             let error = io::Error::last_os_error();
             if error.raw_os_error() != Some(libc::ESRCH) {
-                result = Err(error);
+                last_result = Err(error);
             }
         }
     }
-    result
+    last_result
 }
 
 #[cfg(test)]
@@ -85,14 +89,17 @@ mod tests {
     fn local_time_is_near_utc() {
         // 2001-09-09T01:46:40Z was a Sunday. Every time zone differs from UTC by at most fourteen
         // hours.
-        let at = local_time(1_000_000_000);
-        let minutes = i32::from(at.day) * 1440 + i32::from(at.minute);
-        let universal = 6 * 1440 + 106;
-        let apart = (minutes - universal).rem_euclid(7 * 1440);
-        assert!(apart <= 14 * 60 || apart >= 7 * 1440 - 14 * 60, "{at:?}");
+        let local = local_time(1_000_000_000);
+        let local_minute = i32::from(local.day) * 1440 + i32::from(local.minute);
+        let utc_minute = 6 * 1440 + 106;
+        let difference_minutes = (local_minute - utc_minute).rem_euclid(7 * 1440);
+        assert!(
+            difference_minutes <= 14 * 60 || difference_minutes >= 7 * 1440 - 14 * 60,
+            "{local:?}"
+        );
     }
 
-    /// A process whose own nice level is higher than requested keeps it.
+    /// A process keeps its own nice level if that level is higher than requested.
     #[test]
     fn nice_level_is_only_raised() {
         let mut child = std::process::Command::new("sleep")
@@ -104,13 +111,19 @@ mod tests {
             let stat = Process::new(pid).and_then(|process| process.stat());
             stat.expect("it lives").nice
         };
-        raise_nice(pid, 7).expect("nicer is always allowed");
-        let first = level();
-        raise_nice(pid, 3).expect("nothing to do");
-        let second = level();
+        raise_nice_level(pid, 7).expect("nicer is always allowed");
+        let initial_level = level();
+        raise_nice_level(pid, 3).expect("nothing to do");
+        let raised_level = level();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
-        assert!(first >= 7 && second == first, "{first} {second}");
-        assert!(raise_nice(pid, 3).is_err(), "there is no such process");
+        assert!(
+            initial_level >= 7 && raised_level == initial_level,
+            "{initial_level} {raised_level}"
+        );
+        assert!(
+            raise_nice_level(pid, 3).is_err(),
+            "there is no such process"
+        );
     }
 }

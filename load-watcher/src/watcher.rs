@@ -23,16 +23,18 @@ use pvm_load_watcher::host_policy::{
 use pvm_load_watcher::load_attribution::{LOW_LOAD_PROCESSORS, TaskLoad, task_processes};
 use pvm_load_watcher::logind::LogindClient;
 use pvm_load_watcher::owner::{
-    Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, merged_logins,
+    Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, available_logins,
 };
 use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
-use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_BUSY};
+use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{GuestStatus, STATUS_TASKS_MAX, Setting, Status, StatusListener};
-use pvm_load_watcher::system::{local_time, raise_nice, time_of_day, to_micros};
+use pvm_load_watcher::status::{
+    GuestStatus, PolicySetting, STATUS_TASKS_MAX, StatusListener, WatcherStatus,
+};
+use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_micros};
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
@@ -48,24 +50,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Minimum interval of reading the expensive sources, and of a new assessment if no source has
-/// changed.
+/// Minimum interval between two readings of the expensive sources, and between two assessments
+/// while no source changes.
 const SLOW_CHECKS_INTERVAL: Micros = Micros::from_secs(5);
-/// Minimum interval of listing the virtual machine's tasks and measuring their load.
-const TASKS_INTERVAL: Micros = Micros::from_secs(10);
-/// [`TASKS_INTERVAL`] while the owner limits guests, because the limits must be applied to new
-/// guests soon.
-const LIMITED_TASKS_INTERVAL: Micros = Micros::from_secs(1);
-/// Time limit for a request of the resource manager; afterwards this load watcher exits. Without a
-/// resource manager there is no limit.
+/// Minimum interval between two queries of the virtual machine's tasks and measurements of their
+/// load.
+const TASK_QUERY_INTERVAL: Micros = Micros::from_secs(10);
+/// Minimum interval between two queries of the tasks while the owner limits guests. It is shorter
+/// than [`TASKS_INTERVAL`], because the limits must be applied to new guests soon.
+const LIMITED_TASK_QUERY_INTERVAL: Micros = Micros::from_secs(1);
+/// Time for which a resource manager may exist without requesting reports; afterwards this load
+/// watcher exits. Without a resource manager the load watcher never exits for this reason.
 const NO_REQUEST_TIMEOUT: Micros = Micros::from_secs(30);
 /// Interval of reading the paths that cannot be watched.
-const UNWATCHED_INTERVAL: Micros = Micros::from_secs(10);
+const UNWATCHED_READ_INTERVAL: Micros = Micros::from_secs(10);
 
 /// Error context of a failed sample.
 const SAMPLING_CONTEXT: &str = "sampling the load of this host";
 
-// Indices of the watched paths.
+// Indices of the watched paths in [`FileWatcher`].
 const UTMP_PATH_INDEX: usize = 0;
 const SESSIONS_PATH_INDEX: usize = 1;
 const USER_POLICY_PATH_INDEX: usize = 2;
@@ -73,36 +76,36 @@ const ADMIN_POLICY_PATH_INDEX: usize = 3;
 const OVERRIDES_PATH_INDEX: usize = 4;
 const WATCHED_PATH_COUNT: usize = 5;
 
-/// The results of reading the sources, as of the last reading.
+/// The results of the last reading of each source.
 struct Observations {
-    records: LoginRecords,
+    login_records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
     /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
     /// files. `None` if the sessions come from logind itself.
     logind_error: Option<String>,
     terminal_input: BTreeMap<String, Micros>,
-    input: InputProbe,
+    input_probe: InputProbe,
     external_load: Evidence<f32>,
 }
 
 pub(crate) struct Watcher {
     vm: Vm,
-    rm: Arc<RmSubscription>,
+    rm_subscription: Arc<RmSubscription>,
     /// Time since which a resource manager exists that has not requested reports.
     not_requested_since: Option<Micros>,
-    /// Readable when a user of this host queries the status, when logind reports a change, or when
-    /// another resource manager requests reports.
+    /// An epoll instance that is readable when a user of this host queries the status, when logind
+    /// reports a change, or when another resource manager requests reports.
     wake_epoll: Epoll,
     /// Name of the virtual machine.
     vm_name: String,
     args: Args,
     uid: u32,
-    started: Instant,
+    started_at: Instant,
     sampler: Sampler,
-    watch: FileWatcher,
+    file_watcher: FileWatcher,
     observations: Observations,
     host_policy: HostPolicy,
-    detector: OwnerDetector,
+    owner_detector: OwnerDetector,
     guest_gate: GuestGate,
     task_load: TaskLoad,
     /// `None` if the system does not report the processors of this process.
@@ -112,30 +115,30 @@ pub(crate) struct Watcher {
     /// External load in the last sample, in processors; 0 if unknown.
     external_processors: f32,
     reporter: Reporter,
-    listener: Option<StatusListener>,
+    status_listener: Option<StatusListener>,
     /// `None` if logind cannot be queried; only its files are read then.
-    logind: Option<LogindClient>,
-    sample: LoadSample,
+    logind_client: Option<LogindClient>,
+    last_sample: LoadSample,
     assessment: OwnerAssessment,
-    decision: GuestDecision,
+    guest_decision: GuestDecision,
     reported_decision: Option<GuestDecision>,
     sent_directive: Option<GuestDirective>,
-    /// The encoded report that is sent when no other action is due.
+    /// The encoded report that waits to be sent; `None` if there is none.
     outgoing_report: Option<Body>,
     directive_refused: Cell<bool>,
     deadlines: Deadlines,
 }
 
-/// Times at which the periodic actions are due next, by the watcher's monotonic clock.
+/// Times, by the watcher's monotonic clock, at which each periodic action is due next.
 #[derive(Debug, Default)]
 struct Deadlines {
     slow_checks: Micros,
-    tasks: Micros,
-    unwatched: Micros,
+    task_query: Micros,
+    unwatched_read: Micros,
 }
 
 /// Determines the paths to watch, and reads the policies of owners, administrator and the user with
-/// the uid `user`.
+/// the uid `user`. Logs the errors in them.
 fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
     let home = || {
         nix::unistd::User::from_uid(user.into())
@@ -143,7 +146,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
             .flatten()
             .map(|user| user.dir)
     };
-    let own = args
+    let user_path = args
         .owner_policy
         .clone()
         .or_else(|| Some(user_policy_file(&home()?)));
@@ -152,24 +155,24 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
         Path::new(ADMIN_FILE),
         user.into(),
     );
-    let (words, overrides_warning) = trusted_path(
+    let (overrides_path, overrides_warning) = trusted_path(
         args.owner_words.clone(),
         Path::new(OVERRIDES_DIR),
         user.into(),
     );
     let paths = PolicyPaths {
-        user: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
+        user: user_path.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
         admin,
-        overrides: words,
+        overrides: overrides_path,
     };
-    let watch = FileWatcher::new(vec![
+    let file_watcher = FileWatcher::new(vec![
         WatchedPath::file(utmp_path(args.utmp.clone())),
-        WatchedPath::folder(args.sessions.clone(), ""),
+        WatchedPath::dir(args.sessions.clone(), ""),
         WatchedPath::settings(paths.user.clone()),
         WatchedPath::settings(paths.admin.clone()),
-        WatchedPath::folder(paths.overrides.clone(), OVERRIDE_PREFIX),
+        WatchedPath::dir(paths.overrides.clone(), OVERRIDE_PREFIX),
     ]);
-    let rules = HostPolicy::read(
+    let host_policy = HostPolicy::read_and_merge(
         paths,
         VmUser {
             uid: user,
@@ -177,17 +180,21 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
             defaults: args.guest_defaults.clone(),
         },
     );
-    let wrong = rules.errors();
+    let policy_errors = host_policy.errors();
     admin_warning
         .iter()
         .chain(&overrides_warning)
-        .chain(&wrong)
+        .chain(&policy_errors)
         .for_each(|line| tracing::warn!("{line}"));
-    (watch, rules)
+    (file_watcher, host_policy)
 }
 
 impl Watcher {
-    pub(crate) fn new(vm: Vm, boss: Arc<RmSubscription>, args: Args) -> anyhow::Result<Watcher> {
+    pub(crate) fn new(
+        vm: Vm,
+        subscription: Arc<RmSubscription>,
+        args: Args,
+    ) -> anyhow::Result<Self> {
         let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING_CONTEXT)?;
         if let Some(meminfo) = &args.meminfo {
             sampler = sampler
@@ -195,57 +202,59 @@ impl Watcher {
                 .context(SAMPLING_CONTEXT)?;
         }
         let sample = sampler.sample(time_of_day()).context(SAMPLING_CONTEXT)?;
-        let user = nix::unistd::geteuid().as_raw();
-        let (watch, rules) = read_policies(&args, user);
-        let name = std::env::var("PVM_VMID")
+        let euid = nix::unistd::geteuid().as_raw();
+        let (watch, initial_policy) = read_policies(&args, euid);
+        let vmid = std::env::var("PVM_VMID")
             .ok()
-            .filter(|name| !name.is_empty())
+            .filter(|vmid| !vmid.is_empty())
             .unwrap_or_else(|| "pvm".into());
         // Without a listener, users of this host cannot query the status; all other functions work.
-        let listener = StatusListener::open(user, &name)
+        let listener = StatusListener::open(euid, &vmid)
             .inspect_err(|e| tracing::warn!("status queries are not answered: {e}"))
             .ok();
-        let seen = Observations {
-            records: read_login_records(watch.path(UTMP_PATH_INDEX)),
+        let initial_observations = Observations {
+            login_records: read_login_records(watch.path(UTMP_PATH_INDEX)),
             sessions: Evidence::Unavailable("not read yet".into()),
             logind_error: None,
             terminal_input: BTreeMap::new(),
-            input: InputProbe::new(args.interrupts.clone()),
+            input_probe: InputProbe::new(args.interrupts.clone()),
             external_load: Evidence::Unavailable("not measured yet".into()),
         };
-        let logind = LogindClient::start(args.bus.clone())
+        let logind = LogindClient::start_queries(args.bus.clone())
             .inspect_err(|e| tracing::warn!("logind cannot be queried: {e}"))
             .ok();
-        let others = listener
+        let wake_fds = listener
             .iter()
             .map(StatusListener::fd)
             .chain(logind.iter().map(LogindClient::fd));
-        let wake = boss.epoll_with(others).context("waiting for queries")?;
-        let mut watcher = Watcher {
+        let epoll = subscription
+            .create_wake_epoll(wake_fds)
+            .context("waiting for queries")?;
+        let mut watcher = Self {
             vm,
-            rm: boss,
+            rm_subscription: subscription,
             not_requested_since: None,
-            wake_epoll: wake,
-            vm_name: name,
+            wake_epoll: epoll,
+            vm_name: vmid,
             args,
-            uid: user,
-            started: Instant::now(),
+            uid: euid,
+            started_at: Instant::now(),
             sampler,
-            watch,
-            observations: seen,
-            host_policy: rules,
-            detector: OwnerDetector::default(),
+            file_watcher: watch,
+            observations: initial_observations,
+            host_policy: initial_policy,
+            owner_detector: OwnerDetector::default(),
             guest_gate: GuestGate::default(),
             task_load: TaskLoad::new(Path::new("/proc")),
-            cpu_confinement: CpuConfinement::new(runtime_file(GUEST_CPUS_FILE)).ok(),
+            cpu_confinement: CpuConfinement::new(runtime_path(GUEST_CPUS_FILE)).ok(),
             guests_limited: false,
             external_processors: 0.0,
             reporter: Reporter::default(),
-            listener,
-            logind,
-            sample,
+            status_listener: listener,
+            logind_client: logind,
+            last_sample: sample,
             assessment: OwnerAssessment::default(),
-            decision: GuestDecision::default(),
+            guest_decision: GuestDecision::default(),
             reported_decision: None,
             sent_directive: None,
             outgoing_report: None,
@@ -253,50 +262,56 @@ impl Watcher {
             deadlines: Deadlines::default(),
         };
         watcher.read_sessions();
-        watcher.observations.input.poll(time_of_day());
+        watcher.observations.input_probe.read_if_due(time_of_day());
         Ok(watcher)
     }
 
     fn now(&self) -> Micros {
-        to_micros(self.started.elapsed())
+        to_micros(self.started_at.elapsed())
     }
 
-    /// Prepares a report for the resource manager. It is sent only when no other action is due, so
-    /// that an assessment waits neither for the socket nor for the wake-up of another processor.
+    /// Prepares a report for the resource manager. The main loop sends the report only when no
+    /// other action is due, so that an assessment never waits for the socket or for the wake-up of
+    /// another processor.
     fn prepare_report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.assessment.logins.clone();
         logins.truncate(REPORTED_LOGINS_MAX);
         let GuestDecision {
-            access: guests,
-            reason: guests_why,
+            access: permitted_access,
+            reason: guest_reason,
             limits,
-        } = self.decision.clone();
+        } = self.guest_decision.clone();
         let report = LoadReport {
             host: self.vm.host(),
             at: time_of_day(),
-            sample: self.sample,
+            sample: self.last_sample,
             owner_verdict: self.assessment.verdict.clone(),
-            confidence: self.assessment.confidence,
+            confidence_percent: self.assessment.confidence,
             owner_reason: self.assessment.reason.clone(),
             logins,
-            access: guests,
-            access_reason: guests_why,
-            limits,
+            guest_access: permitted_access,
+            access_reason: guest_reason,
+            guest_limits: limits,
         };
         self.outgoing_report = Some(Body {
             enc: DSIG_X86_64,
             bytes: frame::to_bytes(&report)?.into(),
         });
         let now = self.now();
-        self.reporter
-            .record_sent(now, self.sample, report.owner_verdict, report.owner_reason);
-        self.reported_decision = Some(self.decision.clone());
+        self.reporter.record_report(
+            now,
+            self.last_sample,
+            report.owner_verdict,
+            report.owner_reason,
+        );
+        self.reported_decision = Some(self.guest_decision.clone());
         Ok(())
     }
 
     /// Sends the prepared report if there is one.
     fn send_report(&mut self) {
-        if let (Some(body), Some(rm)) = (self.outgoing_report.take(), self.rm.tid()) {
+        if let (Some(body), Some(rm)) = (self.outgoing_report.take(), self.rm_subscription.rm_tid())
+        {
             // If the resource manager has just exited, the report is lost; the next resource
             // manager requests a complete report.
             let _ = self
@@ -307,54 +322,57 @@ impl Watcher {
 
     /// Derives a new assessment of the owner and a new decision about guests from all sources. The
     /// daemon of this host is notified first, because it can stop guests immediately.
-    fn assess(&mut self) -> anyhow::Result<()> {
+    fn assess_and_notify(&mut self) -> anyhow::Result<()> {
         let now = time_of_day();
-        let logins = merged_logins(&self.observations.records, &self.observations.sessions);
-        let before = self.host_policy.errors();
+        let logins = available_logins(
+            &self.observations.login_records,
+            &self.observations.sessions,
+        );
+        let previous_errors = self.host_policy.errors();
         self.host_policy.update_logins(&logins);
-        self.log_new_errors(&before);
+        self.log_new_errors(&previous_errors);
         self.observations.terminal_input = terminal_input_times(&self.args.terminals, &logins);
-        let policy = &self.host_policy.merged().policy;
+        let policy = &self.host_policy.merged_policy().policy;
         let idle = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
         let signs = OwnerSigns {
-            records_path: self.watch.path(UTMP_PATH_INDEX),
-            records: &self.observations.records,
+            records_path: self.file_watcher.path(UTMP_PATH_INDEX),
+            login_records: &self.observations.login_records,
             sessions: &self.observations.sessions,
             logind_error: self.observations.logind_error.as_deref(),
             terminal_input: &self.observations.terminal_input,
-            input: self.observations.input.evidence(),
+            input_activity: self.observations.input_probe.evidence(),
             external_load: &self.observations.external_load,
             overrides: self.host_policy.overrides(),
             owners: self.host_policy.owners(),
             idle_after: Micros::from_secs(u64::from(idle) * 60),
         };
-        self.assessment = self.detector.verdict(now, &signs);
-        let is_idle = |at: &Micros| now.since(*at) >= signs.idle_after;
+        self.assessment = self.owner_detector.derive_verdict(now, &signs);
+        let is_idle_since = |at: &Micros| now.since(*at) >= signs.idle_after;
         let idle = self
             .observations
             .terminal_input
             .iter()
-            .filter(|(_, at)| is_idle(at));
+            .filter(|(_, at)| is_idle_since(at));
         let idle: BTreeSet<PathBuf> = idle
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
-        self.watch.watch_idle_terminals(&idle);
-        self.decision = self.guest_gate.decide(&GuestInputs {
+        self.file_watcher.watch_idle_terminals(&idle);
+        self.guest_decision = self.guest_gate.decide(&GuestInputs {
             policy,
             policy_unknown: self.host_policy.policy_unknown(),
             blocked_uids: self.host_policy.blocked_uids(),
-            uid: self.uid,
-            owner: &self.assessment.verdict,
+            vm_uid: self.uid,
+            owner_verdict: &self.assessment.verdict,
             owner_reason: &self.assessment.reason,
-            available_bytes: self.sample.available_bytes,
+            available_bytes: self.last_sample.available_bytes,
             local_time: local_time(now.0 / 1_000_000),
             now,
         });
         self.sampler
             .set_memory_matters(policy.memory_free.is_some());
         self.send_directive();
-        let changed = self.reported_decision.as_ref() != Some(&self.decision);
-        if changed
+        let decision_changed = self.reported_decision.as_ref() != Some(&self.guest_decision);
+        if decision_changed
             || self
                 .reporter
                 .owner_changed(&self.assessment.verdict, &self.assessment.reason)
@@ -364,93 +382,98 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the daemon a directive that states whether guests may run, if the directive has
-    /// changed.
+    /// Sends the daemon a directive that states whether guests may run, unless the daemon already
+    /// has the same directive. If the daemon refuses, logs the first refusal.
     fn send_directive(&mut self) {
         let GuestDecision {
-            access: guests,
-            reason: why,
+            access: guest_access,
+            reason: guest_reason,
             limits,
-        } = &self.decision;
-        let word = GuestDirective {
-            access: *guests,
-            reason: truncate(why, REASON_BYTES_MAX).to_string(),
+        } = &self.guest_decision;
+        let directive = GuestDirective {
+            access: *guest_access,
+            reason: truncate(guest_reason, REASON_BYTES_MAX).to_string(),
             limits: limits.clone(),
         };
-        if self.sent_directive.as_ref() == Some(&word) {
+        if self.sent_directive.as_ref() == Some(&directive) {
             return;
         }
-        match self.vm.set_guest_directive(word.clone()) {
+        match self.vm.set_guest_directive(directive.clone()) {
             Ok(()) => self.directive_refused.set(false),
             Err(error) if !self.directive_refused.replace(true) => tracing::warn!(
                 "{error}; guests are stopped only when the resource manager migrates them"
             ),
             Err(_) => {}
         }
-        self.sent_directive = Some(word);
+        self.sent_directive = Some(directive);
     }
 
-    /// Reads the sources for which `which` returns true. Missing watches are set before the reads,
+    /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before the reads,
     /// so that no change between watch and read is missed.
-    fn read_sources(&mut self, which: impl Fn(usize) -> bool) {
+    fn read_sources(&mut self, selects_index: impl Fn(usize) -> bool) {
         (0..WATCHED_PATH_COUNT)
-            .filter(|place| which(*place))
-            .for_each(|place| self.watch.arm(place));
-        if which(UTMP_PATH_INDEX) {
-            self.observations.records = read_login_records(self.watch.path(UTMP_PATH_INDEX));
+            .filter(|path_index| selects_index(*path_index))
+            .for_each(|path_index| self.file_watcher.set_missing_watches(path_index));
+        if selects_index(UTMP_PATH_INDEX) {
+            self.observations.login_records =
+                read_login_records(self.file_watcher.path(UTMP_PATH_INDEX));
         }
-        if which(SESSIONS_PATH_INDEX) {
+        if selects_index(SESSIONS_PATH_INDEX) {
             self.read_sessions();
         }
-        let before = self.host_policy.errors();
-        if which(ADMIN_POLICY_PATH_INDEX) {
-            self.host_policy.read_admin();
+        let previous_errors = self.host_policy.errors();
+        if selects_index(ADMIN_POLICY_PATH_INDEX) {
+            self.host_policy.read_admin_policy();
         }
-        if which(USER_POLICY_PATH_INDEX) {
+        if selects_index(USER_POLICY_PATH_INDEX) {
             self.host_policy.read_user_policy();
         }
-        if which(OVERRIDES_PATH_INDEX) {
+        if selects_index(OVERRIDES_PATH_INDEX) {
             self.host_policy.read_overrides();
         }
-        self.log_new_errors(&before);
+        self.log_new_errors(&previous_errors);
     }
 
-    /// Logs the errors of the policies that are not in `before`.
-    fn log_new_errors(&self, before: &[String]) {
+    /// Logs the errors of the policies that are not in `previous_errors`, the errors before the last
+    /// reading.
+    fn log_new_errors(&self, previous_errors: &[String]) {
         self.host_policy
             .errors()
             .iter()
-            .filter(|line| !before.contains(line))
+            .filter(|line| !previous_errors.contains(line))
             .for_each(|line| tracing::warn!("{line}"));
     }
 
-    /// Reads the paths that cannot be watched and for which `which` returns true.
-    fn read_unwatched(&mut self, which: impl Fn(usize) -> bool) {
-        let new: Vec<bool> = (0..WATCHED_PATH_COUNT)
-            .map(|place| which(place) && self.watch.retry_watch(place))
+    /// Tries again to watch the unwatched paths whose index `selects_index` accepts, and reads the sources
+    /// whose path is watched now.
+    fn retry_unwatched(&mut self, selects_index: impl Fn(usize) -> bool) {
+        let newly_watched: Vec<bool> = (0..WATCHED_PATH_COUNT)
+            .map(|path_index| {
+                selects_index(path_index) && self.file_watcher.retry_watch(path_index)
+            })
             .collect();
-        self.read_sources(|place| new[place]);
+        self.read_sources(|path_index| newly_watched[path_index]);
     }
 
-    /// Reads the sessions from logind, or from logind's files, which contain less, if logind cannot
-    /// be queried.
+    /// Reads the sessions from logind. If logind cannot be queried, reads logind's files, which
+    /// contain less information.
     fn read_sessions(&mut self) {
-        let why = match self.logind.as_ref().map(LogindClient::sessions) {
+        let query_error = match self.logind_client.as_ref().map(LogindClient::sessions) {
             Some(Evidence::Known(sessions)) => {
                 (self.observations.sessions, self.observations.logind_error) =
                     (Evidence::Known(sessions), None);
                 return;
             }
-            Some(Evidence::Unavailable(why)) => why,
+            Some(Evidence::Unavailable(query_error)) => query_error,
             None => "logind cannot be queried".into(),
         };
         (self.observations.sessions, self.observations.logind_error) =
-            (read_session_files(&self.args.sessions), Some(why));
+            (read_session_files(&self.args.sessions), Some(query_error));
     }
 
     /// Requests from the daemon the list of the virtual machine's tasks on this host.
     fn query_tasks(&self) -> Vec<TaskInfo> {
-        match self.vm.runtime().request(Request::Tasks {
+        match self.vm.runtime().request_and_wait(Request::Tasks {
             selector: self.vm.host().tid(),
         }) {
             Reply::Tasks(tasks) => tasks,
@@ -459,44 +482,46 @@ impl Watcher {
         }
     }
 
-    /// Stores in the sample how many processors the virtual machine's tasks use, if the load is
-    /// high enough to matter.
+    /// Stores in the sample how many processors the virtual machine's tasks use, if at least
+    /// [`LOW_LOAD_PROCESSORS`] are used in total.
     fn attribute_load(&mut self) {
-        let used = self.sample.busy * self.sample.processors();
+        let used_processors = self.last_sample.busy_share * self.last_sample.usable_processors();
         let Some(times) = self
             .sampler
             .cpu_times()
-            .filter(|_| used >= LOW_LOAD_PROCESSORS)
+            .filter(|_| used_processors >= LOW_LOAD_PROCESSORS)
         else {
             self.external_processors = 0.0;
             return self.task_load.skip_sample();
         };
-        let Some(ours) = self
+        let Some(vm_processors) = self
             .task_load
-            .measure_own_processors(times, self.sample.cores)
+            .measure_task_processors(times, self.last_sample.cores)
         else {
             return;
         };
-        let before = std::mem::replace(&mut self.external_processors, used - ours);
-        if self.external_processors > before + LOW_LOAD_PROCESSORS {
-            // New external load may come from new tasks of the virtual machine, so the tasks are
-            // listed; the next sample then attributes the load correctly.
+        let previous_external = std::mem::replace(
+            &mut self.external_processors,
+            used_processors - vm_processors,
+        );
+        if self.external_processors > previous_external + LOW_LOAD_PROCESSORS {
+            // New external load may come from new tasks of the virtual machine. The tasks are
+            // listed now, so that the next sample attributes the load correctly.
             self.set_task_processes(&self.query_tasks());
         } else {
-            self.sample.task_cpus = Some(ours);
+            self.last_sample.task_cpus = Some(vm_processors);
         }
     }
 
-    /// Sets the processes whose load is not external: those of these tasks, and those of the
-    /// daemon.
+    /// Sets the processes whose load is not external: the processes of `tasks` and of the daemon.
     fn set_task_processes(&mut self, tasks: &[TaskInfo]) {
-        let mut pids: Vec<i32> = tasks
+        let mut vm_pids: Vec<i32> = tasks
             .iter()
             .map(|task| task.pid)
             .filter(|pid| *pid > 0)
             .collect();
-        pids.extend(daemon_processes());
-        self.task_load.set_processes(&pids);
+        vm_pids.extend(daemon_pids());
+        self.task_load.set_task_processes(&vm_pids);
     }
 
     /// Applies the owner's limits to guests, and measures the external load.
@@ -504,84 +529,85 @@ impl Watcher {
         let Some(times) = self.sampler.cpu_times() else {
             return;
         };
-        let policy = &self.host_policy.merged().policy;
+        let policy = &self.host_policy.merged_policy().policy;
         let (nice, cores) = (policy.nice, policy.cores);
-        let limited = nice.is_some()
+        let is_limited = nice.is_some()
             || self
                 .cpu_confinement
                 .as_ref()
                 .is_some_and(|confine| confine.is_needed(cores));
-        if limited || self.task_load.origin_matters(times, self.sample.cores) {
+        if is_limited || self.task_load.origin_matters(times, self.last_sample.cores) {
             let tasks = self.query_tasks();
-            if limited {
+            if is_limited {
                 let guests = tasks.iter().filter(|task| is_guest(task));
-                let processes: Vec<i32> = guests
+                let guest_pids: Vec<i32> = guests
                     .flat_map(|task| task_processes(Path::new("/proc"), task.pid))
                     .collect();
-                // Fails for a process that has exited, which needs no nice level.
+                // Setting the nice level fails for a process that has exited.
                 let levels = nice
                     .map(i32::from)
                     .into_iter()
-                    .flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
-                levels.for_each(|(pid, level)| drop(raise_nice(pid, level)));
+                    .flat_map(|level| guest_pids.iter().map(move |pid| (*pid, level)));
+                levels.for_each(|(pid, level)| drop(raise_nice_level(pid, level)));
                 self.cpu_confinement
                     .iter_mut()
-                    .for_each(|confine| confine.apply(cores, processes.iter().copied()));
+                    .for_each(|confine| confine.apply(cores, guest_pids.iter().copied()));
             }
             self.set_task_processes(&tasks);
         }
-        self.guests_limited = limited;
+        self.guests_limited = is_limited;
         self.observations.external_load = match self
             .task_load
-            .measure_external_processors(times, self.sample.cores)
+            .measure_external_processors(times, self.last_sample.cores)
         {
             Some(cores) => Evidence::Known(cores),
             None => Evidence::Unavailable("tasks of the virtual machine started or ended".into()),
         };
     }
 
-    /// Executes the periodic actions that are due. Returns true if a new assessment is needed.
+    /// Executes the periodic actions that are due at `now`. Returns true if a new assessment is
+    /// needed.
     fn run_periodic_checks(&mut self, now: Micros) -> bool {
-        self.read_unwatched(|place| place == UTMP_PATH_INDEX);
+        self.retry_unwatched(|path_index| path_index == UTMP_PATH_INDEX);
         if now < self.deadlines.slow_checks {
-            return self.watch.is_unwatched(UTMP_PATH_INDEX);
+            return self.file_watcher.is_unwatched(UTMP_PATH_INDEX);
         }
         self.deadlines.slow_checks = now + SLOW_CHECKS_INTERVAL;
         self.exit_if_not_requested(now);
-        if now >= self.deadlines.unwatched {
-            self.deadlines.unwatched = now + UNWATCHED_INTERVAL;
-            self.read_unwatched(|place| place != UTMP_PATH_INDEX);
+        if now >= self.deadlines.unwatched_read {
+            self.deadlines.unwatched_read = now + UNWATCHED_READ_INTERVAL;
+            self.retry_unwatched(|path_index| path_index != UTMP_PATH_INDEX);
             // A watch does not report that a file has become readable, so refused files are read
             // again periodically.
             if self.host_policy.policy_unknown().is_some() {
-                self.read_sources(|place| {
+                self.read_sources(|path_index| {
                     [
                         ADMIN_POLICY_PATH_INDEX,
                         USER_POLICY_PATH_INDEX,
                         OVERRIDES_PATH_INDEX,
                     ]
-                    .contains(&place)
+                    .contains(&path_index)
                 });
             }
         }
-        self.observations.input.poll(time_of_day());
-        if now >= self.deadlines.tasks {
+        self.observations.input_probe.read_if_due(time_of_day());
+        if now >= self.deadlines.task_query {
             self.limit_and_measure_tasks();
-            self.deadlines.tasks = now
+            self.deadlines.task_query = now
                 + if self.guests_limited {
-                    LIMITED_TASKS_INTERVAL
+                    LIMITED_TASK_QUERY_INTERVAL
                 } else {
-                    TASKS_INTERVAL
+                    TASK_QUERY_INTERVAL
                 };
         }
         true
     }
 
-    /// Exits if the resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]: it has
-    /// another load watcher on this host or needs none. Without a resource manager the load watcher
-    /// continues to run, to protect the owner.
+    /// Exits if the current resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]:
+    /// such a resource manager uses another load watcher on this host or needs none. Without a
+    /// resource manager the load watcher continues to run, to protect the owner.
     fn exit_if_not_requested(&mut self, now: Micros) {
-        if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
+        if self.rm_subscription.rm_tid().is_some() || self.vm.runtime().rm().is_none() {
             self.not_requested_since = None;
         } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
             tracing::info!(
@@ -595,121 +621,127 @@ impl Watcher {
     /// Returns the time until the next sample. If the policy depends on the time of day, the sample
     /// is taken no later than at the next full minute.
     fn next_interval(&mut self) -> Micros {
-        let pause = self.reporter.interval_after(&self.sample);
-        let pause = if self.watch.is_unwatched(UTMP_PATH_INDEX) {
-            SAMPLE_INTERVAL_BUSY
+        let interval = self.reporter.next_sample_interval(&self.last_sample);
+        let interval = if self.file_watcher.is_unwatched(UTMP_PATH_INDEX) {
+            SAMPLE_INTERVAL_CHANGING
         } else {
-            pause
+            interval
         };
         if !self.host_policy.depends_on_clock() {
-            return pause;
+            return interval;
         }
-        pause.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
+        interval.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
     }
 
-    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
-        self.assess()?;
-        let mut next = self.now() + SAMPLE_INTERVAL_BUSY;
+    pub(crate) fn run_main_loop(&mut self) -> anyhow::Result<()> {
+        self.assess_and_notify()?;
+        let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING;
         let mut minute = time_of_day().0 / 60_000_000;
         loop {
             self.send_report();
-            let left = Duration::from_micros(next.since(self.now()).0);
-            let woken: WakeReasons = self.watch.wait(left, Some(self.wake_epoll.0.as_fd()));
-            if woken.any_change() {
-                self.read_sources(|place| woken.path_changed(place));
-                self.assess()?;
+            let timeout = Duration::from_micros(next_sample_at.since(self.now()).0);
+            let wake_reasons: WakeReasons = self
+                .file_watcher
+                .wait(timeout, Some(self.wake_epoll.0.as_fd()));
+            if wake_reasons.any_change() {
+                self.read_sources(|path_index| wake_reasons.path_changed(path_index));
+                self.assess_and_notify()?;
             }
-            if woken.other_ready {
-                if self.logind.as_ref().is_some_and(LogindClient::take_change) {
+            if wake_reasons.additional_fd_ready {
+                if self
+                    .logind_client
+                    .as_ref()
+                    .is_some_and(LogindClient::take_change_event)
+                {
                     self.read_sessions();
-                    self.assess()?;
+                    self.assess_and_notify()?;
                 }
                 self.answer_queries();
-                if self.rm.take_change() {
+                if self.rm_subscription.take_change_event() {
                     self.prepare_report()?;
                 }
             }
-            if self.now() < next {
+            if self.now() < next_sample_at {
                 continue;
             }
-            self.sample = self
+            self.last_sample = self
                 .sampler
                 .sample(time_of_day())
                 .context(SAMPLING_CONTEXT)?;
             self.attribute_load();
             let now = self.now();
-            let before = std::mem::replace(&mut minute, time_of_day().0 / 60_000_000);
-            let of_hours = before != minute && self.host_policy.depends_on_clock();
-            let of_memory = self.guest_gate.needs_decision(
-                &self.host_policy.merged().policy,
-                self.sample.available_bytes,
+            let previous_minute = std::mem::replace(&mut minute, time_of_day().0 / 60_000_000);
+            let hours_may_apply = previous_minute != minute && self.host_policy.depends_on_clock();
+            let memory_needs_decision = self.guest_gate.needs_decision(
+                &self.host_policy.merged_policy().policy,
+                self.last_sample.available_bytes,
                 time_of_day(),
             );
-            if self.run_periodic_checks(now) || of_hours || of_memory {
-                self.assess()?;
+            if self.run_periodic_checks(now) || hours_may_apply || memory_needs_decision {
+                self.assess_and_notify()?;
             }
-            if self.reporter.must_report_load(now, &self.sample) {
+            if self.reporter.must_report_load(now, &self.last_sample) {
                 self.prepare_report()?;
             }
-            next = now + self.next_interval();
+            next_sample_at = now + self.next_interval();
         }
     }
 
     fn answer_queries(&self) {
-        if let Some(listener) = &self.listener {
+        if let Some(listener) = &self.status_listener {
             listener.answer_queries(|| self.collect_status());
         }
     }
 
-    /// Collects the status that is sent to a user of this host.
-    fn collect_status(&self) -> Status {
-        let (guests, leave_at_us, then) = match self.decision.access {
+    /// Collects the status of this host, with which the load watcher answers a user's query.
+    fn collect_status(&self) -> WatcherStatus {
+        let (guests_text, leave_at_us, eviction_mode) = match self.guest_decision.access {
             GuestAccess::Welcome => ("welcome", None, None),
             GuestAccess::Paused {
                 evict_at: leave_at,
-                eviction: then,
-            } => ("stopped", leave_at.map(|at| at.0), Some(then)),
+                eviction: eviction_mode,
+            } => ("stopped", leave_at.map(|at| at.0), Some(eviction_mode)),
         };
-        let owner = match self.assessment.verdict {
+        let presence_text = match self.assessment.verdict {
             OwnerVerdict::Absent { .. } => "absent",
-            OwnerVerdict::Maybe { .. } => "maybe",
+            OwnerVerdict::Uncertain { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
         };
-        let setting = |(name, value, from): &(&str, String, String)| Setting {
+        let setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
             name: name.to_string(),
             value: value.clone(),
-            from: from.clone(),
+            from: origin.clone(),
         };
         let tasks = self.query_tasks();
-        let boot = boot_time();
-        let host = match self.vm.runtime().request(Request::Config) {
+        let boot_s = boot_time();
+        let host = match self.vm.runtime().request_and_wait(Request::Config) {
             Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
             _ => None,
         };
         let (stopped_by, stopped_by_why) =
-            stop_mechanism(self.vm.runtime().request(Request::Freezer));
-        Status {
+            stop_mechanism(self.vm.runtime().request_and_wait(Request::QueryFreezer));
+        WatcherStatus {
             vm: self.vm_name.clone(),
             user: user_name(self.uid),
             host: host.unwrap_or_default(),
-            owner: owner.into(),
+            owner: presence_text.into(),
             confidence: self.assessment.confidence,
             why: self.assessment.reason.clone(),
             sources: self
                 .assessment
                 .sources
                 .iter()
-                .map(|(name, says)| (name.to_string(), says.clone()))
+                .map(|(name, description)| (name.to_string(), description.clone()))
                 .collect(),
-            guests: guests.into(),
-            guests_why: self.decision.reason.clone(),
+            guests: guests_text.into(),
+            guests_why: self.guest_decision.reason.clone(),
             leave_at_us,
-            then: then.map(|then| then.to_string()),
+            then: eviction_mode.map(|eviction_mode| eviction_mode.to_string()),
             stopped_by: stopped_by.into(),
             stopped_by_why,
             policy: self
                 .host_policy
-                .merged()
+                .merged_policy()
                 .settings
                 .iter()
                 .map(setting)
@@ -719,7 +751,7 @@ impl Watcher {
                 .iter()
                 .filter(|task| is_guest(task))
                 .take(STATUS_TASKS_MAX)
-                .map(|task| guest_status(task, boot))
+                .map(|task| guest_status(task, boot_s))
                 .collect(),
         }
     }
@@ -732,28 +764,28 @@ fn is_guest(task: &TaskInfo) -> bool {
         && !is_load_watcher(&task.name)
 }
 
-/// Returns the mechanism by which the daemon stops guests, and the reason if it is not control
-/// groups.
+/// Returns the mechanism by which the daemon stops guests. The second string is the reason why
+/// control groups are not used, or empty.
 fn stop_mechanism(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
-        Reply::Freezer(Some(Err(why))) => ("signals", why),
+        Reply::Freezer(Some(Err(reason))) => ("signals", reason),
         Reply::Freezer(None) => ("unknown", "no tasker has reported it yet".into()),
         _ => ("unknown", "the daemon does not report it".into()),
     }
 }
 
 /// Returns the path of a file in the runtime directory of this host's daemon.
-fn runtime_file(name: &str) -> Option<PathBuf> {
+fn runtime_path(name: &str) -> Option<PathBuf> {
     Some(PathBuf::from(std::env::var_os("PVMSOCK")?).with_file_name(name))
 }
 
 /// Returns the pids of this host's daemon and of its child processes.
-fn daemon_processes() -> Vec<i32> {
-    let Some(lock) = runtime_file("pvmd.lock") else {
+fn daemon_pids() -> Vec<i32> {
+    let Some(lock_path) = runtime_path("pvmd.lock") else {
         return Vec::new();
     };
-    let text = std::fs::read_to_string(lock).unwrap_or_default();
+    let text = std::fs::read_to_string(lock_path).unwrap_or_default();
     let Ok(daemon) = text.trim().parse::<i32>() else {
         return Vec::new();
     };
@@ -764,27 +796,28 @@ fn daemon_processes() -> Vec<i32> {
     std::iter::once(daemon).chain(children).collect()
 }
 
-/// Returns the boot time of this machine in seconds since 1970.
+/// Returns the boot time of this machine in seconds since 1970; `None` if the kernel's statistics
+/// cannot be read.
 fn boot_time() -> Option<u64> {
     Some(KernelStats::current().ok()?.btime)
 }
 
-fn guest_status(task: &TaskInfo, boot: Option<u64>) -> GuestStatus {
+fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
     let stat = Process::new(task.pid).and_then(|process| process.stat());
-    let (ticks, started) = stat.map_or((0, 0), |stat| {
-        let of_children = (stat.cutime + stat.cstime).unsigned_abs();
-        (stat.utime + stat.stime + of_children, stat.starttime)
+    let (ticks, start_time) = stat.map_or((0, 0), |stat| {
+        let child_ticks = (stat.cutime + stat.cstime).unsigned_abs();
+        (stat.utime + stat.stime + child_ticks, stat.starttime)
     });
-    let second = procfs::ticks_per_second();
-    let started = boot
-        .filter(|_| started > 0)
-        .map(|boot| boot * 1_000_000 + started * 1_000_000 / second);
+    let ticks_per_second = procfs::ticks_per_second();
+    let start_time = boot_s
+        .filter(|_| start_time > 0)
+        .map(|boot_s| boot_s * 1_000_000 + start_time * 1_000_000 / ticks_per_second);
     GuestStatus {
         tid: task.tid.to_string(),
         program: task.name.clone(),
         pid: task.pid,
         user: user_name(task.uid),
-        since_us: started.unwrap_or(0),
-        cpu_s: ticks as f64 / second as f64,
+        since_us: start_time.unwrap_or(0),
+        cpu_s: ticks as f64 / ticks_per_second as f64,
     }
 }

@@ -1,3 +1,3 @@
-//! The daemon of a host: `pvmd_machine` makes the decisions, [`shell`] does input and output.
+//! The daemon of a host: `pvmd_machine` makes the decisions, [`shell`] performs input and output.
 
 pub mod shell;

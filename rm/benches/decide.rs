@@ -1,9 +1,10 @@
 //! Measures the processor time of decisions, with few hosts and with more hosts than a virtual
 //! machine can have. Unlike elapsed time, processor time hardly depends on the load of the machine.
 //!
-//! Prints a table in microseconds. The exit status is 1 if the median of a decision exceeds the
-//! limit. `cargo xtask bench decide` runs this program. `--json=FILE` writes the results to a file.
-//! Other arguments select the decisions whose names contain one of them.
+//! Prints a table in microseconds. The exit status is 1 if the median of a decision exceeds
+//! [`DECISION_US_MAX`]. `cargo xtask bench decide` runs this program. `--json=FILE` writes the
+//! results to a file. If there are other arguments, only the decisions whose names contain one of
+//! them are measured.
 
 #[path = "../tests/desktop/mod.rs"]
 mod desktop;
@@ -19,8 +20,8 @@ use std::time::Duration;
 
 /// Maximum median time of a decision in microseconds.
 const DECISION_US_MAX: f64 = 1e3;
-/// Number of measurements of each decision.
-const MEASUREMENTS: usize = 51;
+/// Number of measurements of each decision; odd, so that one of them is the median.
+const MEASUREMENT_COUNT: usize = 51;
 /// Minimum duration of a measurement in microseconds. A shorter decision is repeated within the
 /// measurement.
 const MEASUREMENT_US_MIN: f64 = 50.0;
@@ -40,7 +41,7 @@ struct DecisionCosts {
     decisions: Vec<DecisionCost>,
 }
 
-/// Returns the processor time of this thread.
+/// Returns the processor time that this thread has used.
 fn thread_cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .expect("this is Linux")
@@ -48,39 +49,41 @@ fn thread_cpu_time() -> Duration {
 }
 
 fn measure(name: &'static str, decide: &mut dyn FnMut(usize)) -> DecisionCost {
-    let mut made = 0;
-    let mut time = |times: usize| {
-        let begin = thread_cpu_time();
-        for _ in 0..times {
-            decide(made);
-            made += 1;
+    let mut decision_count = 0;
+    let mut mean_us = |run_count: usize| {
+        let start = thread_cpu_time();
+        for _ in 0..run_count {
+            decide(decision_count);
+            decision_count += 1;
         }
-        (thread_cpu_time() - begin).as_secs_f64() * 1e6 / times as f64
+        (thread_cpu_time() - start).as_secs_f64() * 1e6 / run_count as f64
     };
-    // The first run fills the caches.
-    time(1);
-    let each = (MEASUREMENT_US_MIN / time(1)).ceil().max(1.0) as usize;
-    let mut all: Vec<f64> = (0..MEASUREMENTS).map(|_| time(each)).collect();
-    all.sort_by(f64::total_cmp);
+    // The first run only fills the caches; its time is not used.
+    mean_us(1);
+    let runs_per_measurement = (MEASUREMENT_US_MIN / mean_us(1)).ceil().max(1.0) as usize;
+    let mut measurements_us: Vec<f64> = (0..MEASUREMENT_COUNT)
+        .map(|_| mean_us(runs_per_measurement))
+        .collect();
+    measurements_us.sort_by(f64::total_cmp);
     DecisionCost {
         name,
-        median: all[MEASUREMENTS / 2],
-        best: all[0],
+        median: measurements_us[MEASUREMENT_COUNT / 2],
+        best: measurements_us[0],
     }
 }
 
-fn table(all: &[DecisionCosts]) {
-    let heads: Vec<String> = all
+fn print_table(costs_by_size: &[DecisionCosts]) {
+    let column_titles: Vec<String> = costs_by_size
         .iter()
         .map(|costs| format!("{:10} hosts", costs.hosts))
         .collect();
     println!(
         "{:36}{}",
         "microseconds, median and best, with",
-        heads.concat()
+        column_titles.concat()
     );
-    for i in 0..all[0].decisions.len() {
-        let cell = |costs: &DecisionCosts| {
+    for i in 0..costs_by_size[0].decisions.len() {
+        let format_cell = |costs: &DecisionCosts| {
             format!(
                 "{:8.1}{:8.1}",
                 costs.decisions[i].median, costs.decisions[i].best
@@ -88,24 +91,34 @@ fn table(all: &[DecisionCosts]) {
         };
         println!(
             "{:36}{}",
-            all[0].decisions[i].name,
-            all.iter().map(cell).collect::<Vec<_>>().concat()
+            costs_by_size[0].decisions[i].name,
+            costs_by_size
+                .iter()
+                .map(format_cell)
+                .collect::<Vec<_>>()
+                .concat()
         );
     }
 }
 
 fn main() -> ExitCode {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let json = words.iter().find_map(|word| word.strip_prefix("--json="));
-    // Cargo adds an argument of its own.
-    let only: Vec<&String> = words
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let json_file = arguments
         .iter()
-        .filter(|word| !word.starts_with("--"))
+        .find_map(|argument| argument.strip_prefix("--json="));
+    // Cargo adds the argument `--bench`.
+    let name_filters: Vec<&String> = arguments
+        .iter()
+        .filter(|argument| !argument.starts_with("--"))
         .collect();
-    let of_size = |hosts: u16| {
+    let measure_decisions = |hosts: u16| {
         let mut decisions = Vec::new();
         let mut visit = |name: &'static str, decide: &mut dyn FnMut(usize)| {
-            if only.is_empty() || only.iter().any(|word| name.contains(word.as_str())) {
+            if name_filters.is_empty()
+                || name_filters
+                    .iter()
+                    .any(|argument| name.contains(argument.as_str()))
+            {
                 decisions.push(measure(name, decide));
             }
         };
@@ -114,10 +127,12 @@ fn main() -> ExitCode {
         visit_global_decisions(hosts, &mut visit);
         DecisionCosts { hosts, decisions }
     };
-    let all: Vec<DecisionCosts> = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX].map(of_size).into();
-    table(&all);
-    let mut within_limits = true;
-    for DecisionCosts { hosts, decisions } in &all {
+    let costs_by_size: Vec<DecisionCosts> = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX]
+        .map(measure_decisions)
+        .into();
+    print_table(&costs_by_size);
+    let mut has_succeeded = true;
+    for DecisionCosts { hosts, decisions } in &costs_by_size {
         for DecisionCost { name, median, .. } in decisions
             .iter()
             .filter(|cost| cost.median > DECISION_US_MAX)
@@ -125,17 +140,19 @@ fn main() -> ExitCode {
             println!(
                 "{name} takes {median:.0} µs with {hosts} hosts; {DECISION_US_MAX} µs are allowed"
             );
-            within_limits = false;
+            has_succeeded = false;
         }
     }
-    if let Some(file) = json
-        && let Err(error) =
-            std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
+    if let Some(file) = json_file
+        && let Err(error) = std::fs::write(
+            file,
+            serde_json::to_vec(&costs_by_size).expect("numbers and names"),
+        )
     {
         println!("cannot write the results to {file}: {error}");
-        within_limits = false;
+        has_succeeded = false;
     }
-    if within_limits {
+    if has_succeeded {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

@@ -1,9 +1,10 @@
 //! Simulates, in virtual time, a week of a thousand desktop machines, and days of three users, one
-//! of whom requests all hosts. The simulations use the real decisions and the real service.
+//! of whom requests all hosts. The simulations use the decisions and the service of the resource
+//! manager without changes.
 //!
 //! The durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name
-//! the result files of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask
-//! bench sim` runs this program and draws the results.
+//! the result files of the benchmarks `owners` and `migrate`. `--json=FILE` writes the results to a
+//! file. `cargo xtask bench sim` runs this program and draws the results.
 
 #[path = "../tests/day/mod.rs"]
 mod day;
@@ -16,7 +17,7 @@ mod random;
 #[path = "../tests/week/mod.rs"]
 mod week;
 
-use day::{DayComparison, DayResults, ROOMY, SEEDS, TIGHT};
+use day::{DayComparison, DayResults, ROOMY_POOL, SEEDS, TIGHT_POOL};
 use pool::MeasuredTimes;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -63,68 +64,94 @@ fn read_json<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
     serde_json::from_slice(&bytes).map_err(|error| format!("{file}: {error}"))
 }
 
-/// Reads the measured times.
-fn read_times(owners: &str, migrate: &str) -> Result<MeasuredTimes, String> {
-    let (of_owners, of_moves) = (
-        read_json::<OwnerResults>(owners)?,
-        read_json::<MigrationResults>(migrate)?,
+/// Reads the results of the benchmarks `owners_file` and `migrate_file` from these files.
+///
+/// # Errors
+///
+/// A file cannot be read, or one of the lists of times is empty.
+fn read_times(owners_file: &str, migrate_file: &str) -> Result<MeasuredTimes, String> {
+    let (owner_results, migration_results) = (
+        read_json::<OwnerResults>(owners_file)?,
+        read_json::<MigrationResults>(migrate_file)?,
     );
-    let moved = of_moves.sizes.into_iter().find(|size| size.mib == TASK_MIB);
-    let moved = moved.map(|size| size.ours).unwrap_or_default();
-    let shortest = moved
+    let migrations = migration_results
+        .sizes
+        .into_iter()
+        .find(|size| size.mib == TASK_MIB);
+    let migrations = migrations.map(|size| size.ours).unwrap_or_default();
+    let total_ms_min = migrations
         .iter()
-        .map(|one| one.total_ms)
+        .map(|migration| migration.total_ms)
         .fold(f64::INFINITY, f64::min);
-    let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
+    let to_seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
     let times = MeasuredTimes {
-        stops: seconds(of_owners.stood_still_us).collect(),
-        // A duration that is shorter than any migration belongs to a host without guests.
-        clears: seconds(of_owners.clean_us)
-            .filter(|s| *s * 1e3 >= shortest)
+        stop_s: to_seconds(owner_results.stood_still_us).collect(),
+        // A time shorter than the shortest migration belongs to a host without guests.
+        clear_s: to_seconds(owner_results.clean_us)
+            .filter(|s| *s * 1e3 >= total_ms_min)
             .collect(),
-        freezes: moved.iter().map(|one| one.freeze_ms / 1e3).collect(),
-        moves: moved.iter().map(|one| one.arrived_ms / 1e3).collect(),
+        freeze_s: migrations
+            .iter()
+            .map(|migration| migration.freeze_ms / 1e3)
+            .collect(),
+        migration_s: migrations
+            .iter()
+            .map(|migration| migration.arrived_ms / 1e3)
+            .collect(),
     };
-    if [&times.stops, &times.clears, &times.freezes, &times.moves]
-        .iter()
-        .any(|all| all.is_empty())
+    if [
+        &times.stop_s,
+        &times.clear_s,
+        &times.freeze_s,
+        &times.migration_s,
+    ]
+    .iter()
+    .any(|durations| durations.is_empty())
     {
         return Err(format!(
-            "{owners} or {migrate} contains no times of guests on owners' hosts, or of migrations of {TASK_MIB} MiB"
+            "{owners_file} or {migrate_file} contains no times of guests on owners' hosts, or of migrations of {TASK_MIB} MiB"
         ));
     }
     Ok(times)
 }
 
 fn run() -> Result<bool, String> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let option = |name: &str| {
-        let found = words
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let find_option = |name: &str| {
+        let option_value = arguments
             .iter()
-            .find_map(|option| option.strip_prefix(name)?.strip_prefix('='));
-        found.ok_or_else(|| {
+            .find_map(|find_option| find_option.strip_prefix(name)?.strip_prefix('='));
+        option_value.ok_or_else(|| {
             format!("{name}=FILE is missing; run this benchmark with 'cargo xtask bench sim'")
         })
     };
-    let week = WeekResults::simulate(1, read_times(option("--owners")?, option("--migrate")?)?);
-    print!("{}", week.text());
+    let week = WeekResults::simulate(
+        1,
+        read_times(find_option("--owners")?, find_option("--migrate")?)?,
+    );
+    print!("{}", week.format_text());
     let mut days = Vec::new();
-    for day in [ROOMY, TIGHT] {
+    for day in [ROOMY_POOL, TIGHT_POOL] {
         for seed in SEEDS {
             let DayResults {
-                alone,
-                contended: beside,
+                without_greedy,
+                with_greedy,
             } = day.run(seed);
-            days.push(DayComparison::of(&day, seed, &alone, &beside));
+            days.push(DayComparison::from_runs(
+                &day,
+                seed,
+                &without_greedy,
+                &with_greedy,
+            ));
         }
     }
-    println!("\n{}", DayComparison::table(&days));
-    let good = days.iter().all(DayComparison::is_fair);
-    let file = option("--json")?;
+    println!("\n{}", DayComparison::format_table(&days));
+    let are_fair = days.iter().all(DayComparison::is_fair);
+    let file = find_option("--json")?;
     let json =
         serde_json::to_vec(&SimulationResults { week, days }).map_err(|error| error.to_string())?;
     fs::write(file, json).map_err(|error| format!("{file}: {error}"))?;
-    Ok(good)
+    Ok(are_fair)
 }
 
 fn main() -> ExitCode {

@@ -13,7 +13,7 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, RmServices, SpawnRequest}
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Calls to the virtual machine, and the clocks.
+/// Calls to the virtual machine, and access to the clocks.
 pub trait VmApi {
     fn tid(&self) -> Tid;
     fn host(&self) -> HostId;
@@ -21,21 +21,23 @@ pub trait VmApi {
     fn now(&self) -> Micros;
     /// Returns the time of day, in microseconds since 1970.
     fn wall_clock(&self) -> Micros;
-    /// Returns the next message of any kind; `None` after `timeout`.
+    /// Returns the next message of any kind; `None` if none arrives within `timeout`.
     ///
     /// # Errors
+    ///
     /// The daemon is gone.
     fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error>;
     /// Sends a message in the base context, in PVM's default encoding.
     ///
     /// # Errors
     /// Errors of the library.
-    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
-    /// Sends raw bytes in the resource manager's own context.
+    fn send(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
+    /// Sends raw bytes in the context of the resource manager's messages ([`CTX_RM`]).
     ///
     /// # Errors
+    ///
     /// Errors of the library.
-    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
+    fn send_rm(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
     /// Returns the host table.
     ///
     /// # Errors
@@ -46,41 +48,56 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error>;
-    /// Registers this task as the resource manager. Returns the previous resource manager.
+    /// Registers this task as the resource manager. Returns the resource manager that was
+    /// registered before.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
     fn register(&self) -> Result<Tid, Error>;
-    /// Subscribes to the event log.
+    /// Subscribes to the event log. The messages with entries have the context `ctx` and the tag
+    /// `tag`.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
-    fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Returns at most `limit` entries of the event log, starting with number `request`.
+    fn subscribe_events(&self, ctx: i32, tag: i32) -> Result<(), Error>;
+    /// Returns at most `count_max` entries of the event log, starting with the number `first_number`.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
-    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
-    /// Decodes the event in a message of the subscription.
-    fn event_of(&self, message: &Message) -> Option<Event> {
+    fn events(&self, first_number: u64, count_max: u32) -> Result<Vec<Event>, Error>;
+    /// Decodes the event in a message of the subscription; `None` if the message contains none.
+    fn decode_event(&self, message: &Message) -> Option<Event> {
         Vm::decode_event(message)
     }
 
-    /// Requests notifications about hosts or tasks.
+    /// Requests notifications about hosts or tasks. The notifications have the context `ctx` and
+    /// the tag `tag`.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
-    fn notify(&self, what: NotifySubjects, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Requests a host to start tasks. Returns the wait id that its acknowledgement will carry.
+    fn request_notification(
+        &self,
+        subjects_to_watch: NotifySubjects,
+        ctx: i32,
+        tag: i32,
+    ) -> Result<(), Error>;
+    /// Requests a host to start tasks. Returns the wait id that the host's acknowledgement will
+    /// contain.
     ///
     /// # Errors
+    ///
     /// The request cannot be sent.
     fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
-    /// Requests a migration and returns when it has begun.
+    /// Requests a migration and waits until it has started.
     ///
     /// # Errors
-    /// The migration has not begun.
-    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError>;
+    ///
+    /// The migration was refused or did not start.
+    fn migrate(&self, tid: Tid, target: HostId, cause: MigrationCause) -> Result<(), MigrateError>;
     /// Sends a signal to a task.
     ///
     /// # Errors
@@ -90,10 +107,16 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error>;
-    /// Requests a checkpoint of a job and its end. The event log reports the result.
+    fn set_suspended(
+        &self,
+        tid: Tid,
+        suspend: bool,
+        cause: suspend::SuspendCause,
+    ) -> Result<(), Error>;
+    /// Requests a checkpoint of a job, after which the job ends. The event log reports the result.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
     /// Requests the restart of the checkpoint `checkpoint` on the hosts `hosts`. The event log
@@ -102,14 +125,15 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error>;
-    /// Adds an entry to the event log.
+    /// Adds an entry to the event log. `wall_time`: the time of day of the entry.
     ///
     /// # Errors
+    ///
     /// Errors of the daemon.
-    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
+    fn record_event(&self, wall_time: Micros, kind: EventKind) -> Result<(), Error>;
 }
 
-/// The virtual machine as seen by a task of the library.
+/// The virtual machine, accessed through a task of the library.
 #[derive(Debug)]
 pub struct RealVm {
     vm: Vm,
@@ -118,19 +142,19 @@ pub struct RealVm {
 
 impl RealVm {
     /// Uses a task that has joined the virtual machine, and disables its spinning.
-    pub fn new(vm: Vm) -> RealVm {
-        // The resource manager becomes active whenever a task starts or ends. At that moment other
-        // processes need the processors, so it must not spin.
+    pub fn new(vm: Vm) -> Self {
+        // The resource manager becomes active whenever a task starts or ends. At such a moment
+        // other processes need the processors, so the resource manager must not spin.
         vm.disable_spinning();
-        RealVm {
+        Self {
             vm,
             started_at: Instant::now(),
         }
     }
 }
 
-fn micros(span: Duration) -> Micros {
-    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+fn micros(duration: Duration) -> Micros {
+    Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }
 
 impl VmApi for RealVm {
@@ -158,10 +182,10 @@ impl VmApi for RealVm {
         self.vm.recv_timeout(Match::any(), timeout)
     }
 
-    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.vm.send_message(Message {
             src: self.vm.tid(),
-            dst: to,
+            dst: receiver,
             ctx: CTX_BASE,
             tag,
             wid,
@@ -170,10 +194,10 @@ impl VmApi for RealVm {
         })
     }
 
-    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send_rm(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.vm.send_message(Message {
             src: self.vm.tid(),
-            dst: to,
+            dst: receiver,
             ctx: CTX_RM,
             tag,
             wid,
@@ -192,26 +216,31 @@ impl VmApi for RealVm {
 
     fn register(&self) -> Result<Tid, Error> {
         self.vm.register_rm(RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: false,
         })
     }
 
-    fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
+    fn subscribe_events(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         self.vm.subscribe_events(ctx, tag)
     }
 
-    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        self.vm.events(from, limit)
+    fn events(&self, first_number: u64, count_max: u32) -> Result<Vec<Event>, Error> {
+        self.vm.events(first_number, count_max)
     }
 
-    fn notify(&self, what: NotifySubjects, ctx: i32, tag: i32) -> Result<(), Error> {
+    fn request_notification(
+        &self,
+        subjects_to_watch: NotifySubjects,
+        ctx: i32,
+        tag: i32,
+    ) -> Result<(), Error> {
         self.vm.notify(NotifyRequest {
-            subjects: what,
+            subjects: subjects_to_watch,
             ctx,
             tag,
-            cancel: false,
+            is_cancellation: false,
         })
     }
 
@@ -219,10 +248,10 @@ impl VmApi for RealVm {
         self.vm.request_exec(host, parent, request)
     }
 
-    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
+    fn migrate(&self, tid: Tid, target: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         match self
             .vm
-            .migrate(tid, &to.tid().to_string(), Some(cause), false)?
+            .migrate(tid, &target.tid().to_string(), Some(cause), false)?
         {
             MigrateReply::Started(_) | MigrateReply::Done(_) => Ok(()),
         }
@@ -232,7 +261,12 @@ impl VmApi for RealVm {
         self.vm.signal(tid, signal)
     }
 
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
+    fn set_suspended(
+        &self,
+        tid: Tid,
+        suspend: bool,
+        cause: suspend::SuspendCause,
+    ) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, Some(cause))
     }
 
@@ -244,7 +278,7 @@ impl VmApi for RealVm {
         self.vm.restart_checkpoint(checkpoint, hosts)
     }
 
-    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
-        self.vm.record_event(at, kind)
+    fn record_event(&self, wall_time: Micros, kind: EventKind) -> Result<(), Error> {
+        self.vm.record_event(wall_time, kind)
     }
 }

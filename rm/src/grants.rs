@@ -1,7 +1,8 @@
 //! Placements granted in advance (placement leases). A task that has spawned twice in the same way
-//! will probably do so again; with a grant it need not ask each time. Pure: the service chooses the
-//! hosts and sends the grants ([`sempa_proto::sm::PlacementLease`]). A slot is the right to start
-//! one task on one of the hosts.
+//! will probably do so again. With a grant it need not send a request for each spawn. The module
+//! does no input or output: the service chooses the hosts and sends the grants
+//! ([`sempa_proto::sm::PlacementLease`]). A slot is the right to start one task on one of the
+//! hosts.
 //!
 //! - Grants are reviewed every second, and replaced if the same request would now get other hosts.
 //!   The hosts of a grant are therefore at most one second out of date.
@@ -9,7 +10,7 @@
 //! - The total number of slots is bounded, so that many tasks cannot be sent to the same host
 //!   before the first of them is known.
 
-use crate::spawns::SpawnIncoming;
+use crate::spawns::IncomingSpawn;
 use sempa_proto::rm::PlacementAttempt;
 use sempa_proto::sm::{LEASE_HOSTS_MAX, LEASE_TASKS_MAX};
 use sempa_proto::task::SpawnRequest;
@@ -19,27 +20,27 @@ use std::collections::{BTreeMap, VecDeque};
 /// Time for which a grant is valid after its last use. Also the maximum time between two similar
 /// requests that lead to a grant.
 pub const GRANT_WINDOW: Micros = Micros::from_secs(30);
-/// Interval at which grants are compared with a fresh placement.
+/// Interval at which grants are compared with a new placement.
 pub const REVIEW_INTERVAL: Micros = Micros::from_secs(1);
-/// Maximum number of granted slots of all tasks that are not used yet.
+/// Maximum number of unused granted slots of all tasks.
 pub const GRANTED_SLOTS_MAX: usize = 2 * LEASE_HOSTS_MAX;
 /// Time for which a request is remembered after its last use. It exceeds [`GRANT_WINDOW`], because
 /// daemons report the last used slots only after the end of the task that used them.
 const REQUEST_MEMORY_WINDOW: Micros = Micros::from_secs(60);
-/// Maximum number of tasks whose requests are remembered. Beyond it, tasks without slots are
-/// dropped first; among them, the task whose last spawn is oldest.
-const TASKS_MAX: usize = 1024;
+/// Maximum number of tasks whose requests are remembered. When it is exceeded, a task without slots
+/// is removed: the one whose last spawn is oldest.
+const REMEMBERED_TASKS_MAX: usize = 1024;
 /// Maximum size of a request's environment in bytes. A request with a larger environment gets no
 /// grant.
 const ENV_BYTES_MAX: usize = 16 << 10;
-/// Number of requests remembered per task: the last one and the one before, because reports of used
-/// slots of the earlier one may still arrive.
-const REQUESTS_PER_TASK: usize = 2;
+/// Number of requests remembered per task: the last request and the request before it. Reports of
+/// used slots of the earlier request may still arrive.
+const REQUESTS_PER_TASK_MAX: usize = 2;
 
 /// Requests of tasks that spawn a few tasks at a time, with their grants.
 #[derive(Debug, Default)]
 pub struct Grants {
-    tasks: BTreeMap<Tid, VecDeque<RepeatedRequest>>,
+    requests_by_task: BTreeMap<Tid, VecDeque<RepeatedRequest>>,
     /// Time of the last review.
     reviewed_at: Micros,
 }
@@ -48,14 +49,14 @@ pub struct Grants {
 #[derive(Debug)]
 struct RepeatedRequest {
     /// The request as it arrived, without its arguments.
-    request: SpawnIncoming,
+    request: IncomingSpawn,
     /// Time of the request or of the last use of its slots, whichever is later.
-    last_used: Micros,
+    last_used_at: Micros,
     /// Granted hosts that are not used yet.
-    hosts: VecDeque<HostId>,
-    /// True if the task may not use the slots any more, because the grant was revoked or the task
-    /// has given it up. Reports of slots used earlier may still arrive.
-    closed: bool,
+    unused_hosts: VecDeque<HostId>,
+    /// True if the task can no longer use the slots, because the grant was revoked or the task has
+    /// returned it. Reports of slots that were used earlier may still arrive.
+    is_closed: bool,
     /// Explanation of the granted placement; `None` without a grant.
     attempt: Option<PlacementAttempt>,
 }
@@ -63,131 +64,142 @@ struct RepeatedRequest {
 /// The grant from which a task has used slots.
 #[derive(Clone, Debug)]
 pub struct GrantUse {
-    /// The request that the grant answers in advance.
-    pub from: SpawnIncoming,
-    /// Why the tasks go to these hosts.
+    /// The request for which the grant was made.
+    pub incoming: IncomingSpawn,
+    /// Explanation of the placement of the tasks on these hosts.
     pub attempt: PlacementAttempt,
-    /// True if at least half of the slots are used, so that the grant must be renewed.
+    /// True if at least half of the slots are used, so that a new grant is needed.
     pub needs_renewal: bool,
 }
 
 impl RepeatedRequest {
     fn is_open(&self, now: Micros) -> bool {
-        self.attempt.is_some() && !self.closed && now.since(self.last_used) < GRANT_WINDOW
+        self.attempt.is_some() && !self.is_closed && now.since(self.last_used_at) < GRANT_WINDOW
     }
 
     fn has_slots(&self, now: Micros) -> bool {
-        !self.hosts.is_empty() && self.is_open(now)
+        !self.unused_hosts.is_empty() && self.is_open(now)
     }
 }
 
 impl Grants {
     /// Records a request whose tasks have all been started. Returns true if it is similar to the
-    /// task's previous request, so that the task should get a grant. A request for more than
-    /// [`LEASE_TASKS_MAX`] tasks is not recorded.
-    pub fn record_answer(&mut self, now: Micros, from: &SpawnIncoming) -> bool {
-        self.expire(now);
-        let env: usize = from.request.env.iter().map(Vec::len).sum();
-        if env > ENV_BYTES_MAX || from.request.count as usize > LEASE_TASKS_MAX {
+    /// task's previous request, so that the task should get a grant. Requests with more than
+    /// [`LEASE_TASKS_MAX`] tasks or a large environment are not recorded.
+    pub fn record_request(&mut self, now: Micros, incoming: &IncomingSpawn) -> bool {
+        self.remove_expired_requests(now);
+        let env_bytes: usize = incoming.request.env.iter().map(Vec::len).sum();
+        if env_bytes > ENV_BYTES_MAX || incoming.request.task_count as usize > LEASE_TASKS_MAX {
             return false;
         }
-        if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.requester) {
+        if self.requests_by_task.len() >= REMEMBERED_TASKS_MAX
+            && !self.requests_by_task.contains_key(&incoming.requester)
+        {
             // There is always a task without slots, because fewer slots exist than tasks are
             // remembered.
-            let last = |requests: &VecDeque<RepeatedRequest>| {
+            let eviction_order = |requests: &VecDeque<RepeatedRequest>| {
                 requests
                     .front()
-                    .map(|kind| (kind.has_slots(now), kind.last_used))
+                    .map(|repeated| (repeated.has_slots(now), repeated.last_used_at))
             };
             let oldest = self
-                .tasks
+                .requests_by_task
                 .iter()
-                .min_by_key(|(_, requests)| last(requests))
+                .min_by_key(|(_, requests)| eviction_order(requests))
                 .map(|(task, _)| *task);
-            oldest.map(|oldest| self.tasks.remove(&oldest));
+            oldest.map(|oldest| self.requests_by_task.remove(&oldest));
         }
         let request = SpawnRequest {
             args: Vec::new(),
-            ..from.request.clone()
+            ..incoming.request.clone()
         };
-        let from = SpawnIncoming {
+        let incoming = IncomingSpawn {
             request,
-            ..from.clone()
+            ..incoming.clone()
         };
-        let requests = self.tasks.entry(from.requester).or_default();
-        let like = |kind: &RepeatedRequest| {
-            kind.request.request.has_same_placement_as(&from.request)
-                && now.since(kind.last_used) < GRANT_WINDOW
+        let requests = self.requests_by_task.entry(incoming.requester).or_default();
+        let is_similar = |repeated: &RepeatedRequest| {
+            repeated
+                .request
+                .request
+                .has_same_placement_as(&incoming.request)
+                && now.since(repeated.last_used_at) < GRANT_WINDOW
         };
-        let is_repeated = requests.front().is_some_and(like);
+        let is_repeated = requests.front().is_some_and(is_similar);
         requests.push_front(RepeatedRequest {
-            request: from,
-            last_used: now,
-            hosts: VecDeque::new(),
-            closed: false,
+            request: incoming,
+            last_used_at: now,
+            unused_hosts: VecDeque::new(),
+            is_closed: false,
             attempt: None,
         });
-        requests.truncate(REQUESTS_PER_TASK);
+        requests.truncate(REQUESTS_PER_TASK_MAX);
         is_repeated
     }
 
-    /// Returns the maximum number of slots of a new grant for this task. The new grant replaces its
-    /// current one.
+    /// Returns the maximum number of slots of a new grant for this task. The new grant replaces the
+    /// task's current grant.
     pub fn available_slots(&self, now: Micros, task: Tid) -> usize {
-        let others = self
-            .tasks
+        let other_requests = self
+            .requests_by_task
             .iter()
             .filter(|(tid, _)| **tid != task)
-            .filter_map(|(_, kinds)| kinds.front());
-        let given: usize = others
-            .filter(|kind| kind.has_slots(now))
-            .map(|kind| kind.hosts.len())
+            .filter_map(|(_, task_requests)| task_requests.front());
+        let granted_count: usize = other_requests
+            .filter(|repeated| repeated.has_slots(now))
+            .map(|repeated| repeated.unused_hosts.len())
             .sum();
-        GRANTED_SLOTS_MAX.saturating_sub(given).min(LEASE_HOSTS_MAX)
+        GRANTED_SLOTS_MAX
+            .saturating_sub(granted_count)
+            .min(LEASE_HOSTS_MAX)
     }
 
     /// Returns the last request of a task, for which its next grant is made.
-    pub fn request_of(&self, task: Tid) -> Option<&SpawnIncoming> {
-        self.tasks.get(&task)?.front().map(|kind| &kind.request)
+    pub fn last_request(&self, task: Tid) -> Option<&IncomingSpawn> {
+        self.requests_by_task
+            .get(&task)?
+            .front()
+            .map(|repeated| &repeated.request)
     }
 
-    /// Returns when the next review is due; `None` if no slots are granted.
+    /// Returns the time at which the next review is due; `None` if no slots are granted.
     pub fn next_review(&self) -> Option<Micros> {
-        let given = self
-            .tasks
+        let has_grants = self
+            .requests_by_task
             .values()
             .filter_map(VecDeque::front)
-            .any(|kind| kind.has_slots(self.reviewed_at));
-        given.then_some(self.reviewed_at + REVIEW_INTERVAL)
+            .any(|repeated| repeated.has_slots(self.reviewed_at));
+        has_grants.then_some(self.reviewed_at + REVIEW_INTERVAL)
     }
 
     /// Starts a review. Returns each task that has slots, with the hosts of its unused slots.
     pub fn review(&mut self, now: Micros) -> Vec<(Tid, Vec<HostId>)> {
         self.reviewed_at = now;
-        let given = self
-            .tasks
+        let granted_requests = self
+            .requests_by_task
             .iter()
-            .filter_map(|(task, kinds)| Some((task, kinds.front()?)));
-        let given = given.filter(|(_, kind)| kind.has_slots(now));
-        given
-            .map(|(task, kind)| (*task, kind.hosts.iter().copied().collect()))
+            .filter_map(|(task, task_requests)| Some((task, task_requests.front()?)));
+        let granted_requests = granted_requests.filter(|(_, repeated)| repeated.has_slots(now));
+        granted_requests
+            .map(|(task, repeated)| (*task, repeated.unused_hosts.iter().copied().collect()))
             .collect()
     }
 
-    /// Sets the slots of a task for requests like its last one. They replace earlier slots.
+    /// Sets the slots of a task for requests like its last one. These slots replace the task's
+    /// earlier slots.
     pub fn set_grant(&mut self, task: Tid, hosts: &[HostId], attempt: PlacementAttempt) {
         if let Some(request) = self
-            .tasks
+            .requests_by_task
             .get_mut(&task)
-            .and_then(|kinds| kinds.front_mut())
+            .and_then(|task_requests| task_requests.front_mut())
         {
-            (request.hosts, request.closed, request.attempt) =
+            (request.unused_hosts, request.is_closed, request.attempt) =
                 (hosts.iter().copied().collect(), false, Some(attempt));
         }
     }
 
     /// Records a daemon's report that the task has used slots on these hosts. `wid`: wait id of the
-    /// request for which the grant was made. `None` if the grant is unknown.
+    /// request for which the grant was made. Returns `None` if the grant is unknown.
     pub fn record_use(
         &mut self,
         now: Micros,
@@ -195,79 +207,91 @@ impl Grants {
         wid: i32,
         hosts: impl Iterator<Item = HostId>,
     ) -> Option<GrantUse> {
-        let requests = self.tasks.get_mut(&task)?;
-        let last = requests
+        let requests = self.requests_by_task.get_mut(&task)?;
+        let is_last_request = requests
             .front()
-            .is_some_and(|request| request.request.wid == wid);
+            .is_some_and(|request| request.request.wait_id == wid);
         let request = requests
             .iter_mut()
-            .find(|request| request.request.wid == wid)?;
+            .find(|request| request.request.wait_id == wid)?;
         let attempt = request.attempt.clone()?;
         for host in hosts {
-            // A host that is not found belongs to the previous grant. Then none of the current
-            // slots is removed, and the renewal may come slightly early.
-            if let Some(at) = request.hosts.iter().position(|given| *given == host) {
-                request.hosts.remove(at);
+            // A host that is not found belongs to the previous grant. In this case no current slot
+            // is removed, and the renewal may occur slightly early.
+            if let Some(index) = request
+                .unused_hosts
+                .iter()
+                .position(|granted_host| *granted_host == host)
+            {
+                request.unused_hosts.remove(index);
             }
         }
-        request.last_used = now;
-        let renew = last && !request.closed && request.hosts.len() <= LEASE_HOSTS_MAX / 2;
+        request.last_used_at = now;
+        let is_renewal_due = is_last_request
+            && !request.is_closed
+            && request.unused_hosts.len() <= LEASE_HOSTS_MAX / 2;
         Some(GrantUse {
-            from: request.request.clone(),
+            incoming: request.request.clone(),
             attempt,
-            needs_renewal: renew,
+            needs_renewal: is_renewal_due,
         })
     }
 
-    /// Revokes all grants. Returns the tasks to notify, each with the wait id of its grant. A task
-    /// whose slots are all used according to the reports is included, because reports may belong to
-    /// an earlier grant.
+    /// Revokes all grants. Returns the tasks to notify, each with the wait id of its grant. Also
+    /// includes tasks whose slots are all used according to the reports, because the reports may
+    /// belong to an earlier grant.
     pub fn revoke_all(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.revoke_where(|kind| kind.is_open(now))
+        self.revoke_where(|repeated| repeated.is_open(now))
     }
 
     /// Revokes grants that were not used for [`REVIEW_INTERVAL`], because other tasks need slots.
     /// Returns the tasks to notify, each with the wait id of its grant.
     pub fn revoke_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.revoke_where(|kind| {
-            kind.has_slots(now) && now.since(kind.last_used) >= REVIEW_INTERVAL
+        self.revoke_where(|repeated| {
+            repeated.has_slots(now) && now.since(repeated.last_used_at) >= REVIEW_INTERVAL
         })
     }
 
     fn revoke_where(&mut self, matches: impl Fn(&RepeatedRequest) -> bool) -> Vec<(Tid, i32)> {
         let mut to_notify = Vec::new();
-        for (task, kinds) in &mut self.tasks {
-            if let Some(kind) = kinds.front_mut().filter(|kind| matches(kind)) {
-                kind.closed = true;
-                to_notify.push((*task, kind.request.wid));
+        for (task, task_requests) in &mut self.requests_by_task {
+            if let Some(repeated) = task_requests
+                .front_mut()
+                .filter(|repeated| matches(repeated))
+            {
+                repeated.is_closed = true;
+                to_notify.push((*task, repeated.request.wait_id));
             }
         }
         to_notify
     }
 
-    /// Closes the grants of a task that has sent a spawn request or has ended. It has no usable
-    /// slots then.
+    /// Closes the grants of a task that has sent a spawn request or has ended. The task has no
+    /// usable slots after either event.
     pub fn close_for_task(&mut self, task: Tid) {
-        self.tasks
+        self.requests_by_task
             .get_mut(&task)
             .into_iter()
             .flatten()
-            .for_each(|kind| kind.closed = true);
+            .for_each(|repeated| repeated.is_closed = true);
     }
 
     /// Closes the grants of all tasks for which `is_known` is false.
     pub fn close_unknown(&mut self, is_known: impl Fn(Tid) -> bool) {
-        let unknown = self.tasks.iter_mut().filter(|(task, _)| !is_known(**task));
+        let unknown = self
+            .requests_by_task
+            .iter_mut()
+            .filter(|(task, _)| !is_known(**task));
         unknown
-            .flat_map(|(_, kinds)| kinds)
-            .for_each(|kind| kind.closed = true);
+            .flat_map(|(_, task_requests)| task_requests)
+            .for_each(|repeated| repeated.is_closed = true);
     }
 
-    fn expire(&mut self, now: Micros) {
-        self.tasks.retain(|_, kinds| {
-            kinds
+    fn remove_expired_requests(&mut self, now: Micros) {
+        self.requests_by_task.retain(|_, task_requests| {
+            task_requests
                 .front()
-                .is_some_and(|kind| now.since(kind.last_used) < REQUEST_MEMORY_WINDOW)
+                .is_some_and(|repeated| now.since(repeated.last_used_at) < REQUEST_MEMORY_WINDOW)
         });
     }
 }

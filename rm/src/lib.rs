@@ -1,20 +1,20 @@
-//! The resource manager: an ordinary task that places spawned tasks and migrates tasks off hosts
-//! whose owner is present.
+//! The resource manager: an ordinary task that places spawned tasks and migrates tasks away from
+//! hosts whose owner is present.
 //!
 //! * [`decide`]: decisions, as pure functions of a snapshot.
 //! * [`model`]: the known state of hosts and tasks, updated by messages and events.
 //! * [`spawns`]: spawn requests that are being carried out.
-//! * [`grants`]: placements granted in advance to tasks that spawn repeatedly.
+//! * [`placement_leases`]: placements granted in advance to tasks that spawn repeatedly.
 //! * [`watchers`]: one load watcher per host, restarted when it ends.
 //! * [`store`]: persistent history: usage, decisions, learned values.
 //! * [`policy`], [`policy_file`]: the policy and its file, which may change at any time.
-//! * [`recording`], [`replay`]: records the input of the resource manager, and replays the record
-//!   under another policy.
+//! * [`recording`], [`replay`]: the recording of the resource manager's input, and its replay under
+//!   another policy.
 //! * [`service`]: the main loop. It passes messages to the modules above and carries out their
 //!   output through [`api::VmApi`].
 //!
 //! Only [`api`] accesses the virtual machine. All other modules are state machines and functions
-//! without input or output of their own, except for files.
+//! without input or output, except for files.
 
 pub mod api;
 pub mod decide;
@@ -22,7 +22,7 @@ pub mod grants;
 pub mod model;
 pub mod policy;
 pub mod policy_file;
-mod recent;
+mod recent_set;
 pub mod recording;
 pub mod replay;
 pub mod service;

@@ -3,8 +3,8 @@
 use anyhow::Context;
 use clap::Parser;
 use pvm_rm::api::RealVm;
-use pvm_rm::decide::Limits;
-use pvm_rm::model::Labels;
+use pvm_rm::decide::TaskLimits;
+use pvm_rm::model::HostLabels;
 use pvm_rm::policy::{self, EffectivePolicy};
 use pvm_rm::recording::{self, Recorder};
 use pvm_rm::service::{Options, Service, ServiceError};
@@ -78,16 +78,16 @@ struct Args {
 }
 
 fn parse_label(text: &str) -> Result<(String, String, String), String> {
-    let parts = text
+    let fields = text
         .split_once(':')
         .and_then(|(host, rest)| Some((host, rest.split_once('=')?)));
-    let parts = parts.filter(|(host, (name, value))| {
+    let fields = fields.filter(|(host, (name, value))| {
         ![host, name, value]
             .iter()
-            .any(|part| part.trim().is_empty())
+            .any(|field| field.trim().is_empty())
     });
     let (host, (name, value)) =
-        parts.ok_or_else(|| format!("{text:?} is not a label; labels look like h2:disk=ssd"))?;
+        fields.ok_or_else(|| format!("{text:?} is not a label; labels look like h2:disk=ssd"))?;
     Ok((
         host.trim().to_string(),
         name.trim().to_string(),
@@ -96,100 +96,116 @@ fn parse_label(text: &str) -> Result<(String, String, String), String> {
 }
 
 /// Groups the labels by host.
-fn labels(arguments: &[(String, String, String)]) -> Labels {
-    let mut of_hosts = BTreeMap::<String, BTreeMap<String, String>>::new();
+fn group_labels(arguments: &[(String, String, String)]) -> HostLabels {
+    let mut labels_by_host = BTreeMap::<String, BTreeMap<String, String>>::new();
     for (host, name, value) in arguments {
-        of_hosts
+        labels_by_host
             .entry(host.clone())
             .or_default()
             .insert(name.clone(), value.clone());
     }
-    of_hosts
+    labels_by_host
         .into_iter()
         .map(|(host, labels)| (host, Arc::new(labels)))
         .collect()
 }
 
-/// Returns the database of the history: in `state` if given, else in the directory of the daemon's
-/// socket.
+/// Returns the location of the history's database: in `state` if it is not `None`, otherwise in the
+/// directory of the daemon's socket.
 fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
-    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), variable)
+    let env_variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let runtime_paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), env_variable)
         .map_err(anyhow::Error::msg)?;
-    // A spawned task knows its daemon's socket, but possibly not how the daemon chose its
-    // directory.
-    let socket = variable("PVMSOCK").map_or_else(|| place.daemon_socket(), PathBuf::from);
+    // A spawned task knows the socket of its daemon, but possibly not the environment variables
+    // from which the daemon chose its directory.
+    let socket =
+        env_variable("PVMSOCK").map_or_else(|| runtime_paths.daemon_socket_path(), PathBuf::from);
     Ok(match state {
         Some(dir) => StoreLocation {
             dir: dir.to_path_buf(),
-            file_name: format!("rm-{}.redb", place.vm()),
+            file_name: format!("rm-{}.redb", runtime_paths.vm_name()),
         },
         None => StoreLocation {
-            dir: socket.parent().unwrap_or(place.dir()).to_path_buf(),
+            dir: socket.parent().unwrap_or(runtime_paths.dir()).to_path_buf(),
             file_name: RM_DATABASE_FILE.to_string(),
         },
     })
 }
 
-/// Prints a line. An error is ignored, because a closed standard output is no reason to stop.
+/// Prints a line to standard output. An error is ignored, because a closed standard output is no
+/// reason to stop.
 fn print_line(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
 
-/// Returns the policy of the command line, and the policy file if one is named.
+/// Returns the policy of the command line, and the path of the policy file if the command line
+/// names one.
 fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<PathBuf>)> {
-    let limits = Limits {
-        user_tasks: args.user_tasks,
-        job_tasks: args.job_tasks,
+    let limits = TaskLimits {
+        user_tasks_max: args.user_tasks,
+        job_tasks_max: args.job_tasks,
     };
     let rules = SpawnRules {
-        wait: Micros::from_secs(args.wait),
-        limits,
+        wait_max: Micros::from_secs(args.wait),
+        task_limits: limits,
     };
-    let given = EffectivePolicy {
-        balance: args.balance,
-        rules,
-        give_way: !args.no_give_way,
+    let base_policy = EffectivePolicy {
+        rebalances: args.balance,
+        spawn_rules: rules,
+        preempts: !args.no_give_way,
         ..EffectivePolicy::default()
     };
     match args.policy.as_str() {
-        "load" => Ok((given, None)),
+        "load" => Ok((base_policy, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
             let placing = policy::parse_placement(name).map_err(anyhow::Error::msg)?;
-            Ok((EffectivePolicy { placing, ..given }, None))
+            Ok((
+                EffectivePolicy {
+                    placement: placing,
+                    ..base_policy
+                },
+                None,
+            ))
         }
-        file => Ok((given, Some(file.into()))),
+        file => Ok((base_policy, Some(file.into()))),
     }
 }
 
 fn run(args: &Args) -> anyhow::Result<()> {
-    let (command_line, file) = command_line_policy(args)?;
-    let policy_file = file
+    let (command_line, policy_path) = command_line_policy(args)?;
+    let policy_file = policy_path
         .as_ref()
         .map(|path| path.display().to_string())
         .unwrap_or_default();
-    let policy_read = file.as_deref().map(policy_file::read);
+    let content_result = policy_path.as_deref().map(policy_file::read);
     let mut options = Options {
         policy: command_line,
         command_line_policy: command_line,
         policy_file,
-        policy_content: policy_read,
+        policy_content: content_result,
         ..Options::default()
     };
-    let policy = options.policy();
+    let policy = options.start_policy();
     if let Some(record) = &args.replay {
         return replay(record, policy?, args.json);
     }
     let location = store_location(args.state.as_deref())?;
     let policy_error = match policy.err() {
-        // Without a history there is no earlier policy to continue with.
+        // Without a history there is no earlier policy that could stay in force.
         Some(error) if !location.exists() => return Err(error.into()),
         policy_error => policy_error,
     };
-    let read_at_start = options.policy_content.clone();
-    options.user = nix::unistd::geteuid().as_raw();
-    (options.watchers, options.labels, options.store_location) =
-        (!args.no_watchers, labels(&args.labels), Some(location));
+    let initial_content = options.policy_content.clone();
+    options.default_user = nix::unistd::geteuid().as_raw();
+    (
+        options.starts_watchers,
+        options.labels,
+        options.store_location,
+    ) = (
+        !args.no_watchers,
+        group_labels(&args.labels),
+        Some(location),
+    );
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
@@ -197,32 +213,33 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
     recorder
         .into_iter()
-        .for_each(|recorder| service.record_to(recorder));
-    if let (Some(file), Some(read_at_start)) = (&file, read_at_start) {
-        let followed = policy_file::watch(file, read_at_start, &vm);
-        let followed = followed.with_context(|| format!("following changes of {}", file.display()));
-        match (policy_error, followed) {
-            (None, followed) => followed?,
+        .for_each(|recorder| service.start_recording(recorder));
+    if let (Some(policy_path), Some(initial_content)) = (&policy_path, initial_content) {
+        let watch_result = policy_file::watch(policy_path, initial_content, &vm);
+        let watch_result =
+            watch_result.with_context(|| format!("following changes of {}", policy_path.display()));
+        match (policy_error, watch_result) {
+            (None, watch_result) => watch_result?,
             // The watch may have ended because the directory was removed together with the file.
-            (Some(why), followed) => {
-                tracing::warn!("{why}; the policy is unchanged");
-                followed.unwrap_or_else(|error| tracing::warn!("{}", one_line(&error)));
+            (Some(service_error), watch_result) => {
+                tracing::warn!("{service_error}; the policy is unchanged");
+                watch_result.unwrap_or_else(|error| tracing::warn!("{}", one_line(&error)));
             }
         }
     }
     print_line(format_args!(
         "pvm-rm {tid}: registered as resource manager, policy {}",
-        service.policy().placing
+        service.policy().placement
     ));
     sempa_socket::request_short_slice();
     match service.run() {
-        Err(why @ ServiceError::Stopped(_)) => {
-            print_line(format_args!("pvm-rm {tid}: {why}"));
+        Err(service_error @ ServiceError::Stopped(_)) => {
+            print_line(format_args!("pvm-rm {tid}: {service_error}"));
             Ok(())
         }
-        Err(why) => {
+        Err(service_error) => {
             drop(vm.exit());
-            Err(why).with_context(|| format!("pvm-rm {tid}"))
+            Err(service_error).with_context(|| format!("pvm-rm {tid}"))
         }
         Ok(never) => match never {},
     }
@@ -231,21 +248,22 @@ fn run(args: &Args) -> anyhow::Result<()> {
 /// Replays a record under its own policy and under `policy`, and prints both results.
 fn replay(record: &Path, policy: EffectivePolicy, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record)?;
-    let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;
-    let other = replay::run(&entries, policy)?;
+    let recorded_result = replay::replay_recording(&entries, replay::recorded_policy(&entries))?;
+    let other_result = replay::replay_recording(&entries, policy)?;
     if json {
-        let both = serde_json::json!({ "recorded": recorded, "other": other });
-        print_line(format_args!("{both}"));
+        let results = serde_json::json!({ "recorded": recorded_result, "other": other_result });
+        print_line(format_args!("{results}"));
     } else {
         print_line(format_args!(
             "{}",
-            replay::comparison_table([("recorded", &recorded), ("other", &other)]).trim_end()
+            replay::comparison_table([("recorded", &recorded_result), ("other", &other_result)])
+                .trim_end()
         ));
     }
     Ok(())
 }
 
-/// Joins an error and its causes in one line. Causes that the text already contains are left out.
+/// Joins an error and its causes in one line. A cause that the text already contains is omitted.
 fn one_line(error: &anyhow::Error) -> String {
     error
         .chain()

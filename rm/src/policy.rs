@@ -1,18 +1,18 @@
 //! The policy of the resource manager, and its file format.
 //!
 //! ```toml
-//! placing = "load"     # or "round-robin", or "choice:NAME"
-//! balance = true       # move tasks to where they finish sooner
-//! margin = 1.5         # what such a move must save, as a multiple of what it costs
-//! wait_s = 60          # how long a spawn may wait for a free host
-//! user_tasks = 100     # tasks of a user at once
-//! job_tasks = 50       # tasks of a job at once
-//! give_way = true      # suspend tasks of heavy users while a spawn of a light user waits
+//! placing = "load"      # or "round-robin", or "choice:NAME"
+//! balance = true        # move tasks to where they finish sooner
+//! margin = 1.5          # what such a move must save, as a multiple of what it costs
+//! wait_s = 60           # how long a spawn may wait for a free host
+//! user_tasks = 100      # tasks of a user at once
+//! job_tasks = 50        # tasks of a job at once
+//! give_way = true       # suspend tasks of heavy users while a spawn of a light user waits
 //! ```
 //!
-//! For keys that the file does not name, the command line counts.
+//! A key that the file does not contain has the value from the command line.
 
-use crate::decide::{CHOOSER_NAME_MAX, ChooserName, GAIN_MARGIN, Limits, PlacementPolicy};
+use crate::decide::{CHOOSER_NAME_MAX, ChooserName, GAIN_MARGIN, PlacementPolicy, TaskLimits};
 use crate::spawns::SpawnRules;
 use sempa_proto::Micros;
 use sempa_proto::text::line_number;
@@ -24,57 +24,65 @@ use thiserror::Error;
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum waiting time of a spawn, in seconds: a week.
 pub const WAIT_S_MAX: u64 = 604_800;
-/// Range of valid margins.
-const MARGIN_RANGE: std::ops::RangeInclusive<f64> = 1.0..=100.0;
+/// Range of values that the policy file may set for the margin.
+const VALID_MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 
 /// The policy in force.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EffectivePolicy {
     /// How new tasks are distributed over the hosts.
-    pub placing: PlacementPolicy,
-    /// True if running tasks are rebalanced by load.
-    pub balance: bool,
+    pub placement: PlacementPolicy,
+    /// True if tasks are migrated to hosts where they finish sooner.
+    pub rebalances: bool,
     /// Minimum gain of a rebalancing migration, as a multiple of its cost.
-    pub margin: f64,
-    pub rules: SpawnRules,
-    /// True if tasks of users with a high index are suspended while a request of a user with a low
-    /// index waits.
-    pub give_way: bool,
+    pub gain_margin: f64,
+    pub spawn_rules: SpawnRules,
+    /// True if tasks of users with a high Up-Down index (much processor time recently) are
+    /// suspended while a request of a user with a low index waits.
+    pub preempts: bool,
 }
 
 impl Default for EffectivePolicy {
-    fn default() -> EffectivePolicy {
-        EffectivePolicy {
-            placing: PlacementPolicy::default(),
-            balance: false,
-            margin: GAIN_MARGIN,
-            rules: SpawnRules::default(),
-            give_way: true,
+    fn default() -> Self {
+        Self {
+            placement: PlacementPolicy::default(),
+            rebalances: false,
+            gain_margin: GAIN_MARGIN,
+            spawn_rules: SpawnRules::default(),
+            preempts: true,
         }
     }
 }
 
 impl fmt::Display for EffectivePolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let SpawnRules { wait, limits } = self.rules;
+        let SpawnRules {
+            wait_max: wait,
+            task_limits: limits,
+        } = self.spawn_rules;
         write!(
             f,
             "placing {}, balance {}",
-            self.placing,
-            if self.balance { "on" } else { "off" }
+            self.placement,
+            if self.rebalances { "on" } else { "off" }
         )?;
-        write!(f, ", margin {}, wait {} s", self.margin, wait.0 / 1_000_000)?;
+        write!(
+            f,
+            ", margin {}, wait {} s",
+            self.gain_margin,
+            wait.0 / 1_000_000
+        )?;
         let limit = |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
         write!(
             f,
             ", tasks of a user {}, of a job {}",
-            limit(limits.user_tasks),
-            limit(limits.job_tasks)
+            limit(limits.user_tasks_max),
+            limit(limits.job_tasks_max)
         )?;
         write!(
             f,
             ", preemption {}",
-            if self.give_way { "on" } else { "off" }
+            if self.preempts { "on" } else { "off" }
         )
     }
 }
@@ -83,28 +91,29 @@ impl fmt::Display for EffectivePolicy {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {why}")]
 pub struct PolicyError {
-    /// Name of the file as it was given.
+    /// Name of the file as it was given on the command line.
     pub file: String,
     /// Line number, starting at 1.
     pub line: usize,
     pub why: String,
 }
 
-/// Prefix of the name of an external chooser.
-const CHOICE_PREFIX: &str = "choice:";
+/// Prefix of a placement policy that names an external chooser.
+const CHOOSER_PREFIX: &str = "choice:";
 
-/// Parses the name of a placement policy: `load`, `round-robin`, or `chooser:NAME`.
+/// Parses the name of a placement policy: `load`, `round-robin`, or `choice:NAME`.
 ///
 /// # Errors
-/// A sentence that lists the valid names.
+///
+/// A sentence that lists the valid names or the valid characters of a chooser's name.
 pub fn parse_placement(name: &str) -> Result<PlacementPolicy, String> {
-    match (name, name.strip_prefix(CHOICE_PREFIX)) {
+    match (name, name.strip_prefix(CHOOSER_PREFIX)) {
         ("load", _) => Ok(PlacementPolicy::Load),
         ("round-robin", _) => Ok(PlacementPolicy::RoundRobin),
-        (_, Some(choice)) => ChooserName::new(choice).map(PlacementPolicy::Choice).ok_or_else(|| {
-            format!( "{choice:?} is not the name of a chooser: use up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
+        (_, Some(chooser_name)) => ChooserName::new(chooser_name).map(PlacementPolicy::Chooser).ok_or_else(|| {
+            format!( "{chooser_name:?} is not the name of a chooser: use up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
         }),
-        _ => Err(format!( "{name:?} is not one of load, round-robin and {CHOICE_PREFIX}NAME")),
+        _ => Err(format!( "{name:?} is not one of load, round-robin and {CHOOSER_PREFIX}NAME")),
     }
 }
 
@@ -125,12 +134,9 @@ impl EffectivePolicy {
     /// errors.
     ///
     /// # Errors
-    /// The first error in the file, with its line. No setting of the file is applied then.
-    pub fn with_file(
-        self,
-        file: &str,
-        content: impl AsRef<[u8]>,
-    ) -> Result<EffectivePolicy, PolicyError> {
+    ///
+    /// The first error in the file, with its line. In this case no setting of the file is applied.
+    pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<Self, PolicyError> {
         let content = content.as_ref();
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
@@ -140,9 +146,9 @@ impl EffectivePolicy {
                 false,
             ),
         };
-        let error_at = |at: usize, why: String| PolicyError {
+        let error_at = |offset: usize, why: String| PolicyError {
             file: file.to_string(),
-            line: line_number(text, at),
+            line: line_number(text, offset),
             why,
         };
         if content.len() > POLICY_BYTES_MAX {
@@ -154,47 +160,47 @@ impl EffectivePolicy {
         if !is_text {
             return Err(error_at(text.len(), "this is not UTF-8 text".into()));
         }
-        let read = toml::from_str::<PolicyFile>(text).map_err(|error| {
+        let parsed = toml::from_str::<PolicyFile>(text).map_err(|error| {
             error_at(
                 error.span().map_or(0, |span| span.start),
                 error.message().trim().to_string(),
             )
         })?;
-        let mut conduct = self;
-        if let Some(margin) = read.margin {
-            if !MARGIN_RANGE.contains(margin.get_ref()) {
-                let (least, most) = (MARGIN_RANGE.start(), MARGIN_RANGE.end());
+        let mut policy = self;
+        if let Some(margin) = parsed.margin {
+            if !VALID_MARGINS.contains(margin.get_ref()) {
+                let (margin_min, margin_max) = (VALID_MARGINS.start(), VALID_MARGINS.end());
                 return Err(error_at(
                     margin.span().start,
-                    format!("margin must be {least} to {most}"),
+                    format!("margin must be {margin_min} to {margin_max}"),
                 ));
             }
-            conduct.margin = margin.into_inner();
+            policy.gain_margin = margin.into_inner();
         }
-        if let Some(wait) = read.wait_s {
+        if let Some(wait) = parsed.wait_s {
             if *wait.get_ref() > WAIT_S_MAX {
                 return Err(error_at(
                     wait.span().start,
                     format!("wait_s must be at most {WAIT_S_MAX}"),
                 ));
             }
-            conduct.rules.wait = Micros::from_secs(wait.into_inner());
+            policy.spawn_rules.wait_max = Micros::from_secs(wait.into_inner());
         }
-        if let Some(name) = read.placing {
-            conduct.placing =
+        if let Some(name) = parsed.placing {
+            policy.placement =
                 parse_placement(name.get_ref()).map_err(|why| error_at(name.span().start, why))?;
         }
-        conduct.balance = read.balance.unwrap_or(conduct.balance);
-        conduct.give_way = read.give_way.unwrap_or(conduct.give_way);
-        let Limits {
-            user_tasks,
-            job_tasks,
-        } = conduct.rules.limits;
-        conduct.rules.limits = Limits {
-            user_tasks: read.user_tasks.or(user_tasks),
-            job_tasks: read.job_tasks.or(job_tasks),
+        policy.rebalances = parsed.balance.unwrap_or(policy.rebalances);
+        policy.preempts = parsed.give_way.unwrap_or(policy.preempts);
+        let TaskLimits {
+            user_tasks_max: user_tasks,
+            job_tasks_max: job_tasks,
+        } = policy.spawn_rules.task_limits;
+        policy.spawn_rules.task_limits = TaskLimits {
+            user_tasks_max: parsed.user_tasks.or(user_tasks),
+            job_tasks_max: parsed.job_tasks.or(job_tasks),
         };
-        Ok(conduct)
+        Ok(policy)
     }
 }
 
@@ -202,42 +208,45 @@ impl EffectivePolicy {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<EffectivePolicy, String> {
+    fn apply_text(text: &str) -> Result<EffectivePolicy, String> {
         EffectivePolicy::default()
             .with_file("rm.toml", text)
             .map_err(|error| error.to_string())
     }
 
-    /// A file changes only the settings that it names.
+    /// Settings that the policy file does not contain keep their previous values.
     #[test]
     fn file_changes_only_the_keys_it_names() {
         let rules = SpawnRules {
-            wait: Micros::from_secs(5),
-            limits: Limits {
-                user_tasks: Some(3),
-                job_tasks: None,
+            wait_max: Micros::from_secs(5),
+            task_limits: TaskLimits {
+                user_tasks_max: Some(3),
+                job_tasks_max: None,
             },
         };
-        let given = EffectivePolicy {
-            balance: true,
-            rules,
+        let command_line = EffectivePolicy {
+            rebalances: true,
+            spawn_rules: rules,
             ..EffectivePolicy::default()
         };
-        assert_eq!(given.with_file("f", ""), Ok(given));
+        assert_eq!(command_line.with_file("f", ""), Ok(command_line));
         let text = "placing = \"round-robin\"\nmargin = 2 # twice\njob_tasks = 4\n";
-        let limits = Limits {
-            user_tasks: Some(3),
-            job_tasks: Some(4),
+        let limits = TaskLimits {
+            user_tasks_max: Some(3),
+            job_tasks_max: Some(4),
         };
-        let rules = SpawnRules { limits, ..rules };
+        let rules = SpawnRules {
+            task_limits: limits,
+            ..rules
+        };
         let expected = EffectivePolicy {
-            placing: PlacementPolicy::RoundRobin,
-            margin: 2.0,
-            rules,
-            ..given
+            placement: PlacementPolicy::RoundRobin,
+            gain_margin: 2.0,
+            spawn_rules: rules,
+            ..command_line
         };
         assert_eq!(
-            given.with_file("f", text.replace("= 2 ", "= 2.0 ")),
+            command_line.with_file("f", text.replace("= 2 ", "= 2.0 ")),
             Ok(expected)
         );
     }
@@ -254,7 +263,7 @@ mod tests {
     /// Each error in a policy file is reported with its line.
     #[test]
     fn errors_name_the_line() {
-        for (text, said) in [
+        for (text, expected_start) in [
             (
                 "balance = true\n\nplacing = \"best\"\n",
                 "rm.toml, line 3: \"best\" is not one of load, round-robin and choice:NAME",
@@ -287,8 +296,8 @@ mod tests {
                 "rm.toml, line 1: the file has more than the 65536 bytes",
             ),
         ] {
-            let error = read(text).expect_err(text);
-            assert!(error.starts_with(said), "{error}");
+            let error = apply_text(text).expect_err(text);
+            assert!(error.starts_with(expected_start), "{error}");
             assert!(!error.contains('\n'), "{error:?}");
         }
     }

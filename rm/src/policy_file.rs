@@ -1,5 +1,5 @@
 //! Reads the policy file at the start and watches it for changes. A separate thread sends the new
-//! content to the service as a message, because the service waits for messages only.
+//! content to the service as a message, because the service waits only for messages.
 
 use crate::api::{RealVm, VmApi};
 use crate::policy::POLICY_BYTES_MAX;
@@ -14,8 +14,8 @@ use sempa_proto::rm::CTX_RM;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// Reads the file, but at most one byte more than the maximum size, by which the parser detects a
-/// file that is too large.
+/// Reads at most one byte more than the maximum size. From this byte the parser detects a file that
+/// is too large.
 fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?
@@ -24,10 +24,11 @@ fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the content of the policy file.
+/// Returns the content of the policy file, at most one byte more than [`POLICY_BYTES_MAX`].
 ///
 /// # Errors
-/// A text that says why the file cannot be read.
+///
+/// A text that states why the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
     read_limited(path).map_err(|error| error.to_string())
 }
@@ -43,13 +44,13 @@ pub fn watch(
     vm: &Vm,
 ) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
-    let folder = path
+    let watched_dir = path
         .parent()
         .map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
     // The watch is on the directory instead of the file, because editors replace the file.
     inotify.add_watch(
-        &folder,
+        &watched_dir,
         AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO,
     )?;
     std::thread::spawn(move || {
@@ -72,7 +73,7 @@ pub fn watch(
 }
 
 /// Sends the content to this process's own task. If the file is missing or cannot be read, nothing
-/// is sent. The second case is recorded in the event log.
+/// is sent. A file that cannot be read is recorded in the event log.
 fn send_content(path: &Path, vm: &Vm) {
     let body = match read_limited(path) {
         Ok(bytes) => Bytes::from(bytes),
@@ -87,16 +88,16 @@ fn send_content(path: &Path, vm: &Vm) {
             return;
         }
     };
-    let src = vm.tid();
+    let own_tid = vm.tid();
     let message = Message {
-        src,
-        dst: src,
+        src: own_tid,
+        dst: own_tid,
         ctx: CTX_RM,
         tag: TAG_POLICY,
         wid: 0,
         enc: DSIG_X86_64,
         body,
     };
-    // The send fails if the daemon is gone. Then the service ends, and with it this thread.
+    // The send fails if the daemon is gone. The service then ends, and this thread ends with it.
     drop(vm.send_message(message));
 }

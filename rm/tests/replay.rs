@@ -1,4 +1,4 @@
-//! Replays of recordings, under the recorded policy and under another one.
+//! Replays of recordings under the recorded policy and under other policies.
 
 use pvm_rm::decide::PlacementPolicy;
 use pvm_rm::policy::EffectivePolicy;
@@ -17,7 +17,7 @@ fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-fn table(speeds: &[i32]) -> HostTable {
+fn host_table(speeds: &[i32]) -> HostTable {
     let host = |(i, speed): (usize, &i32)| {
         let (name, arch) = (format!("h{}", i + 1), "LINUX64".to_string());
         HostEntry {
@@ -35,16 +35,17 @@ fn table(speeds: &[i32]) -> HostTable {
     }
 }
 
-fn report(host: u16, present: bool) -> RecordedInput {
-    let (at, seen) = (Micros(8), Micros(8));
-    let (owner, guests) = if present {
+/// Returns a report in which the owner is present and requests migrations, or is absent.
+fn owner_report(host: u16, is_owner_present: bool) -> RecordedInput {
+    let (time, detected_at) = (Micros(8), Micros(8));
+    let (owner, access) = if is_owner_present {
         (
             OwnerVerdict::Present {
-                since: at,
-                detected_at: seen,
+                since: time,
+                detected_at,
             },
             GuestAccess::Paused {
-                evict_at: Some(at),
+                evict_at: Some(time),
                 eviction: EvictionMode::Move,
             },
         )
@@ -56,7 +57,7 @@ fn report(host: u16, present: bool) -> RecordedInput {
         available_bytes: 8 << 30,
         ..LoadSample::default()
     };
-    let (why, guests_why, limits) = (
+    let (owner_reason, access_reason, limits) = (
         "olga on pts/1".to_string(),
         String::new(),
         GuestLimits::default(),
@@ -64,128 +65,141 @@ fn report(host: u16, present: bool) -> RecordedInput {
     let (confidence, logins) = (90, Vec::new());
     let report = LoadReport {
         host: host_id(host),
-        at,
+        at: time,
         sample,
         owner_verdict: owner,
-        confidence,
-        owner_reason: why,
+        confidence_percent: confidence,
+        owner_reason,
         logins,
-        access: guests,
-        access_reason: guests_why,
-        limits,
+        guest_access: access,
+        access_reason,
+        guest_limits: limits,
     };
-    RecordedInput::Report { report, own: 0 }
+    RecordedInput::Report {
+        report,
+        vm_task_count: 0,
+    }
 }
 
-fn entry(second: u64, input: RecordedInput) -> RecordingEntry {
+fn entry_at(time_s: u64, input: RecordedInput) -> RecordingEntry {
     RecordingEntry {
-        at: Micros::from_secs(second),
+        at: Micros::from_secs(time_s),
         input,
     }
 }
 
-/// Returns a recording with three hosts, of which the third is twice as fast, and a spawn of
-/// `count` tasks of 60 seconds each.
-fn spawn_recording(conduct: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
-    let caller = Tid::task(host_id(1), 2).expect("a task");
+/// Returns a recording of a spawn of `count` tasks with 60 seconds of work each. The third of the
+/// three hosts is twice as fast as the first two.
+fn spawn_recording(policy: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
+    let caller = Tid::for_task(host_id(1), 2).expect("a task");
     let tids: Vec<Tid> = (10..10 + count)
-        .filter_map(|n| Tid::task(host_id(1), n))
+        .filter_map(|n| Tid::for_task(host_id(1), n))
         .collect();
     let request = SpawnRequest {
-        file: "worker".into(),
-        count,
+        program: "worker".into(),
+        task_count: count,
         ..SpawnRequest::default()
     };
-    let mut all = vec![
-        entry(1, RecordedInput::Policy(conduct)),
-        entry(1, RecordedInput::Hosts(table(&[1000, 1000, 2000]))),
+    let mut entries = vec![
+        entry_at(1, RecordedInput::Policy(policy)),
+        entry_at(1, RecordedInput::Hosts(host_table(&[1000, 1000, 2000]))),
     ];
-    all.extend((1..=3).map(|host| entry(1, report(host, false))));
-    let number = (caller, 7);
-    all.push(entry(
+    entries.extend((1..=3).map(|host| entry_at(1, owner_report(host, false))));
+    let request_number = (caller, 7);
+    entries.push(entry_at(
         20,
         RecordedInput::Spawn {
-            number,
-            caller: host_id(1),
+            request_id: request_number,
+            caller_host: host_id(1),
             user: 0,
             job: caller,
             request,
         },
     ));
-    all.push(entry(
+    entries.push(entry_at(
         20,
-        RecordedInput::Started {
-            number,
+        RecordedInput::SpawnAnswered {
+            request_id: request_number,
             tids: tids.clone(),
         },
     ));
-    let used = Usage {
+    let usage = Usage {
         user: Micros::from_secs(60),
         ..Usage::default()
     };
-    all.extend(
+    entries.extend(
         tids.into_iter()
-            .map(|tid| entry(200, RecordedInput::Ended { tid, used })),
+            .map(|tid| entry_at(200, RecordedInput::TaskEnded { tid, usage })),
     );
-    all
+    entries
 }
 
-/// On unequal hosts, tasks end earlier under the load policy than under round robin.
+/// On hosts of different speeds, tasks end earlier under the load policy than under round robin.
 #[test]
 fn load_policy_beats_round_robin_on_unequal_hosts() {
     let round_robin = EffectivePolicy {
-        placing: PlacementPolicy::RoundRobin,
+        placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
     let entries = spawn_recording(round_robin, 4);
     assert_eq!(recorded_policy(&entries), round_robin.into());
-    let slow = replay::run(&entries, round_robin).expect("it runs");
-    let fast = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
+    let round_robin_figures = replay::replay_recording(&entries, round_robin).expect("it runs");
+    let load_figures =
+        replay::replay_recording(&entries, EffectivePolicy::default()).expect("it runs");
     assert_eq!(
-        (slow.started, slow.finished, fast.started, fast.finished),
+        (
+            round_robin_figures.started,
+            round_robin_figures.finished,
+            load_figures.started,
+            load_figures.finished
+        ),
         (4, 4, 4, 4)
     );
-    assert_eq!((slow.placed["h3"], fast.placed["h3"]), (1, 2));
+    assert_eq!(
+        (round_robin_figures.placed["h3"], load_figures.placed["h3"]),
+        (1, 2)
+    );
     // Two tasks on a slow host take 120 s, two on the fast host 60 s.
     assert_eq!(
-        (slow.last_end_s - fast.last_end_s).round(),
+        (round_robin_figures.last_end_s - load_figures.last_end_s).round(),
         60.0,
-        "{slow:?} {fast:?}"
+        "{round_robin_figures:?} {load_figures:?}"
     );
-    let text = replay::comparison_table([("recorded", &slow), ("other", &fast)]);
+    let text =
+        replay::comparison_table([("recorded", &round_robin_figures), ("other", &load_figures)]);
     assert!(
         text.contains("tasks that did all their work") && text.contains("tasks started on h3"),
         "{text}"
     );
     assert_eq!(
-        fast,
-        replay::run(&entries, EffectivePolicy::default()).expect("it runs"),
+        load_figures,
+        replay::replay_recording(&entries, EffectivePolicy::default()).expect("it runs"),
         "the same again"
     );
 }
 
-/// In a replay tasks migrate for rebalancing if the policy enables it, and because of owners under
-/// every policy.
+/// In a replay, tasks migrate for rebalancing only if the policy enables rebalancing. They migrate
+/// because of owners under every policy.
 #[test]
 fn replay_balances_and_evicts() {
-    let balanced = EffectivePolicy {
-        placing: PlacementPolicy::RoundRobin,
-        balance: true,
+    let balancing_policy = EffectivePolicy {
+        placement: PlacementPolicy::RoundRobin,
+        rebalances: true,
         ..EffectivePolicy::default()
     };
-    let mut entries = spawn_recording(balanced, 6);
-    let figures = replay::run(&entries, balanced).expect("it runs");
+    let mut entries = spawn_recording(balancing_policy, 6);
+    let figures = replay::replay_recording(&entries, balancing_policy).expect("it runs");
     assert!(
         figures.moves_load >= 1 && figures.finished == 6,
         "{figures:?}"
     );
-    entries.push(entry(40, report(3, true)));
+    entries.push(entry_at(40, owner_report(3, true)));
     entries.sort_by_key(|entry| entry.at);
-    let plain = EffectivePolicy {
-        placing: PlacementPolicy::RoundRobin,
+    let round_robin_policy = EffectivePolicy {
+        placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
-    let figures = replay::run(&entries, plain).expect("it runs");
+    let figures = replay::replay_recording(&entries, round_robin_policy).expect("it runs");
     assert_eq!(
         (figures.moves_owner, figures.moves_load, figures.finished),
         (2, 0, 6)
@@ -196,178 +210,226 @@ fn replay_balances_and_evicts() {
     );
 }
 
-/// In a replay a spawn waits for a free host if the policy allows it, and is refused otherwise.
+/// In a replay, a spawn waits for a free host if the policy allows waiting. Otherwise it is
+/// refused.
 #[test]
 fn replayed_spawn_waits_only_if_policy_allows() {
-    let patient = EffectivePolicy {
-        rules: pvm_rm::spawns::SpawnRules {
-            wait: Micros::from_secs(300),
+    let waiting_policy = EffectivePolicy {
+        spawn_rules: pvm_rm::spawns::SpawnRules {
+            wait_max: Micros::from_secs(300),
             ..Default::default()
         },
         ..EffectivePolicy::default()
     };
-    let mut entries = spawn_recording(patient, 6);
-    entries.extend((1..=3).map(|host| entry(10, report(host, true))));
-    entries.push(entry(80, report(2, false)));
+    let mut entries = spawn_recording(waiting_policy, 6);
+    entries.extend((1..=3).map(|host| entry_at(10, owner_report(host, true))));
+    entries.push(entry_at(80, owner_report(2, false)));
     entries.sort_by_key(|entry| entry.at);
-    let waited = replay::run(&entries, patient).expect("it runs");
+    let waiting_figures = replay::replay_recording(&entries, waiting_policy).expect("it runs");
     assert_eq!(
-        (waited.started, waited.refused, waited.finished),
+        (
+            waiting_figures.started,
+            waiting_figures.refused,
+            waiting_figures.finished
+        ),
         (6, 0, 6),
-        "{waited:?}"
+        "{waiting_figures:?}"
     );
-    assert!((waited.waited_most_s - 60.0).abs() < 1.0, "{waited:?}");
-    let refused = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
-    assert_eq!((refused.started, refused.refused), (0, 6));
+    assert!(
+        (waiting_figures.waited_most_s - 60.0).abs() < 1.0,
+        "{waiting_figures:?}"
+    );
+    let refusing_figures =
+        replay::replay_recording(&entries, EffectivePolicy::default()).expect("it runs");
+    assert_eq!((refusing_figures.started, refusing_figures.refused), (0, 6));
 }
 
 /// In a replay no task is placed on a drained host until the end of the drain.
 #[test]
 fn replayed_drain_keeps_host_empty() {
-    let plain = EffectivePolicy::default();
-    let by = Tid::task(host_id(1), 3).expect("a task");
-    let drain = |begun| RecordedInput::Drain {
+    let default_policy = EffectivePolicy::default();
+    let requester = Tid::for_task(host_id(1), 3).expect("a task");
+    let drain_input = |is_start| RecordedInput::Drain {
         host: "h3".into(),
-        by,
-        begun,
-        within: None,
+        requester,
+        is_start,
+        time_until_deadline: None,
     };
-    let with = |inputs: &[(u64, bool)]| {
-        let mut entries = spawn_recording(plain, 4);
+    let replay_with = |inputs: &[(u64, bool)]| {
+        let mut entries = spawn_recording(default_policy, 4);
         entries.extend(
             inputs
                 .iter()
-                .map(|(second, begun)| entry(*second, drain(*begun))),
+                .map(|(time_s, is_start)| entry_at(*time_s, drain_input(*is_start))),
         );
         entries.sort_by_key(|entry| entry.at);
-        replay::run(&entries, plain).expect("it runs")
+        replay::replay_recording(&entries, default_policy).expect("it runs")
     };
-    let before = with(&[(10, true)]);
+    let early_drain = replay_with(&[(10, true)]);
     assert_eq!(
-        (before.placed.get("h3"), before.started, before.finished),
+        (
+            early_drain.placed.get("h3"),
+            early_drain.started,
+            early_drain.finished
+        ),
         (None, 4, 4),
-        "{before:?}"
+        "{early_drain:?}"
     );
-    let over = with(&[(10, true), (15, false)]);
-    assert_eq!(over.placed["h3"], 2, "{over:?}");
-    let during = with(&[(40, true)]);
+    let ended_drain = replay_with(&[(10, true), (15, false)]);
+    assert_eq!(ended_drain.placed["h3"], 2, "{ended_drain:?}");
+    let late_drain = replay_with(&[(40, true)]);
     assert_eq!(
-        (during.placed["h3"], during.moves_owner, during.finished),
+        (
+            late_drain.placed["h3"],
+            late_drain.moves_owner,
+            late_drain.finished
+        ),
         (2, 2, 4),
-        "{during:?}"
+        "{late_drain:?}"
     );
 }
 
-/// Returns a report in which the owner is present and requests the checkpoint of jobs that cannot
-/// migrate (`there`), or is absent.
-fn report_with_checkpoint_mode(host: u16, there: bool) -> RecordedInput {
-    let RecordedInput::Report { mut report, own } = report(host, there) else {
+/// Returns a report of a host. If `is_owner_present` is true, the owner is present and requests the checkpoint
+/// of jobs that cannot migrate. Otherwise the owner is absent.
+fn report_with_checkpoint_mode(host: u16, is_owner_present: bool) -> RecordedInput {
+    let RecordedInput::Report {
+        mut report,
+        vm_task_count: own,
+    } = owner_report(host, is_owner_present)
+    else {
         unreachable!("a report")
     };
-    if let GuestAccess::Paused { eviction: then, .. } = &mut report.access {
+    if let GuestAccess::Paused { eviction: then, .. } = &mut report.guest_access {
         *then = EvictionMode::Checkpoint;
     }
-    RecordedInput::Report { report, own }
+    RecordedInput::Report {
+        report,
+        vm_task_count: own,
+    }
 }
 
-/// If owners request it, jobs are vacated in a replay and restarted when there is room.
+/// If the owners request checkpoints, a replay vacates jobs and restarts them when there is room.
 #[test]
 fn replay_vacates_and_restarts_jobs() {
-    let plain = EffectivePolicy::default();
-    // A top task computes little, spawns one task, and ends after that task.
-    let (console, master) = (
-        Tid::task(host_id(1), 2).expect("a task"),
-        Tid::task(host_id(1), 9).expect("a task"),
+    let default_policy = EffectivePolicy::default();
+    // A top task with one second of work spawns one task, and ends after the spawned task.
+    let (console, top_task) = (
+        Tid::for_task(host_id(1), 2).expect("a task"),
+        Tid::for_task(host_id(1), 9).expect("a task"),
     );
-    let first = SpawnRequest {
-        file: "master".into(),
-        count: 1,
+    let top_request = SpawnRequest {
+        program: "master".into(),
+        task_count: 1,
         flags: SPAWN_NO_PARENT,
         ..SpawnRequest::default()
     };
-    let mut entries = spawn_recording(plain, 1);
+    let mut entries = spawn_recording(default_policy, 1);
     for entry in &mut entries {
         match &mut entry.input {
-            RecordedInput::Spawn { number, job, .. } => (number.0, *job) = (master, master),
-            RecordedInput::Started { number, .. } => number.0 = master,
+            RecordedInput::Spawn {
+                request_id: number,
+                job,
+                ..
+            } => (number.0, *job) = (top_task, top_task),
+            RecordedInput::SpawnAnswered {
+                request_id: number, ..
+            } => number.0 = top_task,
             _ => {}
         }
     }
-    entries.push(entry(
+    entries.push(entry_at(
         15,
         RecordedInput::Spawn {
-            number: (console, 1),
-            caller: host_id(1),
+            request_id: (console, 1),
+            caller_host: host_id(1),
             user: 0,
             job: console,
-            request: first,
+            request: top_request,
         },
     ));
-    entries.push(entry(
+    entries.push(entry_at(
         15,
-        RecordedInput::Started {
-            number: (console, 1),
-            tids: vec![master],
+        RecordedInput::SpawnAnswered {
+            request_id: (console, 1),
+            tids: vec![top_task],
         },
     ));
-    entries.push(entry(
+    entries.push(entry_at(
         201,
-        RecordedInput::Ended {
-            tid: master,
-            used: Usage {
+        RecordedInput::TaskEnded {
+            tid: top_task,
+            usage: Usage {
                 user: Micros::from_secs(1),
                 ..Usage::default()
             },
         },
     ));
-    let with = |more: Vec<RecordingEntry>| {
-        let mut all = entries.clone();
-        all.extend(more);
-        all.sort_by_key(|entry| entry.at);
-        replay::run(&all, plain).expect("it runs")
+    let replay_with = |owner_entries: Vec<RecordingEntry>| {
+        let mut all_entries = entries.clone();
+        all_entries.extend(owner_entries);
+        all_entries.sort_by_key(|entry| entry.at);
+        replay::replay_recording(&all_entries, default_policy).expect("it runs")
     };
-    let undisturbed = with(Vec::new());
+    let figures_without_owners = replay_with(Vec::new());
     assert_eq!(
         (
-            undisturbed.finished,
-            undisturbed.parked,
-            undisturbed.refused
+            figures_without_owners.finished,
+            figures_without_owners.parked,
+            figures_without_owners.refused
         ),
         (2, 0, 0),
-        "{undisturbed:?}"
+        "{figures_without_owners:?}"
     );
-    let owners = |second: u64, there: bool| {
-        (1..=3).map(move |host| entry(second, report_with_checkpoint_mode(host, there)))
+    let owner_reports = |time_s: u64, are_present: bool| {
+        (1..=3).map(move |host| entry_at(time_s, report_with_checkpoint_mode(host, are_present)))
     };
-    let parked = with(owners(40, true).chain(owners(640, false)).collect());
-    assert_eq!((parked.finished, parked.parked), (2, 1), "{parked:?}");
+    let figures_with_owners = replay_with(
+        owner_reports(40, true)
+            .chain(owner_reports(640, false))
+            .collect(),
+    );
+    assert_eq!(
+        (figures_with_owners.finished, figures_with_owners.parked),
+        (2, 1),
+        "{figures_with_owners:?}"
+    );
     // The task had done a third of its work in the 20 seconds before the owners arrived. The
     // remaining work takes 40 seconds.
-    let back = Micros::from_secs(640).since(Micros::from_secs(1)).0 as f64 / 1e6;
-    let left = parked.last_end_s - back;
-    assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
-    assert!((40.0..50.0).contains(&left), "{left} {parked:?}");
-    let text = replay::comparison_table([("recorded", &undisturbed), ("other", &parked)]);
+    let departure_s = Micros::from_secs(640).since(Micros::from_secs(1)).0 as f64 / 1e6;
+    let remaining_s = figures_with_owners.last_end_s - departure_s;
+    assert_eq!(
+        figures_without_owners.last_end_s.round(),
+        79.0,
+        "{figures_without_owners:?}"
+    );
+    assert!(
+        (40.0..50.0).contains(&remaining_s),
+        "{remaining_s} {figures_with_owners:?}"
+    );
+    let text = replay::comparison_table([
+        ("recorded", &figures_without_owners),
+        ("other", &figures_with_owners),
+    ]);
     assert!(text.contains("jobs vacated because of owners"), "{text}");
 }
 
-/// If two ends of a task were recorded, its work in the replay is the sum of both.
+/// If two ends of a task were recorded, its work in the replay is the sum of the work at both ends.
 #[test]
 fn task_that_ended_twice_has_all_its_work() {
-    let plain = EffectivePolicy::default();
-    let mut entries = spawn_recording(plain, 1);
-    let tid = Tid::task(host_id(1), 10).expect("a task");
-    entries.push(entry(
+    let default_policy = EffectivePolicy::default();
+    let mut entries = spawn_recording(default_policy, 1);
+    let tid = Tid::for_task(host_id(1), 10).expect("a task");
+    entries.push(entry_at(
         400,
-        RecordedInput::Ended {
+        RecordedInput::TaskEnded {
             tid,
-            used: Usage {
+            usage: Usage {
                 user: Micros::from_secs(40),
                 ..Usage::default()
             },
         },
     ));
-    let figures = replay::run(&entries, plain).expect("it runs");
+    let figures = replay::replay_recording(&entries, default_policy).expect("it runs");
     // The task runs on the host with double speed.
     assert_eq!(
         (figures.finished, figures.run_mean_s.round()),
@@ -376,86 +438,87 @@ fn task_that_ended_twice_has_all_its_work() {
     );
 }
 
-/// Different users of a recording are different users in its replay.
+/// In a replay, each user of the recording has separate figures and separate limits.
 #[test]
 fn replay_keeps_users_apart() {
     let mut entries = spawn_recording(EffectivePolicy::default(), 2);
-    let other = Tid::task(host_id(2), 3).expect("a task");
+    let second_caller = Tid::for_task(host_id(2), 3).expect("a task");
     let request = SpawnRequest {
-        file: "worker".into(),
-        count: 1,
+        program: "worker".into(),
+        task_count: 1,
         ..SpawnRequest::default()
     };
     let input = RecordedInput::Spawn {
-        number: (other, 1),
-        caller: host_id(2),
+        request_id: (second_caller, 1),
+        caller_host: host_id(2),
         user: 6,
-        job: other,
+        job: second_caller,
         request,
     };
-    entries.push(entry(30, input));
-    let tid = Tid::task(host_id(2), 9).expect("a task");
-    entries.push(entry(
+    entries.push(entry_at(30, input));
+    let tid = Tid::for_task(host_id(2), 9).expect("a task");
+    entries.push(entry_at(
         30,
-        RecordedInput::Started {
-            number: (other, 1),
+        RecordedInput::SpawnAnswered {
+            request_id: (second_caller, 1),
             tids: vec![tid],
         },
     ));
-    let used = Usage {
+    let usage = Usage {
         user: Micros::from_secs(60),
         ..Usage::default()
     };
-    entries.push(entry(200, RecordedInput::Ended { tid, used }));
+    entries.push(entry_at(200, RecordedInput::TaskEnded { tid, usage }));
     entries.sort_by_key(|entry| entry.at);
-    let figures = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
-    let of = |user: u32| (figures.users[&user].answered, figures.users[&user].finished);
+    let figures = replay::replay_recording(&entries, EffectivePolicy::default()).expect("it runs");
+    let user_counts = |user: u32| (figures.users[&user].answered, figures.users[&user].finished);
     assert_eq!(
-        (of(0), of(6), figures.users.len()),
+        (user_counts(0), user_counts(6), figures.users.len()),
         ((1, 2), (1, 1), 2),
         "{figures:?}"
     );
-    let limits = pvm_rm::decide::Limits {
-        user_tasks: Some(1),
-        job_tasks: None,
+    let limits = pvm_rm::decide::TaskLimits {
+        user_tasks_max: Some(1),
+        job_tasks_max: None,
     };
     let rules = pvm_rm::spawns::SpawnRules {
-        limits,
+        task_limits: limits,
         ..Default::default()
     };
-    let limited = replay::run(
+    let limited_figures = replay::replay_recording(
         &entries,
         EffectivePolicy {
-            rules,
+            spawn_rules: rules,
             ..EffectivePolicy::default()
         },
     )
     .expect("it runs");
     assert_eq!(
-        (limited.started, limited.refused),
+        (limited_figures.started, limited_figures.refused),
         (1, 2),
-        "one is allowed to each: {limited:?}"
+        "one is allowed to each: {limited_figures:?}"
     );
 }
 
-/// Labels of hosts are part of a recording and apply under every policy.
+/// The labels of hosts are part of a recording. They apply under every policy.
 #[test]
 fn host_labels_are_part_of_recording() {
     let mut entries = spawn_recording(EffectivePolicy::default(), 2);
     for entry in &mut entries {
         if let RecordedInput::Spawn { request, .. } = &mut entry.input {
-            request.place = "?disk = ssd".into();
+            request.where_arg = "?disk = ssd".into();
         }
     }
     let round_robin = EffectivePolicy {
-        placing: PlacementPolicy::RoundRobin,
+        placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
-    let before = replay::run(&entries, round_robin).expect("an older record runs");
+    let unlabelled_figures =
+        replay::replay_recording(&entries, round_robin).expect("an older record runs");
     assert_eq!(
-        (before.started, before.refused),
+        (unlabelled_figures.started, unlabelled_figures.refused),
         (0, 2),
-        "nobody knows: {before:?}"
+        "nobody knows: {unlabelled_figures:?}"
     );
     let labels = [(
         "h2".to_string(),
@@ -464,10 +527,10 @@ fn host_labels_are_part_of_recording() {
     .into();
     entries.insert(
         2,
-        entry(1, RecordedInput::labels(&labels).expect("there are some")),
+        entry_at(1, RecordedInput::labels(&labels).expect("there are some")),
     );
-    for conduct in [round_robin, EffectivePolicy::default()] {
-        let figures = replay::run(&entries, conduct).expect("it runs");
+    for policy in [round_robin, EffectivePolicy::default()] {
+        let figures = replay::replay_recording(&entries, policy).expect("it runs");
         assert_eq!(
             (figures.placed.get("h2"), figures.started),
             (Some(&2), 2),
@@ -477,26 +540,30 @@ fn host_labels_are_part_of_recording() {
     assert_eq!(RecordedInput::labels(&Default::default()), None);
 }
 
-/// Recorded policy changes are replayed, unless the replay uses another policy.
+/// A replay applies the recorded policy changes, unless it uses another policy.
 #[test]
 fn recorded_policy_changes_are_replayed() {
     let round_robin = EffectivePolicy {
-        placing: PlacementPolicy::RoundRobin,
+        placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
     let mut entries = spawn_recording(round_robin, 4);
-    assert!(!recorded_policy(&entries).changes_as_recorded);
-    entries.push(entry(10, RecordedInput::Policy(EffectivePolicy::default())));
+    assert!(!recorded_policy(&entries).replays_changes);
+    entries.push(entry_at(
+        10,
+        RecordedInput::Policy(EffectivePolicy::default()),
+    ));
     entries.sort_by_key(|entry| entry.at);
-    let recorded = replay::run(&entries, recorded_policy(&entries)).expect("it runs");
-    let constant = replay::run(&entries, round_robin).expect("it runs");
+    let recorded_figures =
+        replay::replay_recording(&entries, recorded_policy(&entries)).expect("it runs");
+    let constant_figures = replay::replay_recording(&entries, round_robin).expect("it runs");
     assert_eq!(
-        (recorded.placed["h3"], constant.placed["h3"]),
+        (recorded_figures.placed["h3"], constant_figures.placed["h3"]),
         (2, 1),
-        "{recorded:?} {constant:?}"
+        "{recorded_figures:?} {constant_figures:?}"
     );
     assert_eq!(
-        recorded.policy,
-        format!("{}; later as recorded", constant.policy)
+        recorded_figures.policy,
+        format!("{}; later as recorded", constant_figures.policy)
     );
 }

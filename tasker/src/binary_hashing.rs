@@ -1,8 +1,8 @@
 //! Hashes the programs and libraries of new tasks shortly after their start, on a thread of low
 //! priority.
 //!
-//! Without this module the files would be hashed during a migration. If few of their pages are in
-//! memory, they would be read from the disk while an owner waits for the task to depart.
+//! Without this module a migration would have to hash the files first. If few of their pages are in
+//! memory, the files would be read from the disk while an owner waits for the task to depart.
 
 use crate::sys;
 use checkpoint::facts::{HashCache, hash_program_files};
@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-/// Maximum number of processes that are queued for hashing. Files of further processes are hashed
-/// when they are needed.
+/// Maximum number of processes that are queued for hashing. The files of further processes are
+/// hashed by their first migration.
 const QUEUED_PROCESSES_MAX: usize = 256;
-/// Delay after the start of a process until its files are hashed; a program has then loaded its
-/// libraries.
+/// Delay from the start of a process until its files are hashed. After it, most programs have
+/// loaded their libraries.
 const HASH_DELAY: Duration = Duration::from_secs(1);
 /// Nice value of the hashing thread.
 const HASHER_NICE: i32 = 10;
@@ -25,26 +25,26 @@ pub(crate) struct BinaryHasher(SyncSender<i32>);
 
 impl BinaryHasher {
     /// Starts the hashing thread, which stores its results in `hashes`.
-    pub(crate) fn new(hashes: Arc<HashCache>) -> BinaryHasher {
+    pub(crate) fn new(hashes: Arc<HashCache>) -> Self {
         let (sender, receiver) = sync_channel(QUEUED_PROCESSES_MAX);
         let thread = std::thread::Builder::new().name("learning".into());
         // If the thread cannot be started or the queue is full, files are hashed when they are
         // needed.
-        let _ = thread.spawn(move || hash_loop(&receiver, &hashes));
-        BinaryHasher(sender)
+        let _ = thread.spawn(move || hash_queued_processes(&receiver, &hashes));
+        Self(sender)
     }
 
-    /// Queues a process that has just started, so that its program and libraries are hashed.
-    pub(crate) fn on_process_start(&self, pid: i32) {
+    /// Queues the process `pid`, which has just started, for hashing of its program and libraries.
+    pub(crate) fn enqueue_process(&self, pid: i32) {
         let _ = self.0.try_send(pid);
     }
 }
 
-fn hash_loop(receiver: &Receiver<i32>, hashes: &HashCache) {
+fn hash_queued_processes(receiver: &Receiver<i32>, hashes: &HashCache) {
     sys::set_nice(nix::unistd::gettid().as_raw(), HASHER_NICE);
-    while let Ok(first) = receiver.recv() {
+    while let Ok(first_pid) = receiver.recv() {
         std::thread::sleep(HASH_DELAY);
-        std::iter::once(first)
+        std::iter::once(first_pid)
             .chain(receiver.try_iter())
             .for_each(|pid| hash_program_files(pid, hashes));
     }
@@ -59,13 +59,13 @@ mod tests {
     fn files_of_a_new_process_are_hashed() {
         let hashes = Arc::new(HashCache::default());
         let hasher = BinaryHasher::new(hashes.clone());
-        hasher.on_process_start(i32::MAX);
-        hasher.on_process_start(std::process::id() as i32);
+        hasher.enqueue_process(i32::MAX);
+        hasher.enqueue_process(std::process::id() as i32);
         let program = std::env::current_exe().expect("it has one");
-        let until = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !hashes.contains(&program) {
             assert!(
-                Instant::now() < until,
+                Instant::now() < deadline,
                 "nobody has read {}",
                 program.display()
             );

@@ -12,25 +12,25 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 /// The flag CLONE_INTO_CGROUP of `clone3`, which is too large for the C library's type.
 pub(crate) const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-/// True if this processor architecture is supported.
+/// True if [`into_group`] is implemented for this processor architecture.
 pub(crate) const CLONE_INTO_CGROUP_SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
-/// Creates a process in the control group (version 2) whose directory is `group`, and returns its
-/// PID.
+/// Creates a process in the control group (version 2) whose directory is `group`. Returns the PID
+/// of the process.
 ///
-/// The process runs `start` with the argument `plan` on the stack `stack`, and exits with the value
-/// that `start` returns. The calling thread continues after the exec or the exit of the process.
+/// The process runs `entry_function` with the argument `plan` on the stack `stack`, and exits with the value
+/// that `entry_function` returns. The calling thread continues after the exec or the exit of the process.
 /// The kernel writes the pidfd to `pidfd`.
 ///
 /// # Errors
 /// Those of `clone3`.
 ///
 /// # Safety
-/// `start` may only do with `plan` what is allowed between `vfork` and `execve`, `pidfd` must be
+/// `entry_function` may only do with `plan` what is allowed between `vfork` and `execve`. `pidfd` must be
 /// writable, and no other code may use `stack`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn into_group(
-    start: extern "C" fn(*mut c_void) -> i32,
+    entry_function: extern "C" fn(*mut c_void) -> i32,
     plan: *mut c_void,
     stack: &mut [u128],
     pidfd: *mut RawFd,
@@ -50,10 +50,10 @@ pub(crate) unsafe fn into_group(
         set_tid_size: 0,
         cgroup: group.as_raw_fd() as u64,
     };
-    let answer: i64;
+    let result: i64;
     // SAFETY: the new process begins after the first `syscall` with rax 0, all other registers
     // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. The new
-    // process leaves the assembly code only through `start`, and ends with the last `syscall`. The
+    // process leaves the assembly code only through `entry_function`, and ends with the last `syscall`. The
     // calling thread skips that part. The kernel changes only rax, rcx and r11.
     unsafe {
         std::arch::asm!(
@@ -69,22 +69,22 @@ pub(crate) unsafe fn into_group(
             "ud2",
             "2:",
             exit = const libc::SYS_exit,
-            inlateout("rax") libc::SYS_clone3 => answer,
+            inlateout("rax") libc::SYS_clone3 => result,
             in("rdi") &raw const args,
             in("rsi") size_of::<libc::clone_args>(),
             in("r12") plan,
-            in("r13") start,
+            in("r13") entry_function,
             lateout("rcx") _,
             lateout("r11") _,
         );
     }
-    match i32::try_from(answer) {
+    match i32::try_from(result) {
         Ok(pid) if pid > 0 => Ok(pid),
-        _ => Err(io::Error::from_raw_os_error(-answer as i32)),
+        _ => Err(io::Error::from_raw_os_error(-result as i32)),
     }
 }
 
-/// Always fails, because this processor architecture is not supported.
+/// Always fails: this processor architecture is not supported.
 ///
 /// # Errors
 /// ENOSYS.

@@ -1,5 +1,5 @@
 //! State of one attempt to dump a task, and the delay before the next attempt. A dump may need
-//! several attempts because it can collide with other dumps.
+//! several attempts because it can collide with dumps of other tasks.
 
 use checkpoint::dump_retry::DumpRetry;
 use checkpoint::engine::{CancelHandle, SentPages};
@@ -13,28 +13,29 @@ use std::time::{Duration, Instant};
 /// The parameters and the retry state of one attempt to dump a task.
 #[derive(Clone, Debug)]
 pub(crate) struct DumpAttempt {
-    pub(crate) dir: PathBuf,
+    pub(crate) image_dir: PathBuf,
     /// With post-copy: the socket on which the target will request the memory. `None` without
     /// post-copy.
     pub(crate) page_socket: Option<Arc<OwnedFd>>,
-    /// The pages that pre-copy has already sent on `page_socket`.
+    /// The record of the pages that pre-copy has already sent on `page_socket`; `None` without
+    /// pre-copy.
     pub(crate) pre_copied: Option<Arc<SentPages>>,
     pub(crate) first_started_at: Instant,
     /// True for the first attempt, which has a shorter time limit.
     pub(crate) is_first: bool,
-    /// Delays before further attempts of this dump.
+    /// The delays before further attempts of this dump, as far as they were not used.
     pub(crate) retry_backoff: DumpRetry,
 }
 
 impl DumpAttempt {
-    /// Creates the first attempt, which starts now.
-    pub(crate) fn first(
+    /// Creates the first attempt, with the current time as its start.
+    pub(crate) fn new_first(
         dir: PathBuf,
         page_socket: Option<Arc<OwnedFd>>,
         pre_copied: Option<Arc<SentPages>>,
-    ) -> DumpAttempt {
-        DumpAttempt {
-            dir,
+    ) -> Self {
+        Self {
+            image_dir: dir,
             page_socket,
             pre_copied,
             first_started_at: Instant::now(),
@@ -44,24 +45,25 @@ impl DumpAttempt {
     }
 }
 
-/// Sleeps for `duration`, or until `cancel` fires.
+/// Blocks for `duration`, or until `cancel` is triggered.
 pub(crate) fn sleep_unless_cancelled(cancel: &CancelHandle, duration: Duration) {
-    let until = Instant::now() + duration;
+    let deadline = Instant::now() + duration;
     loop {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
             return;
         }
         let mut fds = [PollFd::new(cancel.fd(), PollFlags::POLLIN)];
-        let rounded_up =
-            PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
-        if poll(&mut fds, rounded_up).is_ok_and(|ready| ready > 0) {
+        let timeout =
+            PollTimeout::try_from(remaining.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        if poll(&mut fds, timeout).is_ok_and(|ready| ready > 0) {
             return;
         }
     }
 }
 
-/// Returns a random number, for delays.
+/// Returns a random number of 64 bits, for delays and temporary file names. It is not suitable for
+/// cryptography.
 pub(crate) fn random_number() -> u64 {
     // Each `RandomState` has new random keys.
     RandomState::new().build_hasher().finish()
@@ -74,12 +76,12 @@ mod tests {
     #[test]
     fn delay_lasts_until_cancelled() {
         let cancel = CancelHandle::new().expect("a descriptor");
-        let begun = Instant::now();
+        let started_at = Instant::now();
         sleep_unless_cancelled(&cancel, Duration::from_millis(20));
-        assert!(begun.elapsed() >= Duration::from_millis(20));
+        assert!(started_at.elapsed() >= Duration::from_millis(20));
         cancel.fire();
         sleep_unless_cancelled(&cancel, Duration::from_secs(3600));
-        assert!(begun.elapsed() < Duration::from_secs(3600));
+        assert!(started_at.elapsed() < Duration::from_secs(3600));
     }
 
     #[test]

@@ -1,9 +1,8 @@
-//! Probes the engine by dumping and restoring a tiny process, in the background.
+//! Probes the engine in the background, by dumping and restoring a tiny process.
 //!
 //! Only a real dump shows that the engine works on this kernel with the tasker's rights; the
 //! version number does not. An engine that fails or is missing is probed again at increasing
-//! intervals, because it may have been replaced, or the failure may have been caused by a full
-//! disk.
+//! intervals: it may have been replaced, or the failure may have been caused by a full disk.
 
 use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::Namespace;
@@ -12,7 +11,7 @@ use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
 use checkpoint::criu::{Criu, INSTALL_HINT};
-use checkpoint::engine::{DumpJob, Engine, ExternalResources, RestoreJob, RestoredTask};
+use checkpoint::engine::{DumpParams, Engine, ExternalResources, RestoreParams, RestoredTask};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
 use std::ffi::CString;
@@ -25,34 +24,34 @@ use std::time::{Duration, Instant};
 
 /// Delay after the first failure until the engine is probed again. The delay doubles with each
 /// failure.
-const RETRY_INTERVAL_MIN: Duration = Duration::from_secs(10);
-/// Maximum delay until a failed engine is probed again.
-const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(300);
+const RETRY_DELAY_MIN: Duration = Duration::from_secs(10);
+/// Maximum delay from a failure until the engine is probed again.
+const RETRY_DELAY_MAX: Duration = Duration::from_secs(300);
 /// Prefix of the name of the directory in which a probe writes its images.
 const PROBE_DIR_PREFIX: &str = "sempa-trial-";
-/// Age from which the directory of a probe belongs to a killed tasker. A probe takes much less
-/// time.
-const STALE_DIR_AGE: Duration = Duration::from_secs(120);
+/// Minimum age of a probe's directory that is considered stale, that is, the directory of a killed
+/// tasker. A probe takes much less time.
+const STALE_DIR_AGE_MIN: Duration = Duration::from_secs(120);
 
-/// The process and the images of a running probe. Dropping this value ends the process and removes
+/// The process and the images of a running probe. Dropping this value kills the process and removes
 /// the images.
 pub(crate) struct EngineProbe {
     namespace: Namespace,
-    pid: i32,
+    process_pid: i32,
     output: Output,
-    dir: PathBuf,
+    image_dir: PathBuf,
 }
 
 impl Drop for EngineProbe {
     fn drop(&mut self) {
-        self.namespace.kill();
-        // The directory may already be removed; no caller could handle other errors.
-        let _ = std::fs::remove_dir_all(&self.dir);
+        self.namespace.kill_processes();
+        // The directory may have been removed already, and no caller could handle another error.
+        let _ = std::fs::remove_dir_all(&self.image_dir);
     }
 }
 
 impl Supervisor {
-    /// Starts a probe if the engine was found. If it was missing before, looks for it again.
+    /// Starts a probe of the engine. If the engine was not found before, first locates it again.
     pub(crate) fn start_probe(&mut self) {
         match &self.migrations.engine_status {
             EngineStatus::Probing(_) => {}
@@ -60,7 +59,9 @@ impl Supervisor {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
-                    Err(none) => return self.mark_engine_unusable(&why, none.to_string()),
+                    Err(locate_error) => {
+                        return self.mark_engine_unusable(&why, locate_error.to_string());
+                    }
                 }
                 self.migrations.engine_status = EngineStatus::Reprobing(why);
             }
@@ -71,52 +72,56 @@ impl Supervisor {
         }
     }
 
-    /// Marks the engine as unusable because of `why`, and schedules the next probe. Notifies the
-    /// daemon if `why` differs from the previous reason `before`.
-    fn mark_engine_unusable(&mut self, before: &str, why: String) {
-        self.probe_at = Some(Instant::now() + retry_delay(self.migrations.failed_probes));
-        self.migrations.failed_probes = self.migrations.failed_probes.saturating_add(1);
+    /// Marks the engine as unusable because of `reason`, and schedules the next probe. Notifies the
+    /// daemon if `reason` differs from the previous reason `previous_reason`.
+    fn mark_engine_unusable(&mut self, previous_reason: &str, reason: String) {
+        self.probe_at =
+            Some(Instant::now() + retry_delay(self.migrations.consecutive_probe_failures));
+        self.migrations.consecutive_probe_failures =
+            self.migrations.consecutive_probe_failures.saturating_add(1);
         self.migrations.engine = None;
-        let reason_changed = why != before;
-        self.migrations.engine_status = EngineStatus::Unusable(why);
+        let reason_changed = reason != previous_reason;
+        self.migrations.engine_status = EngineStatus::Unusable(reason);
         if reason_changed {
             self.send(&FromTasker::Ready(self.capabilities()));
         }
     }
 
     fn start_probe_process(&mut self) -> Result<(), Failure> {
-        let io = |e: std::io::Error| Failure::Io(e.to_string());
-        let temp = std::env::temp_dir();
-        remove_stale_dirs(&temp);
-        let template = temp.join(format!("{PROBE_DIR_PREFIX}XXXXXX"));
+        let io_failure = |e: std::io::Error| Failure::Io(e.to_string());
+        let temp_path = std::env::temp_dir();
+        remove_stale_dirs(&temp_path);
+        let template = temp_path.join(format!("{PROBE_DIR_PREFIX}XXXXXX"));
         let dir = nix::unistd::mkdtemp(&template)
             .map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
         let cwd =
             CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
-        let (output, theirs) = Output::new().map_err(io)?;
+        let (output, output_writer) = Output::new().map_err(io_failure)?;
         let mut probe = EngineProbe {
-            namespace: Namespace::new(None).map_err(io)?,
-            pid: 0,
+            namespace: Namespace::new(None).map_err(io_failure)?,
+            process_pid: 0,
             output,
-            dir: dir.clone(),
+            image_dir: dir.clone(),
         };
-        let stdin = File::open("/dev/null").map_err(io)?;
-        probe.pid = probe
+        let stdin = File::open("/dev/null").map_err(io_failure)?;
+        probe.process_pid = probe
             .namespace
-            .start_idle_process(&cwd, &stdin, &theirs)
-            .map_err(io)?
+            .start_idle_process(&cwd, &stdin, &output_writer)
+            .map_err(io_failure)?
             .pid;
         let engine = self
             .migrations
             .engine
             .clone()
             .ok_or_else(|| self.engine_failure())?;
-        let (checking, limits) = (engine.start_post_copy_check(&dir)?, engine_limits(0)?);
-        self.migrations.probe = Some(probe);
-        let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
-        self.migrations.workers.start(&cancel, Some(pid), move || {
-            WorkerResult::ProbeChecked(checking.finish(&limits))
-        })?;
+        let (running_check, limits) = (engine.start_post_copy_check(&dir)?, engine_limits(0)?);
+        self.migrations.running_probe = Some(probe);
+        let (cancel, engine_pid) = (limits.cancel.clone(), running_check.engine_pid());
+        self.migrations
+            .workers
+            .start_worker(&cancel, Some(engine_pid), move || {
+                WorkerResult::ProbeChecked(running_check.wait_for_result(&limits))
+            })?;
         Ok(())
     }
 
@@ -129,23 +134,35 @@ impl Supervisor {
     }
 
     fn dump_probe(&mut self) -> Result<(), Failure> {
-        let (Some(probe), Some(engine)) = (&self.migrations.probe, &self.migrations.engine) else {
+        let (Some(probe), Some(engine)) = (&self.migrations.running_probe, &self.migrations.engine)
+        else {
             return Err(Failure::Cancelled("the tasker ends".into()));
         };
-        let (pid, dir, pid_namespace) = (probe.pid, probe.dir.clone(), probe.namespace.inode());
-        let dumping = engine.start_dump(DumpJob {
-            pid,
+        let (pid, dir, pid_namespace) = (
+            probe.process_pid,
+            probe.image_dir.clone(),
+            probe.namespace.namespace_inode(),
+        );
+        let running_dump = engine.start_dump(DumpParams {
+            root_pid: pid,
             processes: Vec::new(),
             dir,
             pid_namespace,
             page_stream: None,
-            pre_copied: None,
+            sent_pages: None,
         })?;
         let limits = engine_limits(0)?;
-        let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
-        let work =
-            move || WorkerResult::ProbeDumped(dumping.finish(&limits).map(|(report, _)| report));
-        self.migrations.workers.start(&cancel, Some(pid), work)?;
+        let (cancel, pid) = (limits.cancel.clone(), running_dump.engine_pid());
+        let work = move || {
+            WorkerResult::ProbeDumped(
+                running_dump
+                    .wait_until_dumped(&limits)
+                    .map(|(report, _)| report),
+            )
+        };
+        self.migrations
+            .workers
+            .start_worker(&cancel, Some(pid), work)?;
         Ok(())
     }
 
@@ -157,51 +174,57 @@ impl Supervisor {
     }
 
     fn restore_probe(&mut self) -> Result<(), Failure> {
-        let io = |e: std::io::Error| Failure::Io(e.to_string());
-        let (Some(probe), Some(engine)) = (&mut self.migrations.probe, &self.migrations.engine)
+        let io_failure = |e: std::io::Error| Failure::Io(e.to_string());
+        let (Some(probe), Some(engine)) =
+            (&mut self.migrations.running_probe, &self.migrations.engine)
         else {
             return Err(Failure::Cancelled("the tasker ends".into()));
         };
-        let source = std::mem::replace(&mut probe.namespace, Namespace::new(None).map_err(io)?);
-        let outside = ExternalResources {
-            output_pipe: probe.output.inode(),
+        let source = std::mem::replace(
+            &mut probe.namespace,
+            Namespace::new(None).map_err(io_failure)?,
+        );
+        let external_resources = ExternalResources {
+            output_pipe: probe.output.pipe_inode(),
         };
-        let (output, theirs) = Output::new().map_err(io)?;
+        let (output, output_writer) = Output::new().map_err(io_failure)?;
         probe.output = output;
-        let pid_namespace = probe.namespace.open().map_err(io)?;
-        let job = RestoreJob {
-            dir: probe.dir.clone(),
-            external: outside,
+        let pid_namespace = probe.namespace.open().map_err(io_failure)?;
+        let job = RestoreParams {
+            dir: probe.image_dir.clone(),
+            external_resources,
             pid_namespace,
-            output: theirs,
+            output: output_writer,
             post_copy: false,
         };
-        let restoring = engine.start_restore(job)?;
+        let running_restore = engine.start_restore(job)?;
         let limits = engine_limits(0)?;
-        let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        self.migrations.workers.start(&cancel, Some(pid), move || {
-            WorkerResult::ProbeRestored(restoring.wait_until_restored(&limits))
-        })?;
+        let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
+        self.migrations
+            .workers
+            .start_worker(&cancel, Some(engine_pid), move || {
+                WorkerResult::ProbeRestored(running_restore.wait_until_restored(&limits))
+            })?;
         self.kill_namespace(source, Vec::new());
         Ok(())
     }
 
     /// Handles the result of the probe's restore, and discards the restored process.
     pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn RestoredTask>, Failure>) {
-        let result = result.map(|held| held.abort());
+        let result = result.map(|restored_task| restored_task.abort_restore());
         self.finish_probe(result);
     }
 
-    /// Ends the probe. Notifies the daemon if the engine is unusable, and handles the orders that
-    /// were deferred until the end of the probe.
+    /// Ends the probe and sets the status of the engine. Notifies the daemon of a change, and
+    /// handles the orders that were deferred until the end of the probe.
     fn finish_probe(&mut self, result: Result<(), Failure>) {
         let dir = self
             .migrations
-            .probe
+            .running_probe
             .take()
-            .map(|probe| probe.dir.display().to_string());
-        // Replace the directory's name, so that equal failures have equal texts.
-        let failed = |why: Failure| {
+            .map(|probe| probe.image_dir.display().to_string());
+        // Equal failures must have equal texts, so the name of the directory is replaced.
+        let failure_reason = |why: Failure| {
             let why = why
                 .to_string()
                 .replace(dir.as_deref().unwrap_or(PROBE_DIR_PREFIX), "its directory");
@@ -211,11 +234,14 @@ impl Supervisor {
             (EngineStatus::Probing(version), Ok(())) => {
                 self.migrations.engine_status = EngineStatus::Usable(version)
             }
-            (EngineStatus::Probing(_), Err(why)) => self.mark_engine_unusable("", failed(why)),
+            (EngineStatus::Probing(_), Err(why)) => {
+                self.mark_engine_unusable("", failure_reason(why))
+            }
             (EngineStatus::Reprobing(before), result) => {
-                let probed =
-                    |engine: &Arc<dyn Engine>| engine.probe().map_err(|why| why.to_string());
-                let version = result.map_err(failed).and_then(|()| {
+                let probed = |engine: &Arc<dyn Engine>| {
+                    engine.query_version().map_err(|why| why.to_string())
+                };
+                let version = result.map_err(failure_reason).and_then(|()| {
                     self.migrations
                         .engine
                         .as_ref()
@@ -223,7 +249,7 @@ impl Supervisor {
                 });
                 match version {
                     Ok(version) => {
-                        self.migrations.failed_probes = 0;
+                        self.migrations.consecutive_probe_failures = 0;
                         self.migrations.engine_status = EngineStatus::Usable(version);
                         self.send(&FromTasker::Ready(self.capabilities()));
                     }
@@ -236,28 +262,34 @@ impl Supervisor {
     }
 }
 
-/// Returns the delay before the next probe after `failed` consecutive failures.
-fn retry_delay(failed: u32) -> Duration {
-    RETRY_INTERVAL_MIN
-        .saturating_mul(1 << failed.min(16))
-        .min(RETRY_INTERVAL_MAX)
+/// Returns the delay before the next probe after `failure_count` consecutive failures.
+fn retry_delay(failure_count: u32) -> Duration {
+    RETRY_DELAY_MIN
+        .saturating_mul(1 << failure_count.min(16))
+        .min(RETRY_DELAY_MAX)
 }
 
-/// Removes probe directories in `temp` that killed taskers of this user have not removed.
-fn remove_stale_dirs(temp: &Path) {
+/// Removes from the directory `temp_dir` the probe directories that killed taskers of this user have
+/// left.
+fn remove_stale_dirs(temp_dir: &Path) {
     let uid = nix::unistd::geteuid().as_raw();
-    for entry in std::fs::read_dir(temp).into_iter().flatten().flatten() {
-        let old = |meta: std::fs::Metadata| {
-            let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
-            meta.is_dir() && meta.uid() == uid && age.is_some_and(|age| age > STALE_DIR_AGE)
+    for entry in std::fs::read_dir(temp_dir).into_iter().flatten().flatten() {
+        let is_stale = |metadata: std::fs::Metadata| {
+            let age = metadata
+                .modified()
+                .ok()
+                .and_then(|modified_at| modified_at.elapsed().ok());
+            metadata.is_dir()
+                && metadata.uid() == uid
+                && age.is_some_and(|age| age > STALE_DIR_AGE_MIN)
         };
         if entry
             .file_name()
             .to_string_lossy()
             .starts_with(PROBE_DIR_PREFIX)
-            && entry.metadata().is_ok_and(old)
+            && entry.metadata().is_ok_and(is_stale)
         {
-            // Another tasker may be removing the directory at the same time.
+            // Fails if another tasker removes the directory at the same time.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }

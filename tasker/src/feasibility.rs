@@ -10,8 +10,8 @@ use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
-/// The reason for an inspection or a feasibility check. It determines the message in which the
-/// result is reported.
+/// The request for which a task is inspected or this host is checked. It determines the message
+/// that reports the result.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Requester {
     /// A migration of this task.
@@ -20,8 +20,9 @@ pub(crate) enum Requester {
     Query(RequestId),
 }
 
-/// True for orders that are answered only after the engine has been probed.
-pub(crate) fn needs_engine(order: &ToTasker) -> bool {
+/// True if the order must be deferred while the engine is probed, because its reply depends on the
+/// result of the probe.
+pub(crate) fn depends_on_probe(order: &ToTasker) -> bool {
     use ToTasker as T;
     matches!(
         order,
@@ -31,7 +32,7 @@ pub(crate) fn needs_engine(order: &ToTasker) -> bool {
 
 impl Supervisor {
     fn engine_refusal(&self) -> Option<Refusal> {
-        // The tasker does not know the id of its host; the daemon replaces it.
+        // The id of this host is unknown to the tasker. The daemon replaces it.
         self.migrations
             .engine_state()
             .err()
@@ -42,8 +43,8 @@ impl Supervisor {
     }
 
     /// Inspects a task on a worker thread. [`Supervisor::on_inspected`] handles the result.
-    pub(crate) fn inspect(&mut self, requester: Requester, tid: Tid) {
-        let refused = match (self.tasks.get(&tid), self.engine_refusal()) {
+    pub(crate) fn start_inspection(&mut self, requester: Requester, tid: Tid) {
+        let refusal = match (self.tasks.get(&tid), self.engine_refusal()) {
             (None, _) => Some(Refusal::NoSuchTask),
             (Some(_), no_engine) => no_engine,
         };
@@ -51,23 +52,23 @@ impl Supervisor {
             .tasks
             .get(&tid)
             .and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
-        let (None, Some((namespace, pid))) = (&refused, namespace) else {
-            let refused = refused.unwrap_or(Refusal::UnsupportedResource {
+        let (None, Some((namespace, pid))) = (&refusal, namespace) else {
+            let refusal = refusal.unwrap_or(Refusal::UnsupportedResource {
                 what: NO_NAMESPACES.into(),
             });
-            return self.on_inspected(requester, Err(refused));
+            return self.on_inspected(requester, Err(refusal));
         };
-        let subject = TaskProcesses {
-            root: pid,
+        let task_processes = TaskProcesses {
+            root_pid: pid,
             processes: namespace.pids(),
         };
         let engine = self.migrations.engine_state().unwrap_or_default();
-        let hashes = self.migrations.hashes.clone();
+        let hashes = self.migrations.hash_cache.clone();
         let work = move || WorkerResult::Inspected {
             requester,
-            result: facts::inspect(&subject, engine, &hashes),
+            result: facts::inspect(&task_processes, engine, &hashes),
         };
-        if let Err(why) = self.start_uncancelled(work) {
+        if let Err(why) = self.start_uncancellable(work) {
             self.on_inspected(
                 requester,
                 Err(Refusal::UnsupportedResource {
@@ -77,7 +78,8 @@ impl Supervisor {
         }
     }
 
-    /// Reports the result of an inspection to the daemon.
+    /// Reports the result of an inspection to the daemon, and for a migration whether post-copy and
+    /// pre-copy are possible.
     pub(crate) fn on_inspected(
         &mut self,
         requester: Requester,
@@ -86,61 +88,55 @@ impl Supervisor {
         self.send(&match requester {
             Requester::Migration { migration, tid } => {
                 let facts = result.as_ref().ok();
-                let memory_can_follow =
-                    facts.is_some_and(|facts| self.migrations.post_copies.applies_to(facts));
-                let can_pre_copy =
-                    facts.is_some_and(|facts| self.migrations.pre_copies.applies_to(tid, facts));
+                let supports_post_copy =
+                    facts.is_some_and(|facts| self.migrations.post_copies.is_used_for(facts));
+                let supports_pre_copy =
+                    facts.is_some_and(|facts| self.migrations.pre_copies.is_used_for(tid, facts));
                 FromTasker::Inspected {
                     migration,
                     result,
-                    supports_post_copy: memory_can_follow,
-                    supports_pre_copy: can_pre_copy,
+                    supports_post_copy,
+                    supports_pre_copy,
                 }
             }
-            Requester::Query(question) => FromTasker::QueryInspected {
-                query: question,
-                result,
-            },
+            Requester::Query(query) => FromTasker::QueryInspected { query, result },
         });
     }
 
     /// Checks on a worker thread whether this host could run a task. [`Supervisor::on_verdict`]
     /// handles the result.
-    pub(crate) fn check_feasibility(&mut self, requester: Requester, facts: TaskFacts) {
+    pub(crate) fn start_feasibility_check(&mut self, requester: Requester, facts: TaskFacts) {
         if let Some(refusal) = self.engine_refusal() {
             return self.on_verdict(requester, vec![refusal]);
         }
-        // Memory is also reserved for tasks that are being checked: if two tasks do not fit
-        // together, only one may be accepted.
+        // Memory is also reserved for tasks that are being checked: if there is memory for only one
+        // of two tasks, only one may be accepted.
         let reserved_bytes = self.reserved_bytes();
         if let Requester::Migration { migration, .. } = requester {
             self.migrations
                 .reservations
-                .reserve(migration, facts.resident_bytes);
+                .reserve(migration, facts.memory_bytes);
         }
-        let host = ThisHost::new(self.migrations.hashes.clone(), reserved_bytes);
-        let work = move || WorkerResult::Judged {
+        let host = ThisHost::new(self.migrations.hash_cache.clone(), reserved_bytes);
+        let work = move || WorkerResult::FeasibilityChecked {
             requester,
-            verdict: facts::judge_task(&facts, &host),
+            verdict: facts::decide_verdict(&facts, &host),
         };
-        if let Err(why) = self.start_uncancelled(work) {
-            self.on_verdict(requester, vec![cannot_check(&why)]);
+        if let Err(why) = self.start_uncancellable(work) {
+            self.on_verdict(requester, vec![check_failed_refusal(&why)]);
         }
     }
 
-    /// Reports the verdict to the daemon. If the task of a migration is accepted, the host waits
-    /// for its images.
+    /// Reports the verdict to the daemon. If the task of a migration is accepted, the tasker
+    /// prepares a namespace for it.
     pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
         let reply = match requester {
-            Requester::Query(question) => FromTasker::QueryVerdict {
-                query: question,
-                verdict,
-            },
+            Requester::Query(query) => FromTasker::QueryVerdict { query, verdict },
             Requester::Migration { migration, tid } => {
                 if verdict.is_empty()
-                    && let Err(why) = self.reserve_target(migration, tid)
+                    && let Err(why) = self.prepare_target(migration, tid)
                 {
-                    verdict.push(cannot_check(&why));
+                    verdict.push(check_failed_refusal(&why));
                 }
                 self.migrations
                     .reservations
@@ -156,16 +152,16 @@ impl Supervisor {
     }
 
     /// Starts `work` on a worker thread that cannot be cancelled. Returns the id of the worker.
-    pub(crate) fn start_uncancelled(
+    pub(crate) fn start_uncancellable(
         &mut self,
         work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
         let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-        self.migrations.workers.start(&cancel, None, work)
+        self.migrations.workers.start_worker(&cancel, None, work)
     }
 }
 
-fn cannot_check(why: &Failure) -> Refusal {
+fn check_failed_refusal(why: &Failure) -> Refusal {
     Refusal::NoEngine {
         host: HostId::MASTER,
         why: why.to_string(),

@@ -3,10 +3,10 @@
 //! - At the source the files are copied next to the task's images.
 //! - At the target they are written to their original paths, if no file exists there, before the
 //!   task is restored.
-//! - If the migration fails, the target removes them again. If the tasker is killed first, the
-//!   daemon removes them; a journal next to the images lists the files.
+//! - If the migration fails, the target removes the written files again. If the tasker is killed
+//!   first, the daemon removes them; a journal next to the images lists the files.
 //!
-//! The files are written with the rights of the task's user, who is also the tasker's user: a
+//! The files are written with the rights of the task's user, who is also the tasker's user. A
 //! thread that writes for any user but root drops all capabilities first. No symbolic link on the
 //! path to a file is followed.
 
@@ -32,9 +32,9 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Prefix of the name of a transferred file next to the images. A number follows.
+/// Prefix of the name of a transferred file next to the images. The file's index follows.
 const IMAGE_FILE_PREFIX: &str = "sempa-file-";
-/// Prefix of the temporary name of a file that is being written at the target. A random number
+/// Prefix of the temporary name of a file while it is being written at the target. A random number
 /// follows.
 const TEMPORARY_PREFIX: &str = ".sempa-";
 
@@ -43,68 +43,69 @@ const TEMPORARY_PREFIX: &str = ".sempa-";
 pub(crate) struct TransferredFile {
     /// Path of the file at the source and at the target.
     path: PathBuf,
-    /// Name of the copy next to the images.
-    image: String,
+    /// Name of the copy in the image directory.
+    image_name: String,
     mode: u32,
     gid: u32,
 }
 
 /// Copies the open files of a stopped task next to its images, if the task's policy requires
-/// copies. `root` is the task's root process.
+/// copies. `root_pid` is the task's root process.
 ///
 /// # Errors
 /// A file cannot be read, or the files exceed the limits.
 pub(crate) fn copy_files_to_images(
     dir: &Path,
-    root: i32,
+    root_pid: i32,
     processes: &[i32],
 ) -> Result<Vec<TransferredFile>, Failure> {
-    let open = facts::files_to_copy(root, processes);
-    if open.len() > COPIED_FILES_MAX {
+    let open_files = facts::files_to_copy(root_pid, processes);
+    if open_files.len() > COPIED_FILES_MAX {
         return Err(Failure::Io(format!(
             "more than {COPIED_FILES_MAX} of its open files would have to be transferred"
         )));
     }
-    let mut left = COPIED_BYTES_MAX;
-    let mut transferred = Vec::new();
-    for (number, file) in open.into_iter().enumerate() {
-        let image = format!("{IMAGE_FILE_PREFIX}{number}");
-        left -= copy_file_to_images(&file, &dir.join(&image), left).map_err(|e| {
-            Failure::Io(format!(
-                "{}, which must be transferred, cannot be read: {e}",
-                file.path.display()
-            ))
-        })?;
-        transferred.push(TransferredFile {
+    let mut remaining_bytes = COPIED_BYTES_MAX;
+    let mut transferred_files = Vec::new();
+    for (index, file) in open_files.into_iter().enumerate() {
+        let image = format!("{IMAGE_FILE_PREFIX}{index}");
+        remaining_bytes -=
+            copy_file_to_images(&file, &dir.join(&image), remaining_bytes).map_err(|e| {
+                Failure::Io(format!(
+                    "{}, which must be transferred, cannot be read: {e}",
+                    file.path.display()
+                ))
+            })?;
+        transferred_files.push(TransferredFile {
             path: file.path,
-            image,
+            image_name: image,
             mode: file.mode,
             gid: file.gid,
         });
     }
-    Ok(transferred)
+    Ok(transferred_files)
 }
 
-fn copy_file_to_images(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
-    let from = OpenOptions::new()
+fn copy_file_to_images(file: &OpenFile, target: &Path, bytes_max: u64) -> io::Result<u64> {
+    let source = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
         .open(&file.fd_path)?;
-    let mut to = OpenOptions::new()
+    let mut target = OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(to)?;
-    let copied = io::copy(&mut from.take(bytes_max + 1), &mut to)?;
-    let too_much = || {
+        .open(target)?;
+    let copied_bytes = io::copy(&mut source.take(bytes_max + 1), &mut target)?;
+    let size_error = || {
         io::Error::other(format!(
             "all of them have more than {COPIED_BYTES_MAX} bytes"
         ))
     };
-    if copied > bytes_max {
-        Err(too_much())
+    if copied_bytes > bytes_max {
+        Err(size_error())
     } else {
-        Ok(copied)
+        Ok(copied_bytes)
     }
 }
 
@@ -114,34 +115,35 @@ fn copy_file_to_images(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result
 pub(crate) struct PlacedFiles(Option<FileTransferJournal>);
 
 impl PlacedFiles {
-    /// Keeps the files, because the task runs on this host and owns them.
-    pub(crate) fn keep(self) {
-        if let Some(notes) = self.0 {
-            notes.keep_files();
+    /// Keeps the files: the task runs on this host and uses them.
+    pub(crate) fn keep_files(self) {
+        if let Some(journal) = self.0 {
+            journal.retain_files();
         }
     }
 }
 
 /// Writes files to their original paths, if no file exists there. The calling thread must end
-/// afterwards, because it retains only its user's rights.
+/// afterwards, because it has only the rights of its user.
 ///
 /// # Errors
-/// A file cannot be created; then none of the files exists.
+/// A file cannot be created. Then all files that were written are removed again.
 fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
-    let io = |e: io::Error| Failure::Io(format!("cannot drop privileges to write files: {e}"));
+    let privilege_failure =
+        |e: io::Error| Failure::Io(format!("cannot drop privileges to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
-        sys::drop_capabilities().map_err(io)?;
+        sys::drop_capabilities().map_err(privilege_failure)?;
     }
-    let note_failure = |e: io::Error| {
+    let journal_failure = |e: io::Error| {
         Failure::Io(format!(
             "the transferred files cannot be recorded next to {}: {e}",
             dir.display()
         ))
     };
-    let mut journal = FileTransferJournal::create_next_to(dir).map_err(note_failure)?;
+    let mut journal = FileTransferJournal::create_next_to(dir).map_err(journal_failure)?;
     for file in files {
-        let done = write_file(dir, file, &mut journal);
-        done.map_err(|e| {
+        let write_result = place_file(dir, file, &mut journal);
+        write_result.map_err(|e| {
             Failure::Io(format!(
                 "{} cannot be transferred: {e}",
                 file.path.display()
@@ -152,80 +154,89 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
 }
 
 /// Writes one file under a temporary name, then renames it.
-fn write_file(
+fn place_file(
     dir: &Path,
     file: &TransferredFile,
     journal: &mut FileTransferJournal,
 ) -> io::Result<()> {
-    let (folder, name) = facts::open_parent_dir(&file.path)?;
-    // An existing file is not replaced: the feasibility check has accepted it, or the engine will
-    // report that it differs.
-    if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
+    let (parent_dir, name) = facts::open_parent_dir(&file.path)?;
+    // An existing file is not replaced: the feasibility check has accepted it, or the engine
+    // reports that it differs from the task's file.
+    if fstatat(&parent_dir, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
-    let temporary = OsString::from(format!("{TEMPORARY_PREFIX}{:016x}", random_number()));
+    let temporary_name = OsString::from(format!("{TEMPORARY_PREFIX}{:016x}", random_number()));
     journal.record(JournalEntry::Temporary(
-        file.path.with_file_name(&temporary),
+        file.path.with_file_name(&temporary_name),
     ))?;
     let flags =
         OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let mut to: File = openat(
-        &folder,
-        temporary.as_os_str(),
+    let mut target: File = openat(
+        &parent_dir,
+        temporary_name.as_os_str(),
         flags,
         Mode::from_bits_truncate(0o600),
     )?
     .into();
-    let meta = to.metadata()?;
-    let image = dir.join(Path::new(&file.image).file_name().unwrap_or_default());
-    let mut from = OpenOptions::new()
+    let metadata = target.metadata()?;
+    let image_path = dir.join(Path::new(&file.image_name).file_name().unwrap_or_default());
+    let mut source = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW)
-        .open(image)?;
-    io::copy(&mut from, &mut to)?;
-    if meta.gid() != file.gid {
-        fchown(&to, None, Some(Gid::from_raw(file.gid)))?;
+        .open(image_path)?;
+    io::copy(&mut source, &mut target)?;
+    if metadata.gid() != file.gid {
+        fchown(&target, None, Some(Gid::from_raw(file.gid)))?;
     }
-    // Set the mode last, because a change of the group clears some mode bits.
-    to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
+    // The mode is set last, because a change of the group clears some mode bits.
+    target.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
     journal.record(JournalEntry::Final(
         file.path.clone(),
-        meta.dev(),
-        meta.ino(),
+        metadata.dev(),
+        metadata.ino(),
     ))?;
-    if !rename_no_replace(&folder, &temporary, &name)? {
-        // Another process has just created the file.
-        unlinkat(&folder, temporary.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
+    if !rename_no_replace(&parent_dir, &temporary_name, &name)? {
+        // Another process has created a file at the path in the meantime; that file is not
+        // replaced.
+        unlinkat(
+            &parent_dir,
+            temporary_name.as_os_str(),
+            UnlinkatFlags::NoRemoveDir,
+        )?;
     }
     Ok(())
 }
 
 impl Supervisor {
     /// Starts a worker thread that writes the task's files before the task is restored.
-    pub(crate) fn place_files(
+    pub(crate) fn start_placing_files(
         &mut self,
         migration: MigrationId,
         dir: &Path,
         manifest: ImageManifest,
-        redirection: Option<MemoryWrite>,
+        redirect: Option<MemoryWrite>,
     ) {
-        let from = dir.to_path_buf();
+        let image_dir = dir.to_path_buf();
         let work = move || WorkerResult::FilesPlaced {
             migration,
-            result: write_files(&from, &manifest.transferred_files),
+            result: write_files(&image_dir, &manifest.transferred_files),
         };
         let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
-        let started = cancel.and_then(|cancel| self.migrations.workers.start(&cancel, None, work));
-        match (started, self.migrations.targets.get_mut(&migration)) {
+        let start_result =
+            cancel.and_then(|cancel| self.migrations.workers.start_worker(&cancel, None, work));
+        match (
+            start_result,
+            self.migrations.incoming_tasks.get_mut(&migration),
+        ) {
             (Ok(_), Some(target)) => {
                 target.stage = TargetStage::PlacingFiles {
                     dir: dir.into(),
-                    redirection,
-                    discard: false,
+                    redirect,
+                    must_discard: false,
                 }
             }
             (Ok(_), None) => {}
-            (Err(why), _) => self.remove_target(
+            (Err(why), _) => self.remove_incoming_task(
                 migration,
                 vec![FromTasker::Restored {
                     migration,
@@ -235,8 +246,8 @@ impl Supervisor {
         }
     }
 
-    /// Handles the result of writing the task's files: starts the restore, or discards the
-    /// migration.
+    /// Handles the result of writing the task's files. Starts the restore, or discards the
+    /// migration if it failed or was cancelled.
     pub(crate) fn on_files_placed(
         &mut self,
         migration: MigrationId,
@@ -247,14 +258,14 @@ impl Supervisor {
                 stage: TargetStage::PlacingFiles { .. },
                 ..
             },
-        ) = self.migrations.targets.get_mut(&migration)
+        ) = self.migrations.incoming_tasks.get_mut(&migration)
         else {
             return;
         };
         let TargetStage::PlacingFiles {
             dir,
-            redirection,
-            discard,
+            redirect: redirection,
+            must_discard: discard,
         } = std::mem::replace(&mut target.stage, TargetStage::Prepared)
         else {
             return;
@@ -264,17 +275,17 @@ impl Supervisor {
             result => result,
         };
         match result {
-            Ok(placed) => {
-                target.placed_files = placed;
+            Ok(placed_files) => {
+                target.placed_files = placed_files;
                 self.start_engine_restore(migration, &dir, redirection);
             }
             Err(why) => {
-                let mut last = vec![FromTasker::Restored {
+                let mut final_messages = vec![FromTasker::Restored {
                     migration,
                     result: Err(why),
                 }];
-                last.extend(discard.then_some(FromTasker::Discarded { migration }));
-                self.remove_target(migration, last);
+                final_messages.extend(discard.then_some(FromTasker::Discarded { migration }));
+                self.remove_incoming_task(migration, final_messages);
             }
         }
     }
@@ -287,21 +298,24 @@ mod tests {
 
     struct TestDir {
         _dir: tempfile::TempDir,
-        real: PathBuf,
+        real_path: PathBuf,
     }
 
     impl TestDir {
-        fn new() -> TestDir {
+        fn new() -> Self {
             let dir = tempfile::tempdir().expect("dir");
             let real = dir.path().canonicalize().expect("there");
             for name in ["images", "data"] {
                 std::fs::create_dir(real.join(name)).expect("made");
             }
-            TestDir { _dir: dir, real }
+            Self {
+                _dir: dir,
+                real_path: real,
+            }
         }
 
         fn path(&self, name: &str) -> PathBuf {
-            self.real.join(name)
+            self.real_path.join(name)
         }
 
         fn transferred_file(&self, path: &str, content: &str) -> TransferredFile {
@@ -310,13 +324,14 @@ mod tests {
             let gid = std::fs::metadata(self.path("data")).expect("there").gid();
             TransferredFile {
                 path: self.path(path),
-                image,
+                image_name: image,
                 mode: 0o640,
                 gid,
             }
         }
 
-        /// Writes the files on a separate thread, because the thread drops its capabilities.
+        /// Writes the files on a separate thread, because the writing thread drops its
+        /// capabilities.
         fn place_in_thread(&self, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
             std::thread::scope(|scope| {
                 scope
@@ -336,20 +351,20 @@ mod tests {
         ];
         drop(dir.place_in_thread(&files).expect("put"));
         assert!(!dir.path("data/a").exists() && !dir.path("data/b").exists());
-        let placed = dir.place_in_thread(&files).expect("put");
+        let placed_files = dir.place_in_thread(&files).expect("put");
         assert_eq!(
             std::fs::metadata(dir.path("data/a")).expect("there").mode() & 0o7777,
             0o640
         );
         std::fs::rename(dir.path("data/a"), dir.path("data/c")).expect("renamed");
         std::fs::write(dir.path("data/a"), "somebody else's").expect("written");
-        drop(placed);
+        drop(placed_files);
         assert!(
             dir.path("data/a").exists()
                 && dir.path("data/c").exists()
                 && !dir.path("data/b").exists()
         );
-        dir.place_in_thread(&files[1..]).expect("put").keep();
+        dir.place_in_thread(&files[1..]).expect("put").keep_files();
         assert_eq!(
             std::fs::read_to_string(dir.path("data/b")).expect("there"),
             "two"
@@ -364,9 +379,12 @@ mod tests {
         symlink(dir.path("victim"), dir.path("data/link")).expect("linked");
         symlink(dir.path("nothing"), dir.path("data/hanging")).expect("linked");
         symlink(dir.path("data"), dir.path("way")).expect("linked");
-        let there =
+        let files_at_existing_paths =
             ["data/old", "data/link", "data/hanging"].map(|path| dir.transferred_file(path, "new"));
-        drop(dir.place_in_thread(&there).expect("what is there stays"));
+        drop(
+            dir.place_in_thread(&files_at_existing_paths)
+                .expect("what is there stays"),
+        );
         assert_eq!(
             std::fs::read_to_string(dir.path("data/old")).expect("there"),
             "old"
@@ -396,7 +414,7 @@ mod tests {
         let dir = TestDir::new();
         std::fs::write(dir.path("secret"), "secret").expect("written");
         let file = TransferredFile {
-            image: "../secret".into(),
+            image_name: "../secret".into(),
             ..dir.transferred_file("data/a", "")
         };
         assert!(dir.place_in_thread(&[file]).is_err());
@@ -406,23 +424,23 @@ mod tests {
         );
     }
 
-    /// The journal of a killed tasker suffices to remove the files that it had written.
+    /// The journal of a killed tasker suffices to remove the files that the tasker has written.
     #[test]
-    fn notes_of_a_killed_tasker_undo_its_files() {
+    fn journal_of_killed_tasker_removes_its_files() {
         let dir = TestDir::new();
         std::fs::write(dir.path("data/old"), "old").expect("written");
         let files = ["data/a", "data/old"].map(|path| dir.transferred_file(path, "new"));
         std::mem::forget(dir.place_in_thread(&files).expect("put"));
         assert!(dir.path("data/a").exists());
-        checkpoint::file_transfer_journal::undo_all(&dir.real);
-        let left: Vec<_> = std::fs::read_dir(dir.path("data"))
+        checkpoint::file_transfer_journal::undo_all_journals(&dir.real_path);
+        let remaining_files: Vec<_> = std::fs::read_dir(dir.path("data"))
             .expect("there")
             .flatten()
             .map(|e| e.file_name())
             .collect();
-        assert_eq!(left, ["old"]);
+        assert_eq!(remaining_files, ["old"]);
         assert_eq!(
-            std::fs::read_dir(&dir.real).expect("there").count(),
+            std::fs::read_dir(&dir.real_path).expect("there").count(),
             2,
             "the notes have gone as well"
         );

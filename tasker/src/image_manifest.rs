@@ -1,5 +1,5 @@
-//! The manifest of an image directory: facts about the source that the target's tasker needs in
-//! addition to the engine's images.
+//! The manifest of an image directory. It contains facts about the source that the target's tasker
+//! needs in addition to the engine's images.
 
 use crate::file_transfer::TransferredFile;
 use sempa_proto::frame::{from_bytes, to_bytes};
@@ -11,29 +11,30 @@ use std::path::{Path, PathBuf};
 const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
 const MANIFEST_VERSION: u16 = 4;
-/// Maximum length in bytes of a manifest that is read.
+/// Maximum length in bytes of a manifest that is accepted for reading.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
-/// Maximum number of image files of one task.
+/// Maximum number of image files in one directory.
 const IMAGE_FILES_MAX: usize = 65_536;
 
 /// The facts in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ImageManifest {
     version: u16,
-    /// Inode number of the pipe that receives the task's output at the source. The images refer to
-    /// the pipe by this number.
-    pub(crate) output_pipe: u64,
+    /// Inode number of the pipe that receives the task's output at the source. Images identify the
+    /// pipe by it.
+    pub(crate) output_pipe_inode: u64,
     /// PIDs, in the task's namespace, of processes that were already stopped before the migration
     /// stopped the task.
     pub(crate) already_stopped_pids: Vec<i32>,
     /// Memory of the task in bytes, including post-copied memory.
     pub(crate) memory_bytes: u64,
-    /// Files that the task has open for writing, with their lengths at the time of the dump.
+    /// Files that the task has open for writing, each with its length in bytes at the time of the
+    /// dump.
     pub(crate) written_files: Vec<(PathBuf, u64)>,
     /// Files that are transferred together with the task.
     pub(crate) transferred_files: Vec<TransferredFile>,
     /// Name and length in bytes of each image file.
-    images: Vec<(String, u64)>,
+    image_lengths: Vec<(String, u64)>,
 }
 
 impl ImageManifest {
@@ -41,26 +42,26 @@ impl ImageManifest {
     ///
     /// # Errors
     /// The directory cannot be read.
-    pub(crate) fn describe(
+    pub(crate) fn from_image_dir(
         dir: &Path,
-        output_pipe: u64,
-        stopped_before: Vec<i32>,
+        output_pipe_inode: u64,
+        already_stopped_pids: Vec<i32>,
         memory_bytes: u64,
         written_files: Vec<(PathBuf, u64)>,
         transferred_files: Vec<TransferredFile>,
-    ) -> Result<ImageManifest, Failure> {
-        Ok(ImageManifest {
+    ) -> Result<Self, Failure> {
+        Ok(Self {
             version: MANIFEST_VERSION,
-            output_pipe,
-            already_stopped_pids: stopped_before,
+            output_pipe_inode,
+            already_stopped_pids,
             memory_bytes,
             written_files,
             transferred_files,
-            images: list_images(dir)?,
+            image_lengths: list_images(dir)?,
         })
     }
 
-    /// Writes the manifest next to the images and returns its length in bytes.
+    /// Writes the manifest next to the images. Returns the manifest's length in bytes.
     ///
     /// # Errors
     /// The manifest cannot be written.
@@ -73,36 +74,38 @@ impl ImageManifest {
         Ok(bytes.len() as u64)
     }
 
-    /// Reads a manifest and checks that all images exist with the recorded lengths. A truncated
-    /// image can make an engine loop forever.
+    /// Reads the manifest in the directory `dir`, and checks that all images exist with the
+    /// recorded lengths. A truncated image can make an engine loop forever.
     ///
     /// # Errors
     /// [`Failure::Images`] with the missing or truncated image.
-    pub(crate) fn read(dir: &Path) -> Result<ImageManifest, Failure> {
+    pub(crate) fn read(dir: &Path) -> Result<Self, Failure> {
         let path = dir.join(MANIFEST_FILE);
-        let bad =
+        let manifest_failure =
             |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
-        let length = std::fs::metadata(&path).map_err(|e| bad(&e))?.len();
-        if length > MANIFEST_BYTES_MAX {
-            return Err(bad(&format!(
-                "it has {length} bytes, more than any real one"
+        let length_bytes = std::fs::metadata(&path)
+            .map_err(|e| manifest_failure(&e))?
+            .len();
+        if length_bytes > MANIFEST_BYTES_MAX {
+            return Err(manifest_failure(&format!(
+                "it has {length_bytes} bytes, more than any real one"
             )));
         }
-        let manifest: ImageManifest =
-            from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
+        let manifest: Self = from_bytes(&std::fs::read(&path).map_err(|e| manifest_failure(&e))?)
+            .map_err(|e| manifest_failure(&e))?;
         if manifest.version != MANIFEST_VERSION {
-            return Err(bad(&format!(
+            return Err(manifest_failure(&format!(
                 "it has version {}, but only {MANIFEST_VERSION} is supported",
                 manifest.version
             )));
         }
-        for (name, length) in &manifest.images {
-            let found = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
-            match found {
-                Ok(found) if found == *length => {}
-                Ok(found) => {
+        for (name, length_bytes) in &manifest.image_lengths {
+            let found_bytes = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
+            match found_bytes {
+                Ok(found_bytes) if found_bytes == *length_bytes => {}
+                Ok(found_bytes) => {
                     return Err(Failure::Images(format!(
-                        "{name} has {found} bytes, {length} were written"
+                        "{name} has {found_bytes} bytes, {length_bytes} were written"
                     )));
                 }
                 Err(e) => return Err(Failure::Images(format!("{name}: {e}"))),
@@ -113,19 +116,19 @@ impl ImageManifest {
 
     /// Returns the total length of all images in bytes.
     pub(crate) fn image_bytes(&self) -> u64 {
-        self.images.iter().map(|(_, bytes)| bytes).sum()
+        self.image_lengths.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
 fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
-    let bad = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let io_failure = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut images = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(bad)? {
-        let entry = entry.map_err(bad)?;
-        let meta = entry.metadata().map_err(bad)?;
+    for entry in std::fs::read_dir(dir).map_err(io_failure)? {
+        let entry = entry.map_err(io_failure)?;
+        let metadata = entry.metadata().map_err(io_failure)?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if meta.is_file() && name != MANIFEST_FILE {
-            images.push((name, meta.len()));
+        if metadata.is_file() && name != MANIFEST_FILE {
+            images.push((name, metadata.len()));
         }
         if images.len() > IMAGE_FILES_MAX {
             return Err(Failure::Io(format!(
@@ -147,7 +150,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
         let manifest =
-            ImageManifest::describe(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
+            ImageManifest::from_image_dir(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
                 .expect("carry");
         manifest.write(dir.path()).expect("write");
         assert_eq!(
@@ -157,8 +160,9 @@ mod tests {
         );
         assert_eq!(manifest.image_bytes(), 8192);
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");
-        let cut = Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
-        assert_eq!(ImageManifest::read(dir.path()), Err(cut));
+        let truncated_failure =
+            Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
+        assert_eq!(ImageManifest::read(dir.path()), Err(truncated_failure));
         std::fs::remove_file(dir.path().join("pages-1.img")).expect("remove");
         assert!(matches!(
             ImageManifest::read(dir.path()),

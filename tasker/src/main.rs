@@ -1,10 +1,10 @@
 //! `pvm-tasker FD`: the parent of all spawned tasks of a host, and the only privileged program of
 //! the virtual machine.
 //!
-//! The daemon starts the tasker with one end of a Unix socket pair; the argument is the
-//! descriptor's number. On the daemon's orders the tasker starts, signals, stops, dumps, restores
-//! and reaps task processes, and reports the results. When the socket closes, the tasker kills all
-//! tasks and exits.
+//! The daemon starts the tasker with one end of a Unix socket pair; the argument FD is the number
+//! of its descriptor. On the daemon's orders the tasker starts, signals, stops, dumps, restores and
+//! reaps task processes, and reports the results. When the daemon closes the socket, the tasker
+//! kills all tasks and exits.
 
 mod binary_hashing;
 mod clone_into_cgroup;
@@ -39,10 +39,10 @@ use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
 
-/// Capabilities that the tasker retains if it runs as root. Tasks regain all of root's capabilities
-/// by their exec, and so does the engine, which needs them to restore tasks.
+/// Capabilities that the tasker retains if it runs as root. Tasks and the engine regain all of
+/// root's capabilities by their exec. The engine needs them to restore tasks.
 const RETAINED_CAPABILITIES: [Capability; 11] = [
-    // For files transferred with a task, and for images.
+    // For writing images and the files that are transferred with a task.
     Capability::CHOWN,
     Capability::DAC_OVERRIDE,
     Capability::DAC_READ_SEARCH,
@@ -54,7 +54,7 @@ const RETAINED_CAPABILITIES: [Capability; 11] = [
     Capability::SYS_PTRACE,
     // For PID namespaces, and for suspending seccomp filters while tracing.
     Capability::SYS_ADMIN,
-    // For lowering the priority of guests and raising that of threads that migrate them.
+    // For lowering the priority of guests, and for raising that of the threads that migrate them.
     Capability::SYS_NICE,
     // For large pipes, and for resource limits.
     Capability::SYS_RESOURCE,
@@ -66,7 +66,7 @@ const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, s
 
 fn main() -> ExitCode {
     sempa_logging::init_stderr("pvm-tasker");
-    match run() {
+    match run_tasker() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> anyhow::Result<()> {
+fn run_tasker() -> anyhow::Result<()> {
     let mut args = std::env::args().skip(1);
     let (Some(fd), None) = (args.next(), args.next()) else {
         bail!("{USAGE}");
@@ -95,41 +95,42 @@ fn run() -> anyhow::Result<()> {
         .parse()
         .with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
-    // A second arena would retain up to two mebibytes after worker threads have read images and
-    // files.
+    // A second malloc arena would retain up to two mebibytes after worker threads have read images
+    // and files.
     allocator::limit_arenas(1);
     let socket = sys::take_inherited_fd(fd)
         .with_context(|| format!("descriptor {fd}, the connection to the daemon, is not open"))?;
-    ignore_terminal_signals()?;
-    capabilities::drop_capabilities_except(capabilities::capability_set(&RETAINED_CAPABILITIES))
+    set_signal_actions()?;
+    capabilities::retain_capabilities(capabilities::capability_set(&RETAINED_CAPABILITIES))
         .context("cannot drop privileges")?;
-    let _kdat_cleanup = checkpoint::criu::KdatCleanup::remove_unless_present();
-    // The owner waits for this thread to stop the guests. The thread never computes for long, and
-    // its children start with normal priority.
+    let _kdat_cleanup = checkpoint::criu::KdatCleanup::check_presence();
+    // The owner waits until this thread has stopped the guests. The thread never computes for long,
+    // and its children start with normal priority.
     sempa_socket::boost_priority();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
-    supervisor.run().context("lost the daemon")
+    supervisor.run_until_disconnect().context("lost the daemon")
 }
 
-/// Opens /dev/null for each missing standard descriptor, so that no later descriptor gets the
+/// Opens /dev/null for each missing standard descriptor. Otherwise a later descriptor would get the
 /// number of a standard descriptor.
 fn open_standard_descriptors() -> anyhow::Result<()> {
     loop {
-        let null = File::options()
+        let dev_null = File::options()
             .read(true)
             .write(true)
             .open("/dev/null")
             .context("cannot open /dev/null")?;
-        if std::os::fd::AsRawFd::as_raw_fd(&null) > 2 {
+        if std::os::fd::AsRawFd::as_raw_fd(&dev_null) > 2 {
             return Ok(());
         }
-        // The descriptor stays open in place of the missing standard descriptor.
-        let _ = std::os::fd::IntoRawFd::into_raw_fd(null);
+        // The descriptor stays open as the standard descriptor that was missing.
+        let _ = std::os::fd::IntoRawFd::into_raw_fd(dev_null);
     }
 }
 
-/// Ignores signals of the terminal, because the daemon decides when the tasker ends.
-fn ignore_terminal_signals() -> anyhow::Result<()> {
+/// Ignores the signals that a terminal sends, because only the daemon decides when the tasker ends.
+/// Resets SIGCHLD to its default action.
+fn set_signal_actions() -> anyhow::Result<()> {
     for name in [
         Signal::SIGHUP,
         Signal::SIGINT,
@@ -137,10 +138,10 @@ fn ignore_terminal_signals() -> anyhow::Result<()> {
         Signal::SIGPIPE,
         Signal::SIGTSTP,
     ] {
-        sys::set_handler(name, SigHandler::SigIgn)?;
+        sys::set_signal_action(name, SigHandler::SigIgn)?;
     }
     // The parent process may have set SIGCHLD to be ignored. Then the kernel would reap children
     // before the tasker can.
-    sys::set_handler(Signal::SIGCHLD, SigHandler::SigDfl)?;
+    sys::set_signal_action(Signal::SIGCHLD, SigHandler::SigDfl)?;
     Ok(())
 }

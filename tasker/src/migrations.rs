@@ -1,8 +1,8 @@
-//! Handles migration orders. This module implements the source: stop, dump, then continue or kill
-//! the task. [`crate::target`] implements the target.
+//! Handles migration orders. This module implements the source: stop and dump the task, then
+//! continue or kill it. [`crate::target`] implements the target.
 //!
 //! The tasker makes no decisions. It guarantees that after any failure the task can continue at the
-//! source and that no part of it remains at the target.
+//! source and that no process of the task remains at the target.
 
 use crate::binary_hashing::BinaryHasher;
 use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
@@ -19,9 +19,9 @@ use crate::stop::{self, TaskProcesses};
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
-use crate::task::{Task, TaskPhase, micros};
+use crate::task::{Task, TaskPhase, to_micros};
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{CallLimits, CancelHandle, DumpJob, Engine, MemoryServer};
+use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAddress;
@@ -35,37 +35,40 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time limit for the processes of a task to stop.
+/// Time limit for all processes of a task to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of a dump or restore of a task without memory.
 const ENGINE_TIMEOUT_BASE: Duration = Duration::from_secs(10);
 /// Number of image bytes for which the time limit of a dump or restore grows by one second. The
-/// rate is low because memory that was never touched is slow on virtual machines.
-const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
+/// rate is low, because the first access to memory is slow on virtual machines.
+const ENGINE_BYTES_PER_SECOND_MIN: u64 = 100 << 20;
 /// Time limit of the first attempt to dump a task without memory.
 ///
 /// CRIU waits forever for a thread that does not stop on request. The tracer
 /// (`checkpoint/src/criu/ptrace_relay.rs`) handles the only known cause. A successful dump ends
-/// long before this limit; the second attempt has the full time limit.
+/// long before this limit. The second attempt has the full time limit.
 const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
 /// Maximum number of orders that are deferred until the engine has been probed.
 const DEFERRED_ORDERS_MAX: usize = 256;
 
-/// Refusal of a migration if the tasker may not create PID namespaces.
+/// The reason why migrations are refused if the tasker may not create PID namespaces.
 pub(crate) const NO_NAMESPACES: &str = "the tasker may not create PID namespaces here, which requires root; run the \
                                         daemon as root, or let the task write its own checkpoint (SEMPA_ENGINE), \
                                         which requires no privileges";
 
-/// Whether the engine can be used, as far as the tasker knows.
+/// Result of the last probe of the engine.
 #[derive(Clone, Debug)]
 pub(crate) enum EngineStatus {
-    /// The engine can be executed, and a probe is running. The value is its version.
+    /// The engine can be executed, and its first probe has not ended. The value is the engine's
+    /// version.
     Probing(String),
     /// A probe (dump and restore) was successful. The value is the engine's version.
     Usable(String),
-    /// The engine cannot be used. The value is the reason, and how to install a working engine.
+    /// The engine cannot be used. The value is the reason, with advice on how to install a working
+    /// engine.
     Unusable(String),
-    /// The engine could not be used, and another probe is running. The value is as for `Unusable`.
+    /// The engine could not be used, and another probe is running. The value is the reason of the
+    /// previous failure.
     Reprobing(String),
 }
 
@@ -74,37 +77,37 @@ pub(crate) struct Migrations {
     pub(crate) engine: Option<Arc<dyn Engine>>,
     pub(crate) engine_status: EngineStatus,
     pub(crate) workers: Workers,
-    pub(crate) probe: Option<EngineProbe>,
+    pub(crate) running_probe: Option<EngineProbe>,
     /// Number of consecutive failed probes.
-    pub(crate) failed_probes: u32,
-    pub(crate) targets: BTreeMap<MigrationId, IncomingTask>,
-    /// Orders that wait until the engine has been probed.
+    pub(crate) consecutive_probe_failures: u32,
+    pub(crate) incoming_tasks: BTreeMap<MigrationId, IncomingTask>,
+    /// Orders that wait until the first probe of the engine has ended.
     deferred_orders: Vec<ToTasker>,
     pub(crate) post_copies: PostCopies,
     pub(crate) pre_copies: PreCopies,
-    pub(crate) hashes: Arc<HashCache>,
+    pub(crate) hash_cache: Arc<HashCache>,
     pub(crate) binary_hasher: BinaryHasher,
     pub(crate) reservations: MemoryReservations,
 }
 
 impl Migrations {
-    /// Finds the engine and queries its version. `namespaces` is true if the tasker may create PID
-    /// namespaces; otherwise no engine can be used.
+    /// Locates the engine and queries its version. `namespaces_allowed` is true if the tasker may create
+    /// PID namespaces; otherwise the engine is not used.
     ///
     /// # Errors
     /// No descriptors are available.
-    pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
-        let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
-        let located = if namespaces {
-            locate().map_err(|none| none.to_string())
+    pub(crate) fn new(namespaces_allowed: bool) -> io::Result<Self> {
+        let locate_engine = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
+        let located_engine = if namespaces_allowed {
+            locate_engine().map_err(|none| none.to_string())
         } else {
             Err(NO_NAMESPACES.into())
         };
-        let probed = located.and_then(|criu| {
-            let version = criu.probe().map_err(|why| why.to_string())?;
+        let probe_result = located_engine.and_then(|criu| {
+            let version = criu.query_version().map_err(|why| why.to_string())?;
             Ok((version, criu))
         });
-        let (engine, engine_status) = match probed {
+        let (engine, engine_status) = match probe_result {
             Ok((version, criu)) => (
                 Some(Arc::new(criu) as Arc<dyn Engine>),
                 EngineStatus::Probing(version),
@@ -112,18 +115,18 @@ impl Migrations {
             Err(why) => (None, EngineStatus::Unusable(why)),
         };
         let hashes = Arc::new(HashCache::default());
-        Ok(Migrations {
+        Ok(Self {
             engine,
             engine_status,
             workers: Workers::new()?,
-            probe: None,
-            failed_probes: 0,
-            targets: BTreeMap::new(),
+            running_probe: None,
+            consecutive_probe_failures: 0,
+            incoming_tasks: BTreeMap::new(),
             deferred_orders: Vec::new(),
             post_copies: PostCopies::new(),
             pre_copies: PreCopies::new(),
             binary_hasher: BinaryHasher::new(hashes.clone()),
-            hashes,
+            hash_cache: hashes,
             reservations: MemoryReservations::default(),
         })
     }
@@ -136,15 +139,15 @@ impl Migrations {
         }
     }
 
-    /// Returns a descriptor that becomes readable when workers have results.
-    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.workers.wake_fd()
+    /// Returns a descriptor that becomes readable when a worker has a result.
+    pub(crate) fn worker_results_fd(&self) -> BorrowedFd<'_> {
+        self.workers.results_fd()
     }
 
     /// Returns the restored tasks at this target that do not run yet. Each has a descriptor that
-    /// becomes readable when the task dies.
-    pub(crate) fn held_copies(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
-        self.targets
+    /// becomes readable when the task's first process ends.
+    pub(crate) fn restored_tasks(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
+        self.incoming_tasks
             .iter()
             .filter_map(|(migration, target)| match &target.stage {
                 TargetStage::Restored { process, .. } => Some((*migration, process.pidfd.as_fd())),
@@ -155,16 +158,17 @@ impl Migrations {
     /// True for a process that must not be reaped as an unowned child: an engine process, which its
     /// worker reaps, or the first process of a restored task that does not run yet.
     pub(crate) fn owns_process(&self, pid: i32) -> bool {
-        let held = |target: &IncomingTask| match &target.stage {
+        let is_restored_process = |target: &IncomingTask| match &target.stage {
             TargetStage::Restored { process, .. } => process.pid == pid,
             _ => false,
         };
-        self.workers.has_engine(pid) || self.targets.values().any(held)
+        self.workers.owns_engine(pid) || self.incoming_tasks.values().any(is_restored_process)
     }
 
-    /// Returns the stage of a migration to this host; `None` if it does not exist or its task runs.
-    pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut TargetStage> {
-        self.targets
+    /// Returns the stage of a migration to this host; `None` if no such migration exists, or if its
+    /// task already runs.
+    pub(crate) fn incoming_stage(&mut self, migration: MigrationId) -> Option<&mut TargetStage> {
+        self.incoming_tasks
             .get_mut(&migration)
             .map(|target| &mut target.stage)
     }
@@ -174,23 +178,23 @@ impl Migrations {
         self.workers.is_idle()
     }
 
-    /// Cancels all migrations and discards all restored tasks that do not run yet. Called when the
+    /// Cancels all migrations and ends all restored tasks that do not run yet. Called when the
     /// tasker ends.
     pub(crate) fn cancel_all(&mut self) {
         self.post_copies.stop_serving_all();
         self.pre_copies.abort_all();
         self.workers.cancel_all();
-        self.targets.clear();
-        self.probe = None;
+        self.incoming_tasks.clear();
+        self.running_probe = None;
     }
 }
 
-/// Enters a span in which all lines name the migration.
-fn enter_span(migration: MigrationId) -> tracing::span::EnteredSpan {
-    tracing::info_span!("migration", id = %migration).entered()
+/// Enters a log span: all log lines contain the migration's id until the returned value is dropped.
+fn enter_span(migration_id: MigrationId) -> tracing::span::EnteredSpan {
+    tracing::info_span!("migration", id = %migration_id).entered()
 }
 
-/// Returns the migration that an order concerns.
+/// Returns the migration to which an order belongs; `None` if it belongs to a query or a task.
 fn order_migration(order: &ToTasker) -> Option<MigrationId> {
     match order {
         ToTasker::Inspect { migration, .. }
@@ -216,7 +220,7 @@ impl Supervisor {
     /// Handles an order that concerns a migration or a query.
     pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
         if matches!(self.migrations.engine_status, EngineStatus::Probing(_))
-            && feasibility::needs_engine(&order)
+            && feasibility::depends_on_probe(&order)
             && self.migrations.deferred_orders.len() < DEFERRED_ORDERS_MAX
         {
             self.migrations.deferred_orders.push(order);
@@ -225,65 +229,66 @@ impl Supervisor {
         let _in_span = order_migration(&order).map(enter_span);
         match order {
             ToTasker::Inspect { migration, tid } => {
-                self.inspect(Requester::Migration { migration, tid }, tid)
+                self.start_inspection(Requester::Migration { migration, tid }, tid)
             }
-            ToTasker::QueryInspect {
-                query: question,
-                tid,
-            } => self.inspect(Requester::Query(question), tid),
+            ToTasker::QueryInspect { query, tid } => {
+                self.start_inspection(Requester::Query(query), tid)
+            }
             ToTasker::Prepare {
                 migration,
                 tid,
                 facts,
-            } => self.check_feasibility(Requester::Migration { migration, tid }, facts),
-            ToTasker::QueryVerdict {
-                query: question,
-                facts,
-            } => self.check_feasibility(Requester::Query(question), facts),
+            } => self.start_feasibility_check(Requester::Migration { migration, tid }, facts),
+            ToTasker::QueryVerdict { query, facts } => {
+                self.start_feasibility_check(Requester::Query(query), facts)
+            }
             ToTasker::PreCopy {
                 migration,
                 tid,
-                memory_socket: memory_way,
-            } => self.start_pre_copy_or_report(migration, tid, &memory_way),
+                memory_socket_path: memory_socket,
+            } => self.start_pre_copy_or_report(migration, tid, &memory_socket),
             ToTasker::StopPreCopy { migration } => {
                 self.migrations.pre_copies.abort_outgoing(migration)
             }
             ToTasker::ReceivePreCopy {
                 migration,
-                memory_socket: memory_way,
-            } => self.receive_pre_copy(migration, &memory_way),
+                memory_socket_path: memory_socket,
+            } => self.receive_pre_copy(migration, &memory_socket),
             ToTasker::Stop {
                 migration,
                 tid,
-                memory_write: redirection,
-            } => self.stop_task(migration, tid, redirection),
+                memory_write: redirect,
+            } => self.stop_task(migration, tid, redirect),
             ToTasker::Dump {
                 migration,
                 tid,
-                dir,
-                memory_socket: memory_way,
-            } => self.dump_task(migration, tid, dir, memory_way.as_deref()),
+                image_dir: dir,
+                memory_socket_path: memory_socket,
+            } => self.dump_task(migration, tid, dir, memory_socket.as_deref()),
             ToTasker::AbortMigration { migration, tid } => self.continue_task(migration, tid),
-            ToTasker::KillSource { migration, tid } => self.kill_migrated(migration, tid),
+            ToTasker::KillSource { migration, tid } => self.kill_source_copy(migration, tid),
             ToTasker::Restore {
                 migration,
                 tid,
-                dir,
+                image_dir: dir,
                 memory_write: again,
-                memory_socket: memory_way,
+                memory_socket_path: memory_socket,
             } => {
-                self.restore(migration, tid, &dir, again, memory_way.as_deref());
+                self.start_restore_or_report(migration, tid, &dir, again, memory_socket.as_deref());
             }
-            ToTasker::MemoryLost { migration, why } => self.on_memory_lost(migration, why),
+            ToTasker::MemoryLost {
+                migration,
+                reason: why,
+            } => self.on_memory_lost(migration, why),
             ToTasker::PrepareRestart { migration, start } => {
                 self.start_stopped_program(migration, &start)
             }
             ToTasker::Run {
                 migration,
-                used,
-                paused: held,
-            } => self.run_restored_task(migration, used, held),
-            ToTasker::Discard { migration } => self.discard(migration),
+                earlier_usage: used,
+                stays_paused: paused,
+            } => self.run_restored_task(migration, used, paused),
+            ToTasker::Discard { migration } => self.discard_incoming_task(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
             | ToTasker::RequestExit { .. }
@@ -296,7 +301,7 @@ impl Supervisor {
         }
     }
 
-    /// Handles the orders that were deferred until the engine was probed.
+    /// Handles the orders that were deferred until the end of the engine's first probe.
     pub(crate) fn handle_deferred_orders(&mut self) {
         for order in std::mem::take(&mut self.migrations.deferred_orders) {
             self.handle_migration_order(order);
@@ -304,10 +309,10 @@ impl Supervisor {
     }
 
     /// Handles the results of finished workers.
-    pub(crate) fn drain_workers(&mut self) {
-        for outcome in self.migrations.workers.take_results() {
-            let _in_span = outcome.migration().map(enter_span);
-            match outcome {
+    pub(crate) fn handle_worker_results(&mut self) {
+        for worker_result in self.migrations.workers.take_results() {
+            let _in_span = worker_result.migration_id().map(enter_span);
+            match worker_result {
                 WorkerResult::Dumped {
                     migration,
                     tid,
@@ -322,29 +327,31 @@ impl Supervisor {
                     self.on_files_placed(migration, result)
                 }
                 WorkerResult::Restored { migration, result } => self.on_restored(migration, result),
-                WorkerResult::JoinedCgroup {
+                WorkerResult::JoinedControlGroup {
                     migration,
                     succeeded: done,
                 } => self.on_joined_group(migration, done),
                 WorkerResult::Inspected { requester, result } => {
                     self.on_inspected(requester, result)
                 }
-                WorkerResult::Judged { requester, verdict } => self.on_verdict(requester, verdict),
+                WorkerResult::FeasibilityChecked { requester, verdict } => {
+                    self.on_verdict(requester, verdict)
+                }
                 WorkerResult::PreCopied { migration, result } => {
                     self.on_pre_copied(migration, result)
                 }
                 WorkerResult::PreCopyReceived { migration, result } => {
                     self.on_pre_copy_received(migration, result)
                 }
-                WorkerResult::Served {
+                WorkerResult::MemoryServed {
                     migration,
                     tid,
                     result,
-                } => self.on_served(migration, tid, &result),
+                } => self.on_memory_served(migration, tid, &result),
                 WorkerResult::MemoryArrived { migration, result } => {
                     self.on_fetch_ended(migration, result)
                 }
-                WorkerResult::KilledProcessesGone => {}
+                WorkerResult::KilledProcessesEnded => {}
                 WorkerResult::ProbeChecked(result) => self.on_probe_checked(result),
                 WorkerResult::ProbeDumped(result) => self.on_probe_dumped(result),
                 WorkerResult::ProbeRestored(result) => self.on_probe_restored(result),
@@ -352,7 +359,7 @@ impl Supervisor {
         }
     }
 
-    fn stop_task(&mut self, migration: MigrationId, tid: Tid, redirection: Option<MemoryWrite>) {
+    fn stop_task(&mut self, migration: MigrationId, tid: Tid, redirect: Option<MemoryWrite>) {
         let result = match self.tasks.get_mut(&tid) {
             None => Err(Failure::TaskEnded),
             Some(Task {
@@ -362,18 +369,18 @@ impl Supervisor {
                 "another migration of the task is in progress on this host".into(),
             )),
             Some(task) => {
-                let signalled = task.hand_over_to_migration();
-                task.redirection = redirection;
+                let signalled_pids = task.end_pause_for_migration();
+                task.pending_redirect = redirect;
                 task.phase = TaskPhase::Stopping {
                     migration,
                     deadline: Instant::now() + STOP_TIMEOUT,
-                    signalled,
+                    signalled_pids,
                 };
                 Ok(())
             }
         };
         match result {
-            Ok(()) => self.check_stopping(),
+            Ok(()) => self.report_stopped_tasks(),
             Err(why) => self.send(&FromTasker::Stopped {
                 migration,
                 result: Err(why),
@@ -381,17 +388,17 @@ impl Supervisor {
         }
     }
 
-    /// Checks whether the tasks that were ordered to stop have stopped, and reports those that
-    /// have.
-    pub(crate) fn check_stopping(&mut self) {
+    /// Checks which of the tasks that are being stopped have stopped or exceeded [`STOP_TIMEOUT`],
+    /// and reports them.
+    pub(crate) fn report_stopped_tasks(&mut self) {
         let now = Instant::now();
-        let mut stopped = Vec::new();
+        let mut stop_results = Vec::new();
         for (tid, task) in &mut self.tasks {
             let (
                 TaskPhase::Stopping {
                     migration,
                     deadline,
-                    signalled,
+                    signalled_pids,
                 },
                 Some(namespace),
             ) = (&mut task.phase, &task.namespace)
@@ -399,33 +406,33 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::stop_all(&TaskProcesses::Namespace(namespace), signalled)
+            if stop::signal_and_check_stopped(&TaskProcesses::Namespace(namespace), signalled_pids)
                 && !stop::continue_unfinished_forks(
-                    &namespace.members(),
+                    &namespace.member_pids(),
                     &task.already_stopped_pids,
-                    signalled,
+                    signalled_pids,
                 )
             {
-                let redirected = write_redirection(namespace, task.redirection.take());
+                let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
-                stopped.push((*tid, migration, redirected));
+                stop_results.push((*tid, migration, redirect_result));
             } else if now >= *deadline {
-                // The task remains in this phase until the daemon orders it to continue, as after
-                // any failed migration.
+                // The task stays in this phase until the daemon orders it to continue, as after any
+                // failed migration.
                 task.phase = TaskPhase::Stopped { migration };
-                stopped.push((
+                stop_results.push((
                     *tid,
                     migration,
                     Err(Failure::Deadline {
-                        allowed: micros(STOP_TIMEOUT),
+                        allowed: to_micros(STOP_TIMEOUT),
                     }),
                 ));
             }
         }
-        for (tid, migration, result) in stopped {
-            // No process of the task writes any more. Output that remained in the pipe would be in
-            // the images, too, and would be delivered twice.
-            self.drain_output(tid);
+        for (tid, migration, result) in stop_results {
+            // No process of the task runs any more. Its output must be read completely before the
+            // dump: the images would contain the rest, which would be delivered twice.
+            self.forward_all_output(tid);
             self.send(&FromTasker::Stopped { migration, result });
         }
     }
@@ -434,13 +441,13 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        dir: PathBuf,
+        image_dir: PathBuf,
         memory_socket: Option<&Path>,
     ) {
-        let pre_copied = self.migrations.pre_copies.take_sent(migration);
-        let started = prepare_image_dir(&dir).and_then(|()| {
-            let (page_socket, sent) = match (memory_socket, pre_copied) {
-                (Some(_), Some((stream, sent))) => (Some(stream), Some(sent)),
+        let pre_copied = self.migrations.pre_copies.take_sent_pages(migration);
+        let start_result = prepare_image_dir(&image_dir).and_then(|()| {
+            let (page_socket, sent_pages) = match (memory_socket, pre_copied) {
+                (Some(_), Some((stream, sent_pages))) => (Some(stream), Some(sent_pages)),
                 (way, _) => (
                     way.map(post_copy::connect_memory_socket)
                         .transpose()?
@@ -448,15 +455,15 @@ impl Supervisor {
                     None,
                 ),
             };
-            let attempt = DumpAttempt::first(dir, page_socket, sent);
+            let attempt = DumpAttempt::new_first(image_dir, page_socket, sent_pages);
             Ok((self.start_dump(migration, tid, &attempt)?, attempt))
         });
-        match started {
-            Ok((worker, attempt)) => self.set_dumping(migration, tid, worker, attempt),
+        match start_result {
+            Ok((worker, attempt)) => self.record_dump_start(migration, tid, worker, attempt),
             Err(why) => {
                 self.migrations
                     .post_copies
-                    .on_failure(Some(&why).filter(|_| memory_socket.is_some()));
+                    .back_off_after_failure(Some(&why).filter(|_| memory_socket.is_some()));
                 self.send(&FromTasker::Dumped {
                     migration,
                     result: Err(why),
@@ -465,11 +472,17 @@ impl Supervisor {
         }
     }
 
-    fn set_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: DumpAttempt) {
+    fn record_dump_start(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        worker_id: u64,
+        attempt: DumpAttempt,
+    ) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             task.phase = TaskPhase::Dumping {
                 migration,
-                worker,
+                worker_id,
                 attempt,
                 aborted: false,
             };
@@ -485,7 +498,7 @@ impl Supervisor {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (
             TaskPhase::Stopped {
-                migration: stopped_for,
+                migration: stop_migration,
             },
             Some(namespace),
         ) = (&task.phase, &task.namespace)
@@ -494,9 +507,9 @@ impl Supervisor {
                 "{tid} is not stopped for a migration"
             )));
         };
-        if *stopped_for != migration {
+        if *stop_migration != migration {
             return Err(Failure::Engine(format!(
-                "{tid} is stopped for another migration, {stopped_for}"
+                "{tid} is stopped for another migration, {stop_migration}"
             )));
         }
         let engine = self
@@ -505,59 +518,67 @@ impl Supervisor {
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
         let processes = namespace.pids();
-        let memory = resident_bytes(&processes);
-        let (output_and_stopped, root) = (
-            (task.output.inode(), task.already_stopped_pids.clone()),
+        let memory_bytes = total_memory_bytes(&processes);
+        let (output_and_stopped, root_pid) = (
+            (task.output.pipe_inode(), task.already_stopped_pids.clone()),
             task.process.pid,
         );
-        let mut limits = engine_limits(memory)?;
+        let mut limits = engine_limits(memory_bytes)?;
         if attempt.is_first {
             limits.timeout -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
-        let dir = attempt.dir.clone();
+        let dir = attempt.image_dir.clone();
         let page_socket = attempt
             .page_socket
             .as_ref()
             .map(|stream| stream.try_clone())
             .transpose();
-        let job = DumpJob {
-            pid: task.process.pid,
+        let job = DumpParams {
+            root_pid: task.process.pid,
             processes: processes.clone(),
             dir: dir.clone(),
-            pid_namespace: namespace.inode(),
+            pid_namespace: namespace.namespace_inode(),
             page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
-            pre_copied: attempt.pre_copied.clone(),
+            sent_pages: attempt.pre_copied.clone(),
         };
-        let dumping = engine.start_dump(job)?;
-        let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
-        self.migrations.workers.start(&cancel, Some(pid), move || {
-            let result = dumping.finish(&limits).and_then(|(report, serving)| {
-                let files = file_transfer::copy_files_to_images(&dir, root, &processes)?;
-                let (file_count, written) = (files.len() as u32, facts::written_files(&processes));
-                let manifest = ImageManifest::describe(
-                    &dir,
-                    output_and_stopped.0,
-                    output_and_stopped.1,
-                    memory,
-                    written,
-                    files,
-                )?;
-                let described = manifest.write(&dir)?;
-                let report = DumpReport {
-                    bytes: manifest.image_bytes().max(report.bytes) + described,
-                    files: report.files + 1 + file_count,
-                };
-                Ok((report, serving))
-            });
-            if result.is_err() {
-                stop::wait_until_stopped(&processes);
-            }
-            WorkerResult::Dumped {
-                migration,
-                tid,
-                result,
-            }
-        })
+        let running_dump = engine.start_dump(job)?;
+        let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
+        self.migrations
+            .workers
+            .start_worker(&cancel, Some(engine_pid), move || {
+                let result =
+                    running_dump
+                        .wait_until_dumped(&limits)
+                        .and_then(|(report, memory_server)| {
+                            let files =
+                                file_transfer::copy_files_to_images(&dir, root_pid, &processes)?;
+                            let (file_count, files_being_written) =
+                                (files.len() as u32, facts::written_files(&processes));
+                            let manifest = ImageManifest::from_image_dir(
+                                &dir,
+                                output_and_stopped.0,
+                                output_and_stopped.1,
+                                memory_bytes,
+                                files_being_written,
+                                files,
+                            )?;
+                            let manifest_bytes = manifest.write(&dir)?;
+                            let report = DumpReport {
+                                image_bytes: manifest.image_bytes().max(report.image_bytes)
+                                    + manifest_bytes,
+                                image_files: report.image_files + 1 + file_count,
+                            };
+                            Ok((report, memory_server))
+                        });
+                if result.is_err() {
+                    stop::wait_until_stopped(&processes);
+                }
+                WorkerResult::Dumped {
+                    migration,
+                    tid,
+                    result,
+                }
+            })
     }
 
     pub(crate) fn engine_failure(&self) -> Failure {
@@ -582,34 +603,42 @@ impl Supervisor {
             });
         };
         let mut resume_task = false;
-        if matches!(task.phase, TaskPhase::Dumping { migration: of, .. } if of == migration) {
+        if matches!(task.phase, TaskPhase::Dumping { migration: phase_migration, .. } if phase_migration == migration)
+        {
             let phase = std::mem::replace(&mut task.phase, TaskPhase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
-                // An engine that died may have left the task in any state, so the task must be
+                // If the engine died, some processes of the task may run, so the task must be
                 // stopped again.
-                stop::stop_all(&TaskProcesses::Namespace(namespace), &mut BTreeSet::new());
+                stop::signal_and_check_stopped(
+                    &TaskProcesses::Namespace(namespace),
+                    &mut BTreeSet::new(),
+                );
             }
             if let TaskPhase::Dumping {
                 attempt, aborted, ..
             } = phase
             {
                 resume_task = aborted;
-                let memory_follows = attempt.page_socket.is_some() && !aborted;
-                let root = task.process.pid;
+                let uses_post_copy = attempt.page_socket.is_some() && !aborted;
+                let root_pid = task.process.pid;
                 let failure = result.as_ref().err().filter(|_| !aborted);
-                if failure.is_some_and(|why| self.retry_dump(migration, tid, root, why, attempt)) {
+                if failure
+                    .is_some_and(|why| self.retry_dump(migration, tid, root_pid, why, attempt))
+                {
                     return;
                 }
-                if memory_follows {
+                if uses_post_copy {
                     self.migrations
                         .post_copies
-                        .on_failure(result.as_ref().err());
+                        .back_off_after_failure(result.as_ref().err());
                 }
             }
         }
-        let result = result.and_then(|(report, serving)| {
-            serving
-                .map_or(Ok(()), |serving| self.serve_memory(migration, tid, serving))
+        let result = result.and_then(|(report, memory_server)| {
+            memory_server
+                .map_or(Ok(()), |memory_server| {
+                    self.serve_memory(migration, tid, memory_server)
+                })
                 .map(|()| report)
         });
         self.send(&FromTasker::Dumped { migration, result });
@@ -618,13 +647,13 @@ impl Supervisor {
         }
     }
 
-    /// Schedules another attempt if a dump has failed only because it collided with another dump or
-    /// hung. Returns false if no attempt is scheduled.
+    /// Schedules another attempt of a dump, if it failed only because it collided with another dump
+    /// or hung. Returns false if no attempt is scheduled.
     fn retry_dump(
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        root: i32,
+        root_pid: i32,
         failure: &Failure,
         mut attempt: DumpAttempt,
     ) -> bool {
@@ -634,44 +663,49 @@ impl Supervisor {
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
             return self.restart_dump(migration, tid, attempt);
         }
-        if !engine.is_retryable(root, failure) {
+        if !engine.prepare_retry(root_pid, failure) {
             return false;
         }
-        let Some(pause) = attempt
-            .retry_backoff
-            .next_delay(micros(attempt.first_started_at.elapsed()), random_number())
-        else {
+        let Some(delay) = attempt.retry_backoff.next_delay(
+            to_micros(attempt.first_started_at.elapsed()),
+            random_number(),
+        ) else {
             return false;
         };
         let (failure, cancel) = (failure.clone(), CancelHandle::new());
-        let resting = cancel
+        let delay_worker = cancel
             .map_err(|e| Failure::Io(e.to_string()))
             .and_then(|cancel| {
                 let cancelled = cancel.clone();
-                self.migrations.workers.start(&cancel, None, move || {
-                    sleep_unless_cancelled(&cancelled, Duration::from_micros(pause.0));
-                    WorkerResult::RetryDelayOver {
-                        migration,
-                        tid,
-                        failure,
-                    }
-                })
+                self.migrations
+                    .workers
+                    .start_worker(&cancel, None, move || {
+                        sleep_unless_cancelled(&cancelled, Duration::from_micros(delay.0));
+                        WorkerResult::RetryDelayOver {
+                            migration,
+                            tid,
+                            failure,
+                        }
+                    })
             });
-        let Ok(worker) = resting else { return false };
-        self.set_dumping(migration, tid, worker, attempt);
+        let Ok(worker) = delay_worker else {
+            return false;
+        };
+        self.record_dump_start(migration, tid, worker, attempt);
         true
     }
 
-    /// Handles the end of the delay before another dump attempt, or its cancellation.
+    /// Handles the end of the delay before another dump attempt: starts the attempt, or reports
+    /// `failure` if the delay was cancelled or the attempt cannot be started.
     fn on_retry_delay_over(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
         if let Some(task) = self.tasks.get_mut(&tid)
             && let TaskPhase::Dumping {
-                migration: of,
+                migration: phase_migration,
                 attempt,
                 aborted: false,
                 ..
             } = &task.phase
-            && *of == migration
+            && *phase_migration == migration
         {
             let attempt = attempt.clone();
             task.phase = TaskPhase::Stopped { migration };
@@ -684,16 +718,19 @@ impl Supervisor {
 
     /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
     fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
-        let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
+        let removal =
+            std::fs::remove_dir_all(&attempt.image_dir).map_err(|e| Failure::Io(e.to_string()));
         let attempt = DumpAttempt {
             is_first: false,
             ..attempt
         };
-        let begun = emptied
-            .and_then(|()| prepare_image_dir(&attempt.dir))
+        let start_result = removal
+            .and_then(|()| prepare_image_dir(&attempt.image_dir))
             .and_then(|()| self.start_dump(migration, tid, &attempt));
-        let Ok(worker) = begun else { return false };
-        self.set_dumping(migration, tid, worker, attempt);
+        let Ok(worker) = start_result else {
+            return false;
+        };
+        self.record_dump_start(migration, tid, worker, attempt);
         true
     }
 
@@ -701,25 +738,32 @@ impl Supervisor {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
                 TaskPhase::Dumping {
-                    worker, aborted, ..
+                    worker_id: worker,
+                    aborted,
+                    ..
                 } => {
-                    // The reply is sent when the engine has ended.
+                    // The reply is sent when the worker has finished.
                     *aborted = true;
                     let worker = *worker;
-                    return self.migrations.workers.cancel(worker);
+                    return self.migrations.workers.cancel_worker(worker);
                 }
-                TaskPhase::Serving {
-                    worker, aborted, ..
+                TaskPhase::ServingMemory {
+                    worker_id: worker,
+                    aborted,
+                    ..
                 } => {
                     *aborted = true;
                     let worker = *worker;
                     return self.stop_serving(migration, worker);
                 }
-                TaskPhase::Stopping { migration: of, .. }
-                | TaskPhase::Stopped { migration: of }
-                    if *of == migration =>
-                {
-                    task.continue_running();
+                TaskPhase::Stopping {
+                    migration: phase_migration,
+                    ..
+                }
+                | TaskPhase::Stopped {
+                    migration: phase_migration,
+                } if *phase_migration == migration => {
+                    task.continue_after_migration();
                 }
                 _ => {}
             }
@@ -727,24 +771,29 @@ impl Supervisor {
         self.send(&FromTasker::MigrationAborted { migration });
     }
 
-    fn kill_migrated(&mut self, migration: MigrationId, tid: Tid) {
+    fn kill_source_copy(&mut self, migration: MigrationId, tid: Tid) {
         match self.tasks.get_mut(&tid) {
             Some(task) => {
-                if let TaskPhase::Dumping { worker, .. } = task.phase {
-                    self.migrations.workers.cancel(worker);
+                if let TaskPhase::Dumping {
+                    worker_id: worker, ..
+                } = task.phase
+                {
+                    self.migrations.workers.cancel_worker(worker);
                 }
-                let used = task
+                let usage = task
                     .usage_on_other_hosts
-                    .plus(stop::resource_usage(task.process.pid));
+                    .merged_with(stop::resource_usage(task.process.pid));
                 nice::deprioritize(&task.processes().pids());
-                self.migrations.post_copies.keep_after_kill(migration);
-                task.kill_all();
-                self.forget_killed(migration, tid, used);
+                self.migrations
+                    .post_copies
+                    .keep_memory_after_kill(migration);
+                task.kill_immediately();
+                self.remove_killed_task(migration, tid, usage);
             }
             // The task has exited, and its exit was already reported.
-            None => self.send(&FromTasker::SourceGone {
+            None => self.send(&FromTasker::SourceKilled {
                 migration,
-                used: Usage::default(),
+                usage: Usage::default(),
             }),
         }
     }
@@ -753,21 +802,21 @@ impl Supervisor {
     /// source's copy.
     ///
     /// The task executes no further instruction. The tasker does not wait until the kernel has
-    /// freed the task's memory, because that takes longer the more memory the task has.
-    fn forget_killed(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
-        self.drain_output(tid);
+    /// freed the task's memory, because that may take long.
+    fn remove_killed_task(&mut self, migration: MigrationId, tid: Tid, usage: Usage) {
+        self.forward_all_output(tid);
         let Some(task) = self.tasks.remove(&tid) else {
             return;
         };
-        self.send(&FromTasker::SourceGone { migration, used });
+        self.send(&FromTasker::SourceKilled { migration, usage });
         if let Some(namespace) = task.namespace {
             self.kill_namespace(namespace, Vec::new());
         }
     }
 
-    /// Ends the current migration step of a task that has exited while it was stopped, and sends
-    /// the daemon a reply to the step.
-    pub(crate) fn abandon_migration_of(&mut self, task: &Task) {
+    /// Ends the current migration step of a task that has exited while it was stopped, and reports
+    /// the failed step to the daemon.
+    pub(crate) fn end_migration_step_of_exited(&mut self, task: &Task) {
         self.migrations.pre_copies.on_task_exit(task.tid);
         match task.phase {
             TaskPhase::Stopping { migration, .. } => {
@@ -776,61 +825,66 @@ impl Supervisor {
                     result: Err(Failure::TaskEnded),
                 });
             }
-            TaskPhase::Dumping { worker, .. } => self.migrations.workers.cancel(worker),
-            TaskPhase::Serving {
-                migration, worker, ..
+            TaskPhase::Dumping {
+                worker_id: worker, ..
+            } => self.migrations.workers.cancel_worker(worker),
+            TaskPhase::ServingMemory {
+                migration,
+                worker_id: worker,
+                ..
             } => self.stop_serving(migration, worker),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
         }
     }
 }
 
-/// Writes the redirection into the memory of a stopped task. The task's library reads it when the
-/// task continues on another host.
-pub(crate) fn write_redirection(
+/// Writes the redirect, if any, into the memory of a stopped task. The task's library reads it when
+/// the task continues on another host.
+pub(crate) fn write_redirect(
     namespace: &Namespace,
-    redirection: Option<MemoryWrite>,
+    redirect: Option<MemoryWrite>,
 ) -> Result<(), Failure> {
     let Some(MemoryWrite {
         address: RedirectAddress {
-            pid: inner,
+            pid: namespace_pid,
             address,
         },
         bytes,
-    }) = redirection
+    }) = redirect
     else {
         return Ok(());
     };
     let Some(pid) = namespace
         .pids()
         .into_iter()
-        .find(|pid| checkpoint::proc::innermost_pid(*pid) == Some(inner))
+        .find(|pid| checkpoint::proc::innermost_pid(*pid) == Some(namespace_pid))
     else {
         return Err(Failure::Engine(format!(
-            "its process {inner}, whose library has quiesced, does not exist"
+            "its process {namespace_pid}, whose library has quiesced, does not exist"
         )));
     };
-    let failed = |e| {
+    let write_failure = |e| {
         Failure::Engine(format!(
             "its new location cannot be written into its library: process {pid}: {e}"
         ))
     };
-    sys::write_memory(pid, address, &bytes).map_err(failed)
+    sys::write_memory(pid, address, &bytes).map_err(write_failure)
 }
 
-/// Returns the time limit of a dump or restore of `bytes` bytes of memory, with a new cancellation
-/// handle.
-pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
+/// Returns the limits of a dump or restore of `memory_bytes` bytes of memory: the time limit and a new
+/// cancellation handle.
+pub(crate) fn engine_limits(memory_bytes: u64) -> Result<CallLimits, Failure> {
     let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(CallLimits {
-        timeout: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+        timeout: ENGINE_TIMEOUT_BASE
+            + Duration::from_secs(memory_bytes / ENGINE_BYTES_PER_SECOND_MIN),
         cancel,
     })
 }
 
 /// Creates an image directory with mode 0700, or checks that an existing one is empty.
 pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
-    let bad = |e: &dyn std::fmt::Display| {
+    let dir_failure = |e: &dyn std::fmt::Display| {
         Failure::Io(format!(
             "cannot make the image directory {}: {e}",
             dir.display()
@@ -839,20 +893,20 @@ pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
     match std::fs::DirBuilder::new().mode(0o700).create(dir) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            let mut entries = std::fs::read_dir(dir).map_err(|e| bad(&e))?;
+            let mut entries = std::fs::read_dir(dir).map_err(|e| dir_failure(&e))?;
             if entries.next().is_some() {
-                return Err(bad(&"it exists and is not empty"));
+                return Err(dir_failure(&"it exists and is not empty"));
             }
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
-            std::fs::set_permissions(dir, mode).map_err(|e| bad(&e))
+            std::fs::set_permissions(dir, mode).map_err(|e| dir_failure(&e))
         }
-        Err(e) => Err(bad(&e)),
+        Err(e) => Err(dir_failure(&e)),
     }
 }
 
 /// Returns the total memory of these processes in bytes, resident or swapped out.
-pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
+pub(crate) fn total_memory_bytes(pids: &[i32]) -> u64 {
     pids.iter()
-        .filter_map(|pid| checkpoint::facts::resident_bytes(*pid))
+        .filter_map(|pid| facts::process_memory_bytes(*pid))
         .sum()
 }

@@ -1,8 +1,8 @@
 //! A PID namespace for each task. An idle init process, a child of the tasker, keeps the namespace
 //! alive.
 //!
-//! PIDs in the namespace never collide with those of another host, so the task can be restored on
-//! any host. Killing the init kills all processes in the namespace. The init is not part of dumps.
+//! A task that is restored in a new namespace can have its previous PIDs on any host. Killing the
+//! init kills all processes in the namespace. Dumps do not include the init.
 //!
 //! If a freezer exists, each namespace has a control group that contains all its processes except
 //! the init.
@@ -23,25 +23,27 @@ use std::os::linux::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Minimum number of spare namespaces. Each costs a sleeping process.
+/// Number of spare namespaces that the idle tasker creates and keeps. Each costs a sleeping
+/// process.
 const SPARE_NAMESPACES_MIN: usize = 4;
 /// Maximum number of spare namespaces while tasks start and end.
 const SPARE_NAMESPACES_MAX: usize = 64;
-/// Time without a new task after which only [`SPARE_NAMESPACES_MIN`] spare namespaces are kept.
+/// Time without a new task after which the tasker ends all spare namespaces except
+/// [`SPARE_NAMESPACES_MIN`].
 const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time of the tasker after which it creates spare namespaces.
-const IDLE_DELAY: Duration = Duration::from_millis(1);
+const SPARE_CREATION_DELAY: Duration = Duration::from_millis(1);
 
-/// A PID namespace and its init. Dropping this value ends all processes in the namespace; the init
-/// must still be reaped.
+/// A PID namespace and its init. Dropping this value ends all processes in the namespace. The
+/// caller must still reap the init.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     init: Child,
-    /// Write end of the pipe on which the init waits for the order to end.
+    /// Write end of the pipe from which the init reads the order to end.
     init_control: OwnedFd,
     inode: u64,
-    /// True if the init was ordered to end.
-    ending: Cell<bool>,
+    /// True after the init was killed or ordered to end.
+    end_requested: Cell<bool>,
     /// The control group for the processes in the namespace, if one could be created.
     group: Option<ControlGroup>,
     /// True if the processes in the namespace are members of the control group.
@@ -49,21 +51,21 @@ pub(crate) struct Namespace {
 }
 
 impl Namespace {
-    /// Creates a namespace that contains only its init, and a control group if the freezer can
-    /// create one. Must be called from the main thread: the kernel kills the init when that thread
-    /// dies.
+    /// Creates a namespace that contains only its init, and a control group if `freezer` can create
+    /// one. Must be called from the main thread: the kernel kills the init when the thread that
+    /// created it ends.
     ///
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
-    pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
-        let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        let init = namespace_init::start_init(theirs.as_fd(), None)?;
+    pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Self> {
+        let (control_reader, control_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+        let init = namespace_init::start_init(control_reader.as_fd(), None)?;
         match std::fs::metadata(namespace_path(&init)) {
-            Ok(about) => Ok(Namespace {
-                inode: about.st_ino(),
+            Ok(namespace_metadata) => Ok(Self {
+                inode: namespace_metadata.st_ino(),
                 init,
-                init_control: ours,
-                ending: Cell::new(false),
+                init_control: control_writer,
+                end_requested: Cell::new(false),
                 group: freezer.and_then(|freezer| freezer.create_group().ok()),
                 members_in_group: Cell::new(false),
             }),
@@ -76,28 +78,28 @@ impl Namespace {
     }
 
     /// Tests whether the tasker may create PID namespaces, by creating one.
-    pub(crate) fn is_possible() -> bool {
-        let Ok(namespace) = Namespace::new(None) else {
+    pub(crate) fn can_create() -> bool {
+        let Ok(namespace) = Self::new(None) else {
             return false;
         };
-        namespace.kill();
+        namespace.kill_processes();
         sys::wait_and_reap(namespace.init.pid).is_ok()
     }
 
-    /// True when the init has ended, and with it all processes in the namespace.
+    /// True if the init has ended; all other processes in the namespace have then ended, too.
     pub(crate) fn has_ended(&self) -> bool {
-        let mut fds = [PollFd::new(self.end_fd(), PollFlags::POLLIN)];
+        let mut fds = [PollFd::new(self.init_pidfd(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
-    /// Returns a descriptor that becomes readable when the init has ended, and with it all
-    /// processes in the namespace.
-    pub(crate) fn end_fd(&self) -> BorrowedFd<'_> {
+    /// Returns a descriptor that becomes readable when the init has ended. All other processes in
+    /// the namespace have then ended, too.
+    pub(crate) fn init_pidfd(&self) -> BorrowedFd<'_> {
         self.init.pidfd.as_fd()
     }
 
-    /// Returns the inode number of the namespace, by which images refer to it.
-    pub(crate) fn inode(&self) -> u64 {
+    /// Returns the inode number of the namespace. Images identify the namespace by it.
+    pub(crate) fn namespace_inode(&self) -> u64 {
         self.inode
     }
 
@@ -110,15 +112,16 @@ impl Namespace {
         Ok(File::open(namespace_path(&self.init))?.into())
     }
 
-    /// Runs `make`. Processes that `make` creates belong to this namespace.
-    fn with_children_inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
-        let own = File::open("/proc/self/ns/pid")?;
+    /// Runs `create_process`, and returns its result. Processes that `create_process` creates are started in this
+    /// namespace.
+    fn run_with_children_inside<T>(&self, create_process: impl FnOnce() -> T) -> io::Result<T> {
+        let own_namespace = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
-        let made = make();
+        let created = create_process();
         // A process may always return to its own namespace.
-        setns(own, CloneFlags::CLONE_NEWPID)
+        setns(own_namespace, CloneFlags::CLONE_NEWPID)
             .expect("the way back into one's own namespace is open");
-        Ok(made)
+        Ok(created)
     }
 
     /// Starts a program in the namespace, as a direct child of the tasker.
@@ -133,31 +136,32 @@ impl Namespace {
         self.start_in_group(|group| sys::start_program(plan, guard, group))
     }
 
-    /// Starts a process in the namespace that waits before its exec, as a direct child of the
-    /// tasker.
+    /// Starts a process in the namespace as a direct child of the tasker. The process waits before
+    /// its exec.
     ///
     /// # Errors
     /// As [`sys::start_waiting`].
     pub(crate) fn start_waiting(
         &self,
         plan: &ExecPlan<'_>,
-        allowed: Duration,
+        timeout: Duration,
     ) -> Result<Child, StartError> {
-        self.start_in_group(|group| sys::start_waiting(plan, allowed, group))
+        self.start_in_group(|group| sys::start_stopped_before_exec(plan, timeout, group))
     }
 
-    /// Creates a process in the namespace by calling `make`, in the control group if possible.
+    /// Creates a process in the namespace by calling `create_process`, which receives the control group. If
+    /// the kernel refuses the group, `create_process` is called again without it.
     fn start_in_group(
         &self,
-        make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
+        create_process: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
     ) -> Result<Child, StartError> {
-        let start = |group: Option<BorrowedFd<'_>>| {
-            self.with_children_inside(|| make(group))
+        let start_in_namespace = |group: Option<BorrowedFd<'_>>| {
+            self.run_with_children_inside(|| create_process(group))
                 .map_err(StartError::NoProcess)?
         };
         self.members_in_group.set(false);
-        if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
-            match start(Some(folder.as_fd())) {
+        if let Some(folder) = self.group.as_ref().and_then(|group| group.open_dir().ok()) {
+            match start_in_namespace(Some(folder.as_fd())) {
                 // The kernel refused this control group; try without it.
                 Err(StartError::NoProcess(_)) => {}
                 other => {
@@ -166,27 +170,28 @@ impl Namespace {
                 }
             }
         }
-        start(None)
+        start_in_namespace(None)
     }
 
     /// Returns the control group if all processes in the namespace are members of it.
-    pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
+    pub(crate) fn complete_control_group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.members_in_group.get())
     }
 
     /// Returns the PIDs of all processes in the namespace except the init.
     ///
-    /// With a control group this reads the group's list. [`Namespace::pids`] scans all processes of
-    /// the host; during such a scan, tasks that must be stopped immediately would continue to run.
-    pub(crate) fn members(&self) -> Vec<i32> {
-        self.control_group()
-            .and_then(|group| group.members().ok())
+    /// With a control group, the PIDs are read from the group. [`Namespace::pids`] scans all
+    /// processes of the host; during such a scan, tasks that must be stopped immediately would
+    /// continue to run.
+    pub(crate) fn member_pids(&self) -> Vec<i32> {
+        self.complete_control_group()
+            .and_then(|group| group.member_pids().ok())
             .unwrap_or_else(|| self.pids())
     }
 
-    /// Returns the path of the control group's file `cgroup.procs`, if the processes in the
-    /// namespace are not members of the group yet.
-    pub(crate) fn group_to_join(&self) -> Option<PathBuf> {
+    /// Returns the path of the control group's file `cgroup.procs`. `None` if the namespace has no
+    /// group, or if its processes are already members of the group.
+    pub(crate) fn joinable_procs_file(&self) -> Option<PathBuf> {
         self.group
             .as_ref()
             .filter(|_| !self.members_in_group.get())
@@ -194,7 +199,7 @@ impl Namespace {
     }
 
     /// Records that the processes in the namespace are members of the control group.
-    pub(crate) fn set_in_group(&self) {
+    pub(crate) fn record_group_membership(&self) {
         self.members_in_group.set(true);
     }
 
@@ -208,28 +213,30 @@ impl Namespace {
         stdin: &impl AsFd,
         output: &impl AsFd,
     ) -> io::Result<Child> {
-        self.with_children_inside(|| sys::start_idle_process(dir, stdin.as_fd(), output.as_fd()))?
+        self.run_with_children_inside(|| {
+            sys::start_idle_process(dir, stdin.as_fd(), output.as_fd())
+        })?
     }
 
     /// Kills all processes in the namespace. The caller must first reap the tasker's children among
     /// them, then the init.
-    pub(crate) fn kill(&self) {
-        self.ending.set(true);
+    pub(crate) fn kill_processes(&self) {
+        self.end_requested.set(true);
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if no process remains in the namespace after its task has ended. The init adopts
+    /// True if the namespace of an ended task contains no process except the init. The init adopts
     /// orphans, so a remaining process would be a child of the init.
     fn is_reusable(&self) -> bool {
-        !self.ending.get()
+        !self.end_requested.get()
             && !self.has_ended()
             && proc::children(self.init.pid).is_some_and(|children| children.is_empty())
     }
 
-    /// Orders the init to end when the namespace is empty.
+    /// Orders the init to end as soon as the namespace contains no other process.
     pub(crate) fn end_when_empty(&self) {
-        self.ending.set(true);
-        // The pipe never contains more than this byte, so it has space. A failure means that the
+        self.end_requested.set(true);
+        // The write cannot block: the pipe never contains more than this byte. It fails only if the
         // init has ended.
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
@@ -239,7 +246,7 @@ impl Namespace {
     pub(crate) fn pids(&self) -> Vec<i32> {
         // After the init has ended, its PID may belong to another process.
         if !std::fs::metadata(namespace_path(&self.init))
-            .is_ok_and(|about| about.st_ino() == self.inode)
+            .is_ok_and(|namespace_metadata| namespace_metadata.st_ino() == self.inode)
         {
             return Vec::new();
         }
@@ -254,30 +261,32 @@ impl Namespace {
     }
 }
 
-/// Returns the path in /proc of the namespace of an init. The PID is not reused before the init is
-/// reaped.
+/// Returns the path in /proc of the namespace of `init`. The path stays valid until the init is
+/// reaped, because its PID is not reused before.
 fn namespace_path(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
 }
 
-/// Namespaces that are prepared for future tasks, so that starting a task does not wait for the
-/// creation of a namespace. Namespaces of ended tasks are reused if they are empty, and some
-/// namespaces are created while the tasker is idle.
+/// Spare namespaces for future tasks. With them, the start of a task does not wait for the creation
+/// of a namespace.
+///
+/// Namespaces of ended tasks are reused if they are empty. The idle tasker creates missing
+/// namespaces.
 #[derive(Debug)]
 pub(crate) struct SpareNamespaces {
-    ready: Vec<Namespace>,
-    /// Time at which the last namespace was taken.
-    last_taken: Instant,
-    /// True if the last attempt to create a namespace failed. The start of the next task reports
-    /// the reason.
+    namespaces: Vec<Namespace>,
+    /// Time at which a task last took a namespace.
+    last_taken_at: Instant,
+    /// True if the last attempt to create a spare namespace failed. The idle tasker does not try
+    /// again; the start of the next task does, and reports the error.
     creation_failed: bool,
 }
 
 impl SpareNamespaces {
-    pub(crate) fn new() -> SpareNamespaces {
-        SpareNamespaces {
-            ready: Vec::new(),
-            last_taken: Instant::now(),
+    pub(crate) fn new() -> Self {
+        Self {
+            namespaces: Vec::new(),
+            last_taken_at: Instant::now(),
             creation_failed: false,
         }
     }
@@ -286,10 +295,13 @@ impl SpareNamespaces {
     ///
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
-    pub(crate) fn take(&mut self, freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
-        (self.last_taken, self.creation_failed) = (Instant::now(), false);
-        while let Some(namespace) = self.ready.pop() {
-            // Any privileged process may have killed the init.
+    pub(crate) fn take_or_create(
+        &mut self,
+        freezer: Option<&mut Freezer>,
+    ) -> io::Result<Namespace> {
+        (self.last_taken_at, self.creation_failed) = (Instant::now(), false);
+        while let Some(namespace) = self.namespaces.pop() {
+            // The init may have been killed by another privileged process.
             if !namespace.has_ended() {
                 return Ok(namespace);
             }
@@ -299,37 +311,39 @@ impl SpareNamespaces {
 
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
     /// cannot be reused.
-    pub(crate) fn recycle(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.ready.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
+    pub(crate) fn recycle_namespace(&mut self, namespace: Namespace) -> Option<Namespace> {
+        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
             return Some(namespace);
         }
         namespace.members_in_group.set(false);
-        self.ready.push(namespace);
+        self.namespaces.push(namespace);
         None
     }
 
     /// Returns the idle time after which [`SpareNamespaces::maintain`] must be called; `None` if no
     /// call is needed.
-    pub(crate) fn check_delay(&self) -> Option<Duration> {
-        match self.ready.len() {
-            ready if ready < SPARE_NAMESPACES_MIN && !self.creation_failed => Some(IDLE_DELAY),
+    pub(crate) fn maintenance_delay(&self) -> Option<Duration> {
+        match self.namespaces.len() {
+            ready if ready < SPARE_NAMESPACES_MIN && !self.creation_failed => {
+                Some(SPARE_CREATION_DELAY)
+            }
             ready if ready > SPARE_NAMESPACES_MIN => Some(SPARE_IDLE_TIMEOUT),
             _ => None,
         }
     }
 
-    /// Creates a missing spare namespace, or ends namespaces that were not needed for
-    /// [`SPARE_IDLE_TIMEOUT`]. Must be called when the tasker is idle.
-    pub(crate) fn maintain(&mut self, freezer: Option<&mut Freezer>) {
-        if self.ready.len() < SPARE_NAMESPACES_MIN {
+    /// Creates one missing spare namespace, or ends the surplus namespaces after
+    /// [`SPARE_IDLE_TIMEOUT`] without a new task. Must be called when the tasker is idle.
+    pub(crate) fn adjust_spare_count(&mut self, freezer: Option<&mut Freezer>) {
+        if self.namespaces.len() < SPARE_NAMESPACES_MIN {
             match Namespace::new(freezer) {
-                // Insert the new namespace before those that were used recently, which are taken
-                // first.
-                Ok(namespace) => self.ready.insert(0, namespace),
+                // Tasks take namespaces from the end of the list. The new namespace is inserted at
+                // the start, so that recently used ones are taken first.
+                Ok(namespace) => self.namespaces.insert(0, namespace),
                 Err(_) => self.creation_failed = true,
             }
-        } else if self.last_taken.elapsed() >= SPARE_IDLE_TIMEOUT {
-            self.ready.truncate(SPARE_NAMESPACES_MIN);
+        } else if self.last_taken_at.elapsed() >= SPARE_IDLE_TIMEOUT {
+            self.namespaces.truncate(SPARE_NAMESPACES_MIN);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The idle init of a PID namespace.
 //!
-//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise the init would retain
+//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise each init would retain
 //! a snapshot of the heap while its task lives, and a host may have thousands of tasks.
 #![allow(unsafe_code)] // What a new process does between system calls has no safe interface.
 
@@ -10,15 +10,15 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-/// Maximum number of memory ranges that an init unmaps. Further ranges remain mapped.
+/// Maximum number of memory ranges that an init unmaps. All further ranges remain mapped.
 const HEAP_RANGES_MAX: usize = 256;
 
 /// Creates the idle init of a new PID namespace.
 ///
 /// The init has no open descriptor except `control`. A byte on `control` orders the init to end
-/// when the namespace is empty; the end of file orders it to end immediately, which kills all
-/// processes in the namespace. The init is created in the control group `group`; without it, in the
-/// tasker's own group.
+/// when the namespace is empty. The end of file orders it to end immediately, which kills all
+/// processes in the namespace. The init is created in the control group `group`; if that is `None`,
+/// in the tasker's own group.
 ///
 /// # Errors
 /// Those of `clone3`; `EPERM` if the tasker may not create namespaces.
@@ -35,66 +35,72 @@ pub(crate) fn start_init(
     }
 }
 
-/// Memory ranges (address, size) that a copy of this process does not need if it makes only system
-/// calls. The list itself is not on the heap.
+/// Memory ranges, each with address and length in bytes, that a copy of this process does not need
+/// if it makes only system calls. The list itself is not on the heap.
 struct HeapRanges {
     ranges: [(usize, usize); HEAP_RANGES_MAX],
-    count: usize,
+    range_count: usize,
 }
 
 impl HeapRanges {
-    /// Lists the ranges; empty if /proc/self/maps cannot be read.
-    fn of_this_process() -> HeapRanges {
-        let mut heap = HeapRanges {
+    /// Lists the ranges of the calling process; the list is empty if /proc/self/maps cannot be
+    /// read.
+    fn of_this_process() -> Self {
+        let mut heap_ranges = Self {
             ranges: [(0, 0); HEAP_RANGES_MAX],
-            count: 0,
+            range_count: 0,
         };
         let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
-            return heap;
+            return heap_ranges;
         };
-        // Keep the stack and the C library's thread-local storage.
+        // The stack and the C library's thread-local storage must stay mapped.
         //
         // SAFETY: the call takes no arguments and returns an address.
-        let needed = [
-            (&raw const heap).addr(),
+        let needed_addresses = [
+            (&raw const heap_ranges).addr(),
             unsafe { libc::__errno_location() }.addr(),
         ];
         for range in parse_heap_ranges(&maps)
-            .filter(|range| !needed.iter().any(|place| range.contains(place)))
+            .filter(|range| {
+                !needed_addresses
+                    .iter()
+                    .any(|address| range.contains(address))
+            })
             .take(HEAP_RANGES_MAX)
         {
-            heap.ranges[heap.count] = (range.start, range.len());
-            heap.count += 1;
+            heap_ranges.ranges[heap_ranges.range_count] = (range.start, range.len());
+            heap_ranges.range_count += 1;
         }
-        heap
+        heap_ranges
     }
 }
 
-/// Returns the ranges of private memory without a file: the heap, and stacks of threads. A range
-/// that adjoins a mapped file contains variables of the program or a library (proc_pid_maps(5)) and
-/// is not returned.
+/// Returns the ranges of private memory without a file: the heap, and stacks of threads. Ranges
+/// that adjoin a mapped file are not returned, because they contain variables of the program or a
+/// library (proc_pid_maps(5)).
 fn parse_heap_ranges(maps: &str) -> impl Iterator<Item = Range<usize>> {
-    let mut end_of_file = None;
+    let mut file_mapping_end = None;
     maps.lines().filter_map(move |line| {
         let mut fields = line.split_ascii_whitespace();
         let (start, end) = fields.next()?.split_once('-')?;
         let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
         let (rights, inode, name) = (fields.next()?, fields.nth(2)?, fields.next());
         if inode != "0" {
-            end_of_file = Some(range.end);
+            file_mapping_end = Some(range.end);
         }
-        let nameless =
-            name.is_none_or(|name| name.starts_with("[anon:")) && end_of_file != Some(range.start);
-        (rights == "rw-p" && inode == "0" && (nameless || name == Some("[heap]"))).then_some(range)
+        let is_anonymous = name.is_none_or(|name| name.starts_with("[anon:"))
+            && file_mapping_end != Some(range.start);
+        (rights == "rw-p" && inode == "0" && (is_anonymous || name == Some("[heap]")))
+            .then_some(range)
     })
 }
 
 /// Runs the idle init.
 ///
 /// # Safety
-/// May be called only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made,
-/// and after the heap is unmapped only those whose code is already in use.
-unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
+/// May be called only in a process that was created by [`sys::clone3`]. Makes only
+/// async-signal-safe calls; after the heap is unmapped, only calls whose code is already in use.
+unsafe fn run_init(control: RawFd, heap_ranges: &HeapRanges) -> ! {
     const NAME: &CStr = c"pvm-init";
     // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
     // unmapped memory is unused: no other thread was copied, and no allocation is accessed
@@ -103,12 +109,12 @@ unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::setsid();
         libc::chdir(c"/".as_ptr());
-        // Orphans of the task become children of this process; ignoring SIGCHLD makes the kernel
-        // reap them.
+        // Orphans of the task become children of this process. Because SIGCHLD is ignored, the
+        // kernel reaps them.
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
         libc::dup2(control, 0);
         libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
-        for (start, bytes) in &heap.ranges[..heap.count] {
+        for (start, bytes) in &heap_ranges.ranges[..heap_ranges.range_count] {
             libc::munmap(std::ptr::with_exposed_provenance_mut(*start), *bytes);
         }
         libc::prctl(libc::PR_SET_NAME, NAME.as_ptr());
@@ -121,7 +127,7 @@ unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
                 _ => libc::_exit(1),
             }
         }
-        // With SIGCHLD ignored, waitpid returns only when no child is left.
+        // Because SIGCHLD is ignored, waitpid returns only when no child is left.
         while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
             || *libc::__errno_location() == libc::EINTR
         {}
@@ -157,12 +163,13 @@ mod tests {
         );
     }
 
-    /// Waits until the process has become an init. Returns its anonymous memory in KiB.
-    fn anonymous_kib(pid: i32) -> u64 {
-        let begin = Instant::now();
+    /// Waits until the process has unmapped the heap of the tasker. Returns the size of its
+    /// anonymous memory in KiB.
+    fn wait_for_init_anonymous_kib(pid: i32) -> u64 {
+        let started_at = Instant::now();
         while proc::stat(pid).expect("it lives").comm != "pvm-init" {
             assert!(
-                begin.elapsed() < Duration::from_secs(30),
+                started_at.elapsed() < Duration::from_secs(30),
                 "it does not become an init"
             );
             std::thread::sleep(Duration::from_millis(1));
@@ -173,28 +180,31 @@ mod tests {
         bytes / 1024
     }
 
-    /// An init retains none of the tasker's allocations, and ends when the control pipe delivers a
+    /// An init retains none of the tasker's allocations. It ends when the control pipe delivers a
     /// byte or is closed.
     #[test]
     #[ignore = "system tier: needs root"]
     fn init_frees_tasker_memory_and_ends_on_order() {
-        let large = vec![7u8; 64 << 20];
-        let small: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
-        for last in [None, Some(b'x')] {
-            let (theirs, mut ours) = std::io::pipe().expect("a pipe");
-            let init = match start_init(theirs.as_fd(), None) {
+        let large_allocation = vec![7u8; 64 << 20];
+        let small_allocations: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
+        for order in [None, Some(b'x')] {
+            let (control_reader, mut control_writer) = io::pipe().expect("a pipe");
+            let init = match start_init(control_reader.as_fd(), None) {
                 Ok(init) => init,
                 Err(error) => panic!("cannot run here: {error}"),
             };
-            let kib = anonymous_kib(init.pid);
-            assert!(kib < 2048, "{kib} KiB");
-            if let Some(byte) = last {
-                ours.write_all(&[byte]).expect("it reads");
+            let init_anonymous_kib = wait_for_init_anonymous_kib(init.pid);
+            assert!(init_anonymous_kib < 2048, "{init_anonymous_kib} KiB");
+            if let Some(byte) = order {
+                control_writer.write_all(&[byte]).expect("it reads");
             }
-            drop((ours, theirs));
-            let ended = sys::wait_and_reap(init.pid).expect("a child");
-            assert_eq!(ended.0, 0, "it ends by itself");
+            drop((control_writer, control_reader));
+            let status_and_usage = sys::wait_and_reap(init.pid).expect("a child");
+            assert_eq!(status_and_usage.0, 0, "it ends by itself");
         }
-        assert_eq!((large[1 << 20], small[99_999][99]), (7, 7));
+        assert_eq!(
+            (large_allocation[1 << 20], small_allocations[99_999][99]),
+            (7, 7)
+        );
     }
 }

@@ -1,50 +1,50 @@
-//! Priorities of a task's threads while the task quiesces: the threads of the program get the
-//! lowest priority, and those of its library a high one.
+//! Priorities of a task's threads while the task quiesces. The threads of the program have the
+//! lowest priority, and those of PVM's library a high one.
 
 use crate::sys;
 use procfs::process::{Process, Task};
 use std::collections::BTreeMap;
 
-/// Names of the library's threads that quiesce a task.
+/// Names of the threads of PVM's library that quiesce a task.
 const LIBRARY_THREADS: [&str; 2] = ["pvm-helper", "pvm-ear"];
 /// Nice value of the program's threads while the task quiesces.
 const LOWEST_NICE: i32 = 19;
 /// Nice value of the library's threads while the task quiesces.
 const LIBRARY_NICE: i32 = -10;
 
-/// The previous nice values of threads whose priorities were changed, by thread id.
+/// The previous nice values, by thread id, of the threads whose priorities were changed.
 #[derive(Debug, Default)]
 pub(crate) struct DeprioritizedThreads {
     previous_nice: BTreeMap<i32, i32>,
-    /// Nice value for threads that were created after the change: that of the first thread of the
-    /// first process.
+    /// Nice value for threads that the task has created since its priorities were changed. It is
+    /// the previous nice value of the first thread of the first process.
     default_nice: i32,
 }
 
 impl DeprioritizedThreads {
     /// Lowers the priorities of the program's threads in these processes, and raises those of the
-    /// library's threads. Changes nothing if the tasker lacks the capability to restore the
-    /// priorities.
-    pub(crate) fn lower(pids: &[i32]) -> DeprioritizedThreads {
+    /// library's threads. Changes nothing if the tasker may not raise priorities, because it could
+    /// not restore them.
+    pub(crate) fn change_priorities(pids: &[i32]) -> Self {
         let default_nice = pids
             .iter()
             .min()
             .and_then(|pid| sys::nice_of(*pid))
             .unwrap_or_default();
-        let mut deprioritized = DeprioritizedThreads {
+        let mut deprioritized = Self {
             previous_nice: BTreeMap::new(),
             default_nice,
         };
         if !sys::can_raise_priority() {
             return deprioritized;
         }
-        for (thread, name) in pids.iter().flat_map(|pid| threads(*pid)) {
-            let Some(nice) = sys::nice_of(thread) else {
+        for (tid, name) in pids.iter().flat_map(|pid| threads_of(*pid)) {
+            let Some(nice) = sys::nice_of(tid) else {
                 continue;
             };
-            deprioritized.previous_nice.insert(thread, nice);
+            deprioritized.previous_nice.insert(tid, nice);
             sys::set_nice(
-                thread,
+                tid,
                 if LIBRARY_THREADS.contains(&name.trim_end()) {
                     LIBRARY_NICE
                 } else {
@@ -56,52 +56,60 @@ impl DeprioritizedThreads {
     }
 
     /// Restores the priorities of all threads of these processes.
-    pub(crate) fn restore(&self, pids: &[i32]) {
+    pub(crate) fn restore_priorities(&self, pids: &[i32]) {
         if self.previous_nice.is_empty() {
             return;
         }
-        for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
+        for (tid, _) in pids.iter().flat_map(|pid| threads_of(*pid)) {
             let nice = self
                 .previous_nice
-                .get(&thread)
+                .get(&tid)
                 .copied()
                 .unwrap_or(self.default_nice);
-            sys::set_nice(thread, nice);
+            sys::set_nice(tid, nice);
         }
     }
 }
 
-/// Gives these processes the lowest priority. They are about to be killed, and the kernel's work
-/// for their exit is not urgent.
+/// Sets all threads of these processes to the lowest priority. The processes are about to be
+/// killed, and the kernel's work for their exit is not urgent.
 pub(crate) fn deprioritize(pids: &[i32]) {
-    for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
+    for (thread, _) in pids.iter().flat_map(|pid| threads_of(*pid)) {
         sys::set_nice(thread, LOWEST_NICE);
     }
 }
 
-/// Returns the threads of these processes that do not belong to a library; empty if the processes
-/// have no library threads.
+/// Returns the ids of the threads of these processes except those of PVM's library; empty if the
+/// processes have no library threads.
 pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
     let is_library = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
-    let all = pids.iter().flat_map(|pid| threads(*pid));
-    let (libraries, programs): (Vec<_>, Vec<_>) = all.partition(is_library);
-    if libraries.is_empty() {
+    let task_threads = pids.iter().flat_map(|pid| threads_of(*pid));
+    let (library_threads, other_threads): (Vec<_>, Vec<_>) = task_threads.partition(is_library);
+    if library_threads.is_empty() {
         Vec::new()
     } else {
-        programs.into_iter().map(|(thread, _)| thread).collect()
+        other_threads
+            .into_iter()
+            .map(|(thread, _)| thread)
+            .collect()
     }
 }
 
-/// Returns the ids of a process's threads with their names.
-fn threads(pid: i32) -> Vec<(i32, String)> {
+/// Returns the id and the name of each thread of a process.
+fn threads_of(pid: i32) -> Vec<(i32, String)> {
     let threads = Process::new(pid).and_then(|process| process.tasks());
-    let named = |thread: Task| {
+    let thread_with_name = |thread: Task| {
         let name = thread
             .stat()
             .map_or_else(|_| String::new(), |stat| stat.comm);
         (thread.tid, name)
     };
-    threads.into_iter().flatten().flatten().map(named).collect()
+    threads
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(thread_with_name)
+        .collect()
 }
 
 #[cfg(test)]
@@ -111,33 +119,34 @@ mod tests {
 
     #[test]
     fn nice_value_is_restored_after_lowering() {
-        let own = sys::nice_of(std::process::id() as i32).expect("this process has a nice value");
-        let expected = (own + 3).min(LOWEST_NICE);
+        let test_nice =
+            sys::nice_of(std::process::id() as i32).expect("this process has a nice value");
+        let child_nice = (test_nice + 3).min(LOWEST_NICE);
         let mut child = Command::new("nice")
             .args(["-n", "3", "sleep", "60"])
             .spawn()
             .expect("nice");
         let pid = child.id() as i32;
-        while sys::nice_of(pid) != Some(expected) {
-            let ended = child.try_wait().expect("a child");
+        while sys::nice_of(pid) != Some(child_nice) {
+            let exit_status = child.try_wait().expect("a child");
             assert!(
-                ended.is_none(),
-                "the child ended before it had the nice value {expected}: {ended:?}"
+                exit_status.is_none(),
+                "the child ended before it had the nice value {child_nice}: {exit_status:?}"
             );
             std::thread::yield_now();
         }
-        let deprioritized = DeprioritizedThreads::lower(&[pid]);
-        let meanwhile = sys::nice_of(pid);
-        deprioritized.restore(&[pid]);
+        let deprioritized = DeprioritizedThreads::change_priorities(&[pid]);
+        let lowered_nice = sys::nice_of(pid);
+        deprioritized.restore_priorities(&[pid]);
         assert_eq!(
-            meanwhile,
+            lowered_nice,
             Some(if sys::can_raise_priority() {
                 LOWEST_NICE
             } else {
-                expected
+                child_nice
             })
         );
-        assert_eq!(sys::nice_of(pid), Some(expected));
+        assert_eq!(sys::nice_of(pid), Some(child_nice));
         child.kill().expect("it is there");
         child.wait().expect("a child");
     }

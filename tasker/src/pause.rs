@@ -2,12 +2,13 @@
 //!
 //! 1. The task runs for a short time so that its library can quiesce. During that time the
 //!    program's threads have the lowest priority, and those of the library a high one.
-//! 2. The task's control group is frozen; without one, all its processes are stopped by SIGSTOP.
+//! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
+//!    SIGSTOP.
 //! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
 //!
-//! A task that had not quiesced when it was stopped runs once more before it migrates. At first the
-//! program's threads are frozen: the library can quiesce, and the program does not run while the
-//! owner is present.
+//! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
+//! part of this time the program's threads are frozen: the library can quiesce, and the program
+//! does not run while the owner is present.
 //!
 //! The engine cannot dump a frozen control group. For a migration all processes receive SIGSTOP
 //! while they are frozen, and are then thawed; none of them runs in between.
@@ -22,12 +23,13 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Time limit for a paused task to exit after SIGTERM.
-const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// Time after which processes that have not stopped are polled less often. A process that waits in
-/// the kernel for a disk or a network file system executes no instructions of the program.
-const FAST_POLL_WINDOW: Duration = Duration::from_secs(2);
-/// Poll interval after [`FAST_POLL_WINDOW`].
+/// Time for which a paused task may run to exit after SIGTERM.
+const EXIT_GRACE: Duration = Duration::from_millis(200);
+/// Time from the order to stop during which processes that have not stopped are polled at the short
+/// interval. A process that waits in the kernel for a disk or a network file system may need
+/// longer, but executes no instructions of the program.
+const FAST_POLL_DURATION: Duration = Duration::from_secs(2);
+/// Poll interval for processes that have not stopped within [`FAST_POLL_DURATION`].
 const SLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Progress of pausing a task.
@@ -37,23 +39,24 @@ pub(crate) enum Pause {
     NotPaused,
     /// The task still runs so that its library can quiesce.
     Quiescing {
-        /// Time at which the task is stopped even if it has not quiesced.
+        /// Time at which the task is stopped, even if it has not quiesced.
         stop_at: Instant,
         /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
         /// Whether only the library's threads may run.
         program_freeze: ProgramThreadFreeze,
     },
-    /// The task was ordered to stop, and some processes may still run.
+    /// The task was ordered to stop. Some of its processes may still run.
     Stopping {
         /// Processes that received SIGSTOP; empty if a control group is frozen instead.
         signalled_pids: BTreeSet<i32>,
         /// Time at which the task was ordered to stop.
-        since: Instant,
+        ordered_at: Instant,
         /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
     },
-    /// The task is stopped, or will remain stopped when its current migration ends.
+    /// The task is stopped, or is stopped by a migration and will remain stopped when that
+    /// migration ends.
     Paused,
 }
 
@@ -61,97 +64,103 @@ pub(crate) enum Pause {
 /// run.
 #[derive(Debug, Default)]
 pub(crate) enum ProgramThreadFreeze {
-    /// The program's threads are not frozen: that was not requested or is not possible.
+    /// The program's threads are not frozen: freezing was not requested or is not possible.
     #[default]
     Inactive,
     /// The program's threads are frozen.
     Active {
-        /// Time at which the program's threads are released.
-        until: Instant,
-        /// Dropping this value releases the program's threads.
+        /// Time at which the program's threads are unfrozen.
+        unfreeze_at: Instant,
+        /// Dropping this value unfreezes the program's threads.
         _frozen_threads: FrozenThreads,
     },
-    /// The program's threads were released because the library could not quiesce while they were
-    /// frozen; they may hold a lock that it needs.
+    /// The program's threads were unfrozen because the library could not quiesce while they were
+    /// frozen. A frozen thread may hold a lock that the library needs.
     Expired,
 }
 
 impl ProgramThreadFreeze {
     fn has_expired(&self, now: Instant) -> bool {
-        matches!(self, ProgramThreadFreeze::Active { until, .. } if *until <= now)
+        matches!(self, Self::Active { unfreeze_at: until, .. } if *until <= now)
     }
 }
 
 impl Pause {
-    /// Returns the time until the next check; `None` if no check is needed. `soon` is the poll
-    /// interval for a task that is being stopped.
-    pub(crate) fn next_check_delay(&self, soon: Duration) -> Option<Duration> {
+    /// Returns the time until the pause must be checked again; `None` if no check is needed. `stop_poll_interval`
+    /// is the poll interval for a task that is being stopped.
+    pub(crate) fn next_check_delay(&self, stop_poll_interval: Duration) -> Option<Duration> {
         match self {
-            Pause::NotPaused | Pause::Paused => None,
-            Pause::Quiescing {
-                stop_at: until,
-                program_freeze: library_only,
+            Self::NotPaused | Self::Paused => None,
+            Self::Quiescing {
+                stop_at,
+                program_freeze,
                 ..
             } => {
-                let first = if let ProgramThreadFreeze::Active {
-                    until: alone_until, ..
-                } = library_only
-                {
-                    until.min(alone_until)
-                } else {
-                    until
-                };
-                Some(first.saturating_duration_since(Instant::now()))
+                let next_check_at =
+                    if let ProgramThreadFreeze::Active { unfreeze_at, .. } = program_freeze {
+                        stop_at.min(unfreeze_at)
+                    } else {
+                        stop_at
+                    };
+                Some(next_check_at.saturating_duration_since(Instant::now()))
             }
-            Pause::Stopping { since, .. } if since.elapsed() < FAST_POLL_WINDOW => Some(soon),
-            Pause::Stopping { .. } => Some(SLOW_POLL_INTERVAL),
+            Self::Stopping {
+                ordered_at: since, ..
+            } if since.elapsed() < FAST_POLL_DURATION => Some(stop_poll_interval),
+            Self::Stopping { .. } => Some(SLOW_POLL_INTERVAL),
         }
     }
 
-    /// Restores the priorities of the task's threads. Returns the processes that have received
-    /// SIGSTOP.
+    /// Restores the priorities of the task's threads. Returns the PIDs of the processes that have
+    /// received SIGSTOP.
     fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
-        let (deprioritized, signalled) = match self {
-            Pause::NotPaused | Pause::Paused => return BTreeSet::new(),
-            Pause::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
-            Pause::Stopping {
+        let (deprioritized, signalled_pids) = match self {
+            Self::NotPaused | Self::Paused => return BTreeSet::new(),
+            Self::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
+            Self::Stopping {
                 deprioritized,
-                signalled_pids: signalled,
+                signalled_pids,
                 ..
-            } => (deprioritized, signalled),
+            } => (deprioritized, signalled_pids),
         };
-        deprioritized.restore(&task.member_pids());
-        signalled
+        deprioritized.restore_priorities(&task.member_pids());
+        signalled_pids
     }
 
     pub(crate) fn is_inactive(&self) -> bool {
-        matches!(self, Pause::NotPaused)
+        matches!(self, Self::NotPaused)
     }
 }
 
 impl Task {
-    /// Pauses the task. It may run for the time `after` so that its library can quiesce.
-    fn pause(&mut self, after: Duration) {
+    /// Pauses the task. The task may run for the time `run_time` so that its library can quiesce.
+    fn pause(&mut self, run_time: Duration) {
         match (&self.phase, std::mem::take(&mut self.pause)) {
-            (TaskPhase::Running, pause) if after.is_zero() => self.stop_paused(pause),
+            (TaskPhase::Running, pause) if run_time.is_zero() => self.stop_paused(pause),
             (TaskPhase::Running, pause) => {
-                let until = Instant::now() + after;
+                let stop_at = Instant::now() + run_time;
                 let (deprioritized, was_stopped) = match pause {
-                    Pause::NotPaused => (DeprioritizedThreads::lower(&self.member_pids()), false),
+                    Pause::NotPaused => (
+                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        false,
+                    ),
                     Pause::Quiescing { deprioritized, .. } => (deprioritized, false),
                     Pause::Stopping { deprioritized, .. } => (deprioritized, true),
-                    Pause::Paused => (DeprioritizedThreads::lower(&self.member_pids()), true),
+                    Pause::Paused => (
+                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        true,
+                    ),
                 };
                 if was_stopped {
                     self.continue_processes();
                 }
                 self.pause = Pause::Quiescing {
-                    stop_at: until,
+                    stop_at,
                     deprioritized,
                     program_freeze: ProgramThreadFreeze::Inactive,
                 };
             }
-            // The task is stopped for a migration, or soon will be. It remains stopped when the
+            // The task is stopped or being stopped for a migration. It remains stopped when the
             // migration ends.
             (_, pause) => {
                 pause.restore_priorities(self);
@@ -160,12 +169,12 @@ impl Task {
         }
     }
 
-    /// Lets a paused task run for the time `after` so that it can quiesce. For the time
-    /// `library_only` only its library's threads run. A repeated call while the task runs has no
-    /// effect.
-    fn resume_to_quiesce(&mut self, library_only: Duration, after: Duration) {
+    /// Lets a paused task run for the time `run_time` so that the task can quiesce. In the first part
+    /// of this time, which is `library_phase` long, only the library's threads run. A repeated call
+    /// while the task runs has no effect.
+    fn resume_to_quiesce(&mut self, library_phase: Duration, run_time: Duration) {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
-            return self.pause(after);
+            return self.pause(run_time);
         }
         let was_stopped = match std::mem::take(&mut self.pause) {
             pause @ Pause::Quiescing {
@@ -180,39 +189,40 @@ impl Task {
             }
         };
         if !was_stopped {
-            self.record_stopped();
+            self.record_already_stopped();
         }
         let (now, frozen_threads) = (Instant::now(), self.freeze_program_threads());
-        let library_only = frozen_threads.map_or(ProgramThreadFreeze::Inactive, |frozen_threads| {
-            ProgramThreadFreeze::Active {
-                until: now + library_only,
-                _frozen_threads: frozen_threads,
-            }
-        });
-        let deprioritized = DeprioritizedThreads::lower(&self.member_pids());
+        let library_phase =
+            frozen_threads.map_or(ProgramThreadFreeze::Inactive, |frozen_threads| {
+                ProgramThreadFreeze::Active {
+                    unfreeze_at: now + library_phase,
+                    _frozen_threads: frozen_threads,
+                }
+            });
+        let deprioritized = DeprioritizedThreads::change_priorities(&self.member_pids());
         if was_stopped {
             self.continue_processes();
         }
         self.pause = Pause::Quiescing {
-            stop_at: now + after,
+            stop_at: now + run_time,
             deprioritized,
-            program_freeze: library_only,
+            program_freeze: library_phase,
         };
     }
 
     /// Lets a paused task run for [`EXIT_TIMEOUT`], in which it can exit.
-    pub(crate) fn allow_exit(&mut self) {
-        self.pause(EXIT_TIMEOUT);
+    pub(crate) fn resume_to_exit_briefly(&mut self) {
+        self.pause(EXIT_GRACE);
     }
 
-    /// Lets a paused task run for the time `time`, in which it can exit on request.
-    pub(crate) fn allow_exit_within(&mut self, time: Duration) {
-        self.pause(time);
+    /// Lets a paused task run for the duration `run_time`, in which it can exit on request.
+    pub(crate) fn resume_to_exit(&mut self, run_time: Duration) {
+        self.pause(run_time);
     }
 
-    /// Stops the task, whatever the state `pause` of its pause is.
+    /// Stops the task. `pause` is the pause's current state, which may be any.
     fn stop_paused(&mut self, pause: Pause) {
-        let (deprioritized, library_only) = match pause {
+        let (deprioritized, program_freeze) = match pause {
             Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
             Pause::NotPaused => (
                 DeprioritizedThreads::default(),
@@ -220,36 +230,36 @@ impl Task {
             ),
             Pause::Quiescing {
                 deprioritized,
-                program_freeze: library_only,
+                program_freeze,
                 ..
-            } => (deprioritized, library_only),
+            } => (deprioritized, program_freeze),
         };
         if let Some(group) = self.control_group() {
-            // Fails if the group was removed. Then it has no members, and the processes are stopped
-            // by signals.
-            let _ = group.freeze();
+            // Freezing fails if the group was removed. The group then has no members, and the
+            // processes are stopped by signals.
+            let _ = group.start_freeze();
         }
-        // Processes that were already stopped by a signal are recorded before the freeze, because
-        // all processes of a frozen group appear as stopped.
-        self.record_stopped();
-        let signalled = match library_only {
+        // Processes that were already stopped by a signal must be recorded before the freeze,
+        // because all processes of a frozen group appear as stopped.
+        self.record_already_stopped();
+        let signalled_pids = match program_freeze {
             ProgramThreadFreeze::Active { .. } if self.frozen_group().is_none() => {
-                stop::signal_frozen(&self.processes())
+                stop::send_stop_to_frozen(&self.processes())
             }
             _ => BTreeSet::new(),
         };
-        drop(library_only);
+        drop(program_freeze);
         self.pause = Pause::Stopping {
-            signalled_pids: signalled,
-            since: Instant::now(),
+            signalled_pids,
+            ordered_at: Instant::now(),
             deprioritized,
         };
     }
 
-    /// Freezes the program's threads; `None` if that is not possible. Processes that were already
-    /// stopped are not frozen, because they do not run and must remain in that state.
+    /// Freezes the program's threads; `None` if freezing is not possible. Processes that were
+    /// already stopped are not frozen, because they do not run and must stay stopped.
     fn freeze_program_threads(&self) -> Option<FrozenThreads> {
-        let threads = nice::program_threads(&stop::without_stopped_before(
+        let threads = nice::program_threads(&stop::without_already_stopped(
             self.member_pids(),
             &self.already_stopped_pids,
         ));
@@ -260,34 +270,34 @@ impl Task {
         }
     }
 
-    /// Records which processes are already stopped for reasons other than the pause.
-    fn record_stopped(&mut self) {
+    /// Records the processes that were stopped for other reasons than the pause.
+    fn record_already_stopped(&mut self) {
         self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids());
     }
 
-    /// Ends the pause's control of the task, so that a migration can stop it. Returns the processes
+    /// Ends the pause, so that a migration can stop the task. Returns the PIDs of the processes
     /// that have received SIGSTOP.
-    pub(crate) fn hand_over_to_migration(&mut self) -> BTreeSet<i32> {
+    pub(crate) fn end_pause_for_migration(&mut self) -> BTreeSet<i32> {
         let pause = std::mem::take(&mut self.pause);
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
-            self.record_stopped();
+            self.record_already_stopped();
         }
         if !pause.is_inactive() {
             self.pause = Pause::Paused;
         }
-        let mut signalled = match pause {
+        let mut signalled_pids = match pause {
             Pause::Quiescing {
                 program_freeze: ProgramThreadFreeze::Active { .. },
                 ..
-            } => stop::signal_frozen(&self.processes()),
+            } => stop::send_stop_to_frozen(&self.processes()),
             _ => BTreeSet::new(),
         };
-        signalled.extend(pause.restore_priorities(self));
+        signalled_pids.extend(pause.restore_priorities(self));
         if let Some(group) = self.frozen_group() {
-            signalled.extend(stop::signal_frozen(&self.processes()));
+            signalled_pids.extend(stop::send_stop_to_frozen(&self.processes()));
             group.thaw();
         }
-        signalled
+        signalled_pids
     }
 
     /// Ends the pause of the task and lets it run, unless a migration has stopped it.
@@ -300,22 +310,23 @@ impl Task {
         };
         pause.restore_priorities(self);
         if is_stopped {
-            self.continue_running();
+            self.continue_after_migration();
         }
     }
 
-    /// Checks a task that is being paused but was not stopped yet. Returns true if it has stopped.
+    /// Checks a task that is being paused. Stops it when its time to quiesce has passed. Returns
+    /// true when all its processes have stopped.
     fn check_pause(&mut self) -> bool {
         let now = Instant::now();
         if let Pause::Quiescing {
-            stop_at: until,
-            program_freeze: library_only,
+            stop_at,
+            program_freeze,
             ..
         } = &mut self.pause
         {
-            if *until > now {
-                if library_only.has_expired(now) {
-                    *library_only = ProgramThreadFreeze::Expired;
+            if *stop_at > now {
+                if program_freeze.has_expired(now) {
+                    *program_freeze = ProgramThreadFreeze::Expired;
                 }
                 return false;
             }
@@ -323,8 +334,8 @@ impl Task {
             self.stop_paused(pause);
         }
         let Pause::Stopping {
-            signalled_pids: mut signalled,
-            since,
+            mut signalled_pids,
+            ordered_at: since,
             deprioritized,
         } = std::mem::take(&mut self.pause)
         else {
@@ -332,17 +343,17 @@ impl Task {
         };
         let has_stopped = match self.frozen_group() {
             Some(group) => group.is_fully_frozen(),
-            None => stop::stop_all(&self.processes(), &mut signalled),
+            None => stop::signal_and_check_stopped(&self.processes(), &mut signalled_pids),
         };
         if has_stopped {
             // Images include the threads' priorities, so the priorities must be restored before a
             // dump.
-            deprioritized.restore(&self.member_pids());
+            deprioritized.restore_priorities(&self.member_pids());
             self.pause = Pause::Paused;
         } else {
             self.pause = Pause::Stopping {
-                signalled_pids: signalled,
-                since,
+                signalled_pids,
+                ordered_at: since,
                 deprioritized,
             };
         }
@@ -351,18 +362,24 @@ impl Task {
 }
 
 impl Supervisor {
-    /// Pauses a task on the daemon's order. The task may run for the time `after` before it is
-    /// stopped.
-    pub(crate) fn pause_task(&mut self, tid: Tid, after: Micros) {
-        self.change_pause(tid, |task| task.pause(Duration::from_micros(after.0)));
+    /// Pauses a task on the daemon's order. The task may run for the time `run_time` so that its
+    /// library can quiesce.
+    pub(crate) fn pause_task(&mut self, tid: Tid, run_time: Micros) {
+        self.change_pause(tid, |task| task.pause(Duration::from_micros(run_time.0)));
     }
 
-    /// Lets a paused task run so that it can quiesce, on the daemon's order.
-    pub(crate) fn resume_task_to_quiesce(&mut self, tid: Tid, library_only: Micros, after: Micros) {
+    /// Lets a paused task run on the daemon's order, so that the task can quiesce. `library_phase`
+    /// and `run_time` are durations as in [`Task::resume_to_quiesce`].
+    pub(crate) fn resume_task_to_quiesce(
+        &mut self,
+        tid: Tid,
+        library_phase: Micros,
+        run_time: Micros,
+    ) {
         self.change_pause(tid, |task| {
             task.resume_to_quiesce(
-                Duration::from_micros(library_only.0),
-                Duration::from_micros(after.0),
+                Duration::from_micros(library_phase.0),
+                Duration::from_micros(run_time.0),
             )
         });
     }
@@ -374,7 +391,7 @@ impl Supervisor {
         change(task);
         let was_paused = matches!(task.pause, Pause::Paused);
         // A paused task does not change its memory, so pre-copying it has no advantage.
-        self.migrations.pre_copies.stop_early(tid);
+        self.migrations.pre_copies.stop_early_for_task(tid);
         if was_paused {
             self.send(&FromTasker::Paused { tid });
         }
@@ -388,25 +405,25 @@ impl Supervisor {
         }
     }
 
-    /// Checks the tasks that are being paused but were not stopped yet.
+    /// Checks the tasks that are being paused, and reports those that have stopped.
     pub(crate) fn check_pauses(&mut self) {
-        let due = |task: &Task| match &task.pause {
+        let due_tids = |task: &Task| match &task.pause {
             Pause::Quiescing { .. } => task
                 .pause
                 .next_check_delay(Duration::ZERO)
-                .is_some_and(|pause| pause.is_zero()),
+                .is_some_and(|delay| delay.is_zero()),
             Pause::Stopping { .. } => true,
             Pause::NotPaused | Pause::Paused => false,
         };
-        let due: Vec<Tid> = self
+        let due_tids: Vec<Tid> = self
             .tasks
             .values()
-            .filter(|task| due(task))
+            .filter(|task| due_tids(task))
             .map(|task| task.tid)
             .collect();
-        for tid in due {
+        for tid in due_tids {
             if self.tasks.get_mut(&tid).is_some_and(Task::check_pause) {
-                self.drain_output(tid);
+                self.forward_all_output(tid);
                 self.send(&FromTasker::Paused { tid });
             }
         }

@@ -1,9 +1,10 @@
 //! Post-copy: transfers memory after its task has migrated.
 //!
-//! - At the source the memory is served after the images are written, even after the task was
-//!   killed.
-//! - At the target the memory arrives while the task already runs.
-//! - The two daemons forward the memory. Each has a socket for it, to which its tasker connects.
+//! - The source serves the memory after the images are written, and continues to serve it after the
+//!   task was killed.
+//! - The target receives the memory while the task already runs.
+//! - The two daemons forward the memory. Each has a socket for the memory, to which its tasker
+//!   connects.
 
 use crate::stop;
 use crate::supervisor::Supervisor;
@@ -23,29 +24,30 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Minimum resident memory in bytes for post-copy. A smaller task is stopped hardly longer without
-/// post-copy.
+/// Minimum resident memory in bytes of a task for post-copy. For a smaller task, post-copy hardly
+/// shortens the time for which the task is stopped.
 const POST_COPY_BYTES_MIN: u64 = 16 << 20;
-/// Environment variable that selects when post-copy is used: `never` or `always`. If it is not set,
-/// post-copy is used from [`POST_COPY_BYTES_MIN`] on.
+/// Environment variable that selects when post-copy is used: `never` or `always`. If the variable
+/// is not set, post-copy is used for tasks of at least [`POST_COPY_BYTES_MIN`] bytes.
 const POST_COPY_VARIABLE: &str = "SEMPA_POST_COPY";
 /// Time after a failure during which post-copy is not used.
 const FAILURE_BACKOFF: Duration = Duration::from_secs(600);
-/// Time limit for killed processes to exit. They need much less.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for killed processes to exit. Usually they exit much sooner.
+const KILLED_EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
-/// Time limit of a transfer, which no real transfer reaches. The daemons detect a stalled transfer.
+/// Time limit of a transfer, far above the duration of any real transfer. The daemons, not this
+/// limit, detect a stalled transfer.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Condition for the use of post-copy.
+/// The tasks for which post-copy is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PostCopyMode {
     Never,
-    Large,
-    Always,
+    LargeTasks,
+    AllTasks,
 }
 
-/// The value of the environment variable that selects when post-copy or pre-copy is used.
+/// The value of an environment variable that overrides when post-copy or pre-copy is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ModeOverride {
     Never,
@@ -53,8 +55,8 @@ pub(crate) enum ModeOverride {
 }
 
 /// Reads a mode from an environment variable; `None` if the variable is not set. An invalid value
-/// counts as `never`, the mode that cannot lose memory; then a warning is printed that ends with
-/// `consequence`.
+/// counts as `never`, the mode that cannot lose memory; then a warning that ends with `consequence`
+/// is logged.
 pub(crate) fn mode_override(variable: &str, consequence: &str) -> Option<ModeOverride> {
     parse_mode(&std::env::var_os(variable)?.to_string_lossy()).unwrap_or_else(|value| {
         tracing::warn!("{variable}={value:?} is neither never nor always: {consequence}");
@@ -71,25 +73,26 @@ fn parse_mode(value: &str) -> Result<Option<ModeOverride>, &str> {
     }
 }
 
-/// The state of post-copied memory that is arriving at this host.
+/// The post-copied memory of one task that is arriving at this host.
 #[derive(Debug)]
 struct ArrivingMemory {
     /// Id of the worker thread that waits for the memory.
-    worker: u64,
+    worker_id: u64,
     /// Reports whether memory is still missing.
-    completeness: FetchCompletion,
-    /// The task, when it runs; `None` before.
+    fetch_completion: FetchCompletion,
+    /// Tid of the task; `None` until the task runs.
     running_tid: Option<Tid>,
-    complete: bool,
-    /// Why the missing memory will not arrive, if it is lost.
+    is_complete: bool,
+    /// Why the missing memory will not arrive; `None` unless memory is lost.
     lost_reason: Option<Failure>,
     /// True if the task has exited and needs no more memory.
     task_exited: bool,
-    /// Processes that were killed because their memory is lost.
+    /// PIDs of the processes that were killed because their memory is lost.
     killed_pids: Vec<i32>,
 }
 
-/// Why post-copy is not possible on this host; tasks migrate with their whole memory.
+/// Why post-copy is not possible on this host. Tasks then migrate with their whole memory in the
+/// images.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PostCopyUnavailable {
     #[error("the engine has not been tried")]
@@ -102,68 +105,71 @@ pub(crate) enum PostCopyUnavailable {
 #[derive(Debug)]
 pub(crate) struct PostCopies {
     mode: PostCopyMode,
-    /// Whether this host supports post-copy; `Err` has the reason. Known after the probe of the
-    /// engine.
+    /// Whether this host supports post-copy; `Err` contains the reason why not. The probe of the
+    /// engine sets this field.
     pub(crate) support: Result<(), PostCopyUnavailable>,
     /// Time of the last failure of a post-copy.
     failed_at: Option<Instant>,
     served_memory: BTreeMap<MigrationId, ServedMemory>,
-    arriving: BTreeMap<MigrationId, ArrivingMemory>,
+    arriving_memory: BTreeMap<MigrationId, ArrivingMemory>,
 }
 
 impl PostCopies {
     /// Reads the mode of post-copy from the environment.
-    pub(crate) fn new() -> PostCopies {
+    pub(crate) fn new() -> Self {
         let mode = match mode_override(POST_COPY_VARIABLE, "post-copy is not used") {
             Some(ModeOverride::Never) => PostCopyMode::Never,
-            Some(ModeOverride::Always) => PostCopyMode::Always,
-            None => PostCopyMode::Large,
+            Some(ModeOverride::Always) => PostCopyMode::AllTasks,
+            None => PostCopyMode::LargeTasks,
         };
-        let (outgoing, arriving) = (BTreeMap::new(), BTreeMap::new());
-        PostCopies {
+        let (served_memory, arriving) = (BTreeMap::new(), BTreeMap::new());
+        Self {
             mode,
             support: Err(PostCopyUnavailable::NotProbed),
             failed_at: None,
-            served_memory: outgoing,
-            arriving,
+            served_memory,
+            arriving_memory: arriving,
         }
     }
 
     /// True if post-copy may be used on this host: it is supported, not disabled, and has not
     /// failed recently.
     pub(crate) fn is_available(&self) -> bool {
-        let is_backing_off = self
+        let has_failed_recently = self
             .failed_at
-            .is_some_and(|at| at.elapsed() < FAILURE_BACKOFF);
-        self.mode != PostCopyMode::Never && self.support.is_ok() && !is_backing_off
+            .is_some_and(|failed_at| failed_at.elapsed() < FAILURE_BACKOFF);
+        self.mode != PostCopyMode::Never && self.support.is_ok() && !has_failed_recently
     }
 
-    /// True if post-copy should be used for a task with these facts.
-    pub(crate) fn applies_to(&self, facts: &TaskFacts) -> bool {
+    /// True if post-copy must be used for a task with these facts.
+    pub(crate) fn is_used_for(&self, facts: &TaskFacts) -> bool {
         self.is_available()
-            && (self.mode == PostCopyMode::Always || facts.resident_bytes >= POST_COPY_BYTES_MIN)
+            && (self.mode == PostCopyMode::AllTasks || facts.memory_bytes >= POST_COPY_BYTES_MIN)
     }
 
-    /// True while post-copied memory of this migration is arriving, or has arrived while the task
-    /// does not run yet.
-    pub(crate) fn is_arriving(&self, migration: MigrationId) -> bool {
-        self.arriving.contains_key(&migration)
+    /// True from the start of the fetch of this migration's memory, until all memory has arrived
+    /// and the task runs.
+    pub(crate) fn is_memory_arriving(&self, migration: MigrationId) -> bool {
+        self.arriving_memory.contains_key(&migration)
     }
 
     /// Disables post-copy for [`FAILURE_BACKOFF`] if this host or its engine may have caused the
     /// failure.
-    pub(crate) fn on_failure(&mut self, why: Option<&Failure>) {
-        if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
+    pub(crate) fn back_off_after_failure(&mut self, failure: Option<&Failure>) {
+        if let Some(failure @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) =
+            failure
+        {
             tracing::warn!(
-                "post-copy is disabled for {} minutes: {why}",
+                "post-copy is disabled for {} minutes: {failure}",
                 FAILURE_BACKOFF.as_secs() / 60
             );
             self.failed_at = Some(Instant::now());
         }
     }
 
-    /// Retains the memory of a task that is about to be killed because it runs on another host.
-    pub(crate) fn keep_after_kill(&self, migration: MigrationId) {
+    /// Keeps the memory of a task that is about to be killed, because it runs on another host and
+    /// still needs the memory.
+    pub(crate) fn keep_memory_after_kill(&self, migration: MigrationId) {
         if let Some(memory) = self.served_memory.get(&migration) {
             memory.retain_memory_after_kill();
         }
@@ -179,18 +185,20 @@ impl PostCopies {
 
 /// Connects to the socket at `path` through which the daemon forwards memory.
 pub(crate) fn connect_memory_socket(path: &Path) -> Result<OwnedFd, Failure> {
-    let failed = |e| {
+    let connect_failure = |e| {
         Failure::Io(format!(
             "no connection for its memory: {}: {e}",
             path.display()
         ))
     };
-    UnixStream::connect(path).map(OwnedFd::from).map_err(failed)
+    UnixStream::connect(path)
+        .map(OwnedFd::from)
+        .map_err(connect_failure)
 }
 
-/// Ends all traffic on this socket in both directions.
+/// Shuts this socket down in both directions. Blocked reads and writes of other threads return.
 pub(crate) fn shut_down_socket(socket: &OwnedFd) {
-    // Fails if the peer has closed the socket.
+    // Fails only if the peer has closed the socket.
     let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
 }
 
@@ -205,29 +213,29 @@ fn transfer_limits() -> Result<CallLimits, Failure> {
 impl Supervisor {
     // ---- The source
 
-    /// Starts to serve the memory of a dumped task that is not in the images.
+    /// Starts a worker that serves the part of a dumped task's memory that is not in the images.
     pub(crate) fn serve_memory(
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        serving: Box<dyn MemoryServer>,
+        memory_server: Box<dyn MemoryServer>,
     ) -> Result<(), Failure> {
-        let (limits, memory) = (transfer_limits()?, serving.handle());
+        let (limits, memory) = (transfer_limits()?, memory_server.handle());
         let cancel = limits.cancel.clone();
-        let work = move || WorkerResult::Served {
+        let work = move || WorkerResult::MemoryServed {
             migration,
             tid,
-            result: serving.finish(&limits),
+            result: memory_server.wait_until_served(&limits),
         };
-        let worker = self.migrations.workers.start(&cancel, None, work)?;
+        let worker_id = self.migrations.workers.start_worker(&cancel, None, work)?;
         self.migrations
             .post_copies
             .served_memory
             .insert(migration, memory);
         if let Some(task) = self.tasks.get_mut(&tid) {
-            task.phase = TaskPhase::Serving {
+            task.phase = TaskPhase::ServingMemory {
                 migration,
-                worker,
+                worker_id,
                 aborted: false,
             };
         }
@@ -235,15 +243,16 @@ impl Supervisor {
     }
 
     /// Stops serving memory, because the migration was aborted or its task has exited.
-    pub(crate) fn stop_serving(&self, migration: MigrationId, worker: u64) {
+    pub(crate) fn stop_serving(&self, migration: MigrationId, worker_id: u64) {
         if let Some(memory) = self.migrations.post_copies.served_memory.get(&migration) {
             memory.stop_serving();
         }
-        self.migrations.workers.cancel(worker);
+        self.migrations.workers.cancel_worker(worker_id);
     }
 
-    /// Handles the end of serving memory.
-    pub(crate) fn on_served(
+    /// Handles the end of serving the memory of a task. Continues the task if its migration was
+    /// aborted.
+    pub(crate) fn on_memory_served(
         &mut self,
         migration: MigrationId,
         tid: Tid,
@@ -253,15 +262,15 @@ impl Supervisor {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let TaskPhase::Serving {
-            migration: of,
+        let TaskPhase::ServingMemory {
+            migration: phase_migration,
             aborted,
             ..
         } = task.phase
         else {
             return;
         };
-        if of != migration {
+        if phase_migration != migration {
             return;
         }
         task.phase = TaskPhase::Stopped { migration };
@@ -275,65 +284,77 @@ impl Supervisor {
 
     // ---- The target
 
-    /// Starts to fetch the memory of a task that is about to be restored. `dir` is the image
-    /// directory, `path` the daemon's socket for the memory.
+    /// Starts to fetch the memory of a task that is about to be restored. `image_dir` is the image
+    /// directory, and `socket_path` is the daemon's socket for the memory.
     pub(crate) fn start_fetch(
         &mut self,
         migration: MigrationId,
-        dir: &Path,
-        path: &Path,
+        image_dir: &Path,
+        socket_path: &Path,
     ) -> Result<(), Failure> {
-        let pre_copied = self.migrations.pre_copies.take_received(migration)?;
+        let pre_copied = self.migrations.pre_copies.take_received_pages(migration)?;
         let engine = self
             .migrations
             .engine
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
-        let (stream, store) = match pre_copied {
-            Some((stream, store)) => {
+        let (stream, received_pages) = match pre_copied {
+            Some((stream, received_pages)) => {
                 let stream = stream
                     .try_clone()
                     .map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-                (stream, store)
+                (stream, received_pages)
             }
-            None => (connect_memory_socket(path)?, ReceivedPages::empty()),
+            None => (connect_memory_socket(socket_path)?, ReceivedPages::empty()),
         };
-        let arriving = engine.start_fetch(dir, stream, store)?;
+        let running_fetch = engine.start_fetch(image_dir, stream, received_pages)?;
         let (limits, pid, completeness) = (
             transfer_limits()?,
-            arriving.engine_pid(),
-            arriving.completion(),
+            running_fetch.engine_pid(),
+            running_fetch.completion(),
         );
         let cancel = limits.cancel.clone();
         let work = move || WorkerResult::MemoryArrived {
             migration,
-            result: arriving.finish(&limits),
+            result: running_fetch.wait_until_fetched(&limits),
         };
-        let worker = self.migrations.workers.start(&cancel, Some(pid), work)?;
+        let worker_id = self
+            .migrations
+            .workers
+            .start_worker(&cancel, Some(pid), work)?;
         let arriving_memory = ArrivingMemory {
-            worker,
-            completeness,
+            worker_id,
+            fetch_completion: completeness,
             running_tid: None,
-            complete: false,
+            is_complete: false,
             lost_reason: None,
             task_exited: false,
             killed_pids: Vec::new(),
         };
         self.migrations
             .post_copies
-            .arriving
+            .arriving_memory
             .insert(migration, arriving_memory);
         Ok(())
     }
 
-    /// Records that the restored task of this migration runs.
+    /// Records that the restored task of this migration runs. If all its memory has arrived,
+    /// reports that to the daemon.
     pub(crate) fn on_restored_task_runs(&mut self, migration: MigrationId, tid: Tid) {
-        let Some(arriving) = self.migrations.post_copies.arriving.get_mut(&migration) else {
+        let Some(arriving) = self
+            .migrations
+            .post_copies
+            .arriving_memory
+            .get_mut(&migration)
+        else {
             return;
         };
         arriving.running_tid = Some(tid);
-        if arriving.complete {
-            self.migrations.post_copies.arriving.remove(&migration);
+        if arriving.is_complete {
+            self.migrations
+                .post_copies
+                .arriving_memory
+                .remove(&migration);
             self.send(&FromTasker::MemoryArrived {
                 migration,
                 result: Ok(()),
@@ -341,54 +362,64 @@ impl Supervisor {
         }
     }
 
-    /// Cancels the fetch for a restored task that is discarded.
+    /// Cancels the fetch of memory for a restored task that is discarded.
     pub(crate) fn cancel_fetch(&mut self, migration: MigrationId) {
         self.migrations.pre_copies.remove_incoming(migration);
-        if let Some(arriving) = self.migrations.post_copies.arriving.remove(&migration) {
-            self.migrations.workers.cancel(arriving.worker);
+        if let Some(arriving) = self
+            .migrations
+            .post_copies
+            .arriving_memory
+            .remove(&migration)
+        {
+            self.migrations.workers.cancel_worker(arriving.worker_id);
         }
     }
 
-    /// Cancels the fetch for a task that has exited. Remaining processes of the task would need the
-    /// memory, so they are killed.
+    /// Cancels the fetch of memory for a task that has exited. Kills the remaining processes of the
+    /// task, because they would need the memory.
     pub(crate) fn cancel_fetch_of_exited(&mut self, task: &Task) {
         let tid = task.tid;
         for arriving in self
             .migrations
             .post_copies
-            .arriving
+            .arriving_memory
             .values_mut()
             .filter(|arriving| arriving.running_tid == Some(tid))
         {
-            // If memory was lost, the task did not exit by itself: it was killed.
+            // If memory was lost, the task did not exit by itself: the tasker has killed it.
             arriving.task_exited = arriving.lost_reason.is_none();
-            task.kill_all();
+            task.kill_immediately();
             arriving.killed_pids = task.processes().pids();
-            self.migrations.workers.cancel(arriving.worker);
+            self.migrations.workers.cancel_worker(arriving.worker_id);
         }
     }
 
     /// Handles the daemon's report that no more memory will arrive. If memory is missing, first
-    /// kills all processes that need it.
+    /// kills all processes that need the memory.
     pub(crate) fn on_memory_lost(&mut self, migration: MigrationId, why: String) {
         if self.migrations.pre_copies.abort_incoming(migration) {
             self.send(&FromTasker::PreCopyLost {
                 migration,
-                why: Failure::Images(why.clone()),
+                failure: Failure::Images(why.clone()),
             });
         }
-        let arriving = self.migrations.post_copies.arriving.get_mut(&migration);
-        let Some(arriving) = arriving.filter(|arriving| !arriving.completeness.close_if_complete())
+        let arriving = self
+            .migrations
+            .post_copies
+            .arriving_memory
+            .get_mut(&migration);
+        let Some(arriving) =
+            arriving.filter(|arriving| !arriving.fetch_completion.close_if_complete())
         else {
             return;
         };
         arriving.lost_reason = Some(Failure::Images(why));
-        let (runs, worker) = (arriving.running_tid, arriving.worker);
-        if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {
+        let (running_tid, worker_id) = (arriving.running_tid, arriving.worker_id);
+        if let Some(task) = running_tid.and_then(|tid| self.tasks.get(&tid)) {
             arriving.killed_pids = task.processes().pids();
-            task.kill_all();
+            task.kill_immediately();
         }
-        self.migrations.workers.cancel(worker);
+        self.migrations.workers.cancel_worker(worker_id);
     }
 
     /// Handles the completion or failure of a fetch.
@@ -397,83 +428,91 @@ impl Supervisor {
         migration: MigrationId,
         result: Result<(), (Failure, UffdGuard)>,
     ) {
-        let Some(mut arriving) = self.migrations.post_copies.arriving.remove(&migration) else {
+        let Some(mut arriving) = self
+            .migrations
+            .post_copies
+            .arriving_memory
+            .remove(&migration)
+        else {
             return;
         };
-        let (result, missing) = match result {
+        let (result, missing_memory) = match result {
             Ok(()) => (Ok(()), None),
-            Err((why, missing)) => (Err(why), Some(missing)),
+            Err((why, missing_memory)) => (Err(why), Some(missing_memory)),
         };
         let task = arriving.running_tid.and_then(|tid| self.tasks.get(&tid));
         // The engine may detect the task's exit before this thread does.
-        arriving.task_exited |= arriving.lost_reason.is_none() && task.is_some_and(Task::has_ended);
+        arriving.task_exited |=
+            arriving.lost_reason.is_none() && task.is_some_and(Task::has_first_process_ended);
         let result = match (arriving.lost_reason.take(), result) {
             (None, _) if arriving.task_exited => Ok(()),
             (None, result) => {
                 self.migrations
                     .post_copies
-                    .on_failure(result.as_ref().err());
+                    .back_off_after_failure(result.as_ref().err());
                 result
             }
             // The task's processes are already killed.
-            (Some(lost), _) => Err(lost),
+            (Some(lost_reason), _) => Err(lost_reason),
         };
-        if let (Some(task), true) = (task, missing.is_some()) {
+        if let (Some(task), true) = (task, missing_memory.is_some()) {
             arriving.killed_pids.extend(task.processes().pids());
-            task.kill_all();
+            task.kill_immediately();
         }
         match (result, arriving.running_tid) {
             (Ok(()), None) => {
-                arriving.complete = true;
+                arriving.is_complete = true;
                 self.migrations
                     .post_copies
-                    .arriving
+                    .arriving_memory
                     .insert(migration, arriving);
                 return;
             }
             (result, Some(_)) => self.send(&FromTasker::MemoryArrived { migration, result }),
-            (Err(why), None) => self.on_copy_lost(migration, why),
+            (Err(why), None) => self.discard_incomplete_copy(migration, why),
         }
-        if let Some(missing) = missing {
-            self.keep_until_dead(missing, arriving.killed_pids);
+        if let Some(missing_memory) = missing_memory {
+            self.keep_guard_until_exit(missing_memory, arriving.killed_pids);
         }
     }
 
-    /// Keeps the guard `missing` until these killed processes have exited. A killed process may
-    /// still be in a long system call, and must not read zeros in place of the missing memory.
-    fn keep_until_dead(&mut self, missing: UffdGuard, pids: Vec<i32>) {
+    /// Keeps the guard `missing_memory` until the killed processes `pids` have exited, but at most
+    /// [`EXIT_TIMEOUT`]. A killed process may still be in a long system call, and must not read
+    /// zeros in place of the missing memory.
+    fn keep_guard_until_exit(&mut self, missing_memory: UffdGuard, pids: Vec<i32>) {
         let Ok(cancel) = CancelHandle::new() else {
             return;
         };
         let work = move || {
-            let deadline = Instant::now() + EXIT_TIMEOUT;
+            let deadline = Instant::now() + KILLED_EXIT_TIMEOUT;
             while !pids.iter().all(|pid| stop::has_ended(*pid)) && Instant::now() < deadline {
                 std::thread::sleep(POLL_INTERVAL);
             }
-            drop(missing);
-            WorkerResult::KilledProcessesGone
+            drop(missing_memory);
+            WorkerResult::KilledProcessesEnded
         };
-        // If no thread can be started, the guard is dropped immediately, after the kill.
-        let _ = self.migrations.workers.start(&cancel, None, work);
+        // If no thread can be started, the guard is dropped immediately. The processes are already
+        // killed.
+        let _ = self.migrations.workers.start_worker(&cancel, None, work);
     }
 
-    /// Discards a restored task that does not run yet, because its memory will never be complete.
-    fn on_copy_lost(&mut self, migration: MigrationId, why: Failure) {
-        match self.migrations.stage_of(migration) {
+    /// Discards a restored task that does not run yet and whose memory is lost.
+    fn discard_incomplete_copy(&mut self, migration: MigrationId, why: Failure) {
+        match self.migrations.incoming_stage(migration) {
             Some(TargetStage::Restoring {
-                worker,
+                worker_id: worker,
                 lost_reason,
                 ..
             }) => {
                 *lost_reason = Some(why);
                 let worker = *worker;
-                self.migrations.workers.cancel(worker);
+                self.migrations.workers.cancel_worker(worker);
             }
             Some(stage @ (TargetStage::Prepared | TargetStage::Restored { .. })) => {
                 let reply = stage.lost_reply(migration, why);
-                self.remove_target(migration, vec![reply]);
+                self.remove_incoming_task(migration, vec![reply]);
             }
-            // The restore that follows the writing of files will detect the loss.
+            // The files are still being written. The restore that follows detects the loss.
             Some(TargetStage::PlacingFiles { .. }) | None => {}
         }
     }

@@ -1,8 +1,8 @@
-//! The main loop of the tasker: handles the daemon's orders, exits and output of tasks, and results
-//! of workers.
+//! The main loop of the tasker. It handles orders of the daemon, exits and output of tasks, and
+//! results of worker threads.
 //!
-//! The main thread creates, kills and reaps all processes. Worker threads (see [`crate::workers`])
-//! only control an engine or read files, and report through a channel.
+//! The main thread creates, kills and reaps all processes except engines. Worker threads (see
+//! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
@@ -11,7 +11,8 @@ use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{
-    self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, StartTaskError, StartTaskFailure, Task, TaskPhase,
+    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, Output, StartTaskError, StartTaskFailure, Task,
+    TaskPhase,
 };
 use checkpoint::allocator;
 use nix::errno::Errno;
@@ -22,28 +23,29 @@ use nix::unistd::Pid;
 use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
-use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
+use sempa_proto::tasker::{FromTasker, TaskStart, TaskerCapabilities, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Maximum number of tasks on one host. Tids permit more tasks, but usually the process table does
-/// not.
+/// Maximum number of tasks on one host. Tids permit more tasks, but the process table of a typical
+/// system does not.
 pub(crate) const TASKS_MAX: usize = 16_384;
 /// Time limit for ending all processes after the daemon has disconnected.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval in milliseconds at which conditions are polled that have no descriptor, for example
-/// whether a process has stopped.
+/// Interval in milliseconds at which the main loop polls conditions without a descriptor, for
+/// example whether a process has stopped.
 const POLL_INTERVAL_MS: u16 = 1;
-/// Delay from the start of the tasker to the probe of the engine, because all hosts are busy when a
+/// Delay from the start of the tasker to the first probe of the engine: all hosts are busy when a
 /// virtual machine starts. The probe starts earlier if a migration needs the engine.
 const PROBE_DELAY: Duration = Duration::from_secs(1);
-/// Delay from the end of a worker until freed memory is returned to the kernel. The next step of a
+/// Delay from the end of a worker to the return of freed memory to the kernel. The next step of a
 /// migration might reuse the memory immediately.
 const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
-/// Smallest timeout of poll(2).
+/// Resolution of the timeout of poll(2). Timeouts are extended by it, so that a deadline has passed
+/// when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
 /// A namespace whose task has ended. Processes of the task still run in the namespace, or were
@@ -51,7 +53,8 @@ const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 struct OrphanedNamespace {
     namespace: Namespace,
-    /// The task's output. It is read and discarded, so that writers neither block nor die.
+    /// The task's output. The tasker reads and discards it, so that writers neither block nor
+    /// receive SIGPIPE.
     output: Option<Output>,
     /// Messages to send when the namespace is empty.
     final_messages: Vec<FromTasker>,
@@ -66,7 +69,7 @@ pub(crate) struct Supervisor {
     pub(crate) uses_namespaces: bool,
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
-    pub(crate) inherited: TaskStartState,
+    pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
     orphaned_namespaces: Vec<OrphanedNamespace>,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
@@ -74,21 +77,21 @@ pub(crate) struct Supervisor {
     /// Time at which freed memory is returned to the kernel.
     heap_trim_at: Option<Instant>,
     signals: SignalFd,
-    /// True after SIGTERM: the main loop must end.
-    must_end: bool,
-    /// The freezer of paused tasks, or the reason why they are stopped by signals. Declared last,
-    /// because it must be dropped after all its groups.
+    /// True after SIGTERM; the main loop then ends.
+    termination_requested: bool,
+    /// The freezer of paused tasks, or the reason why paused tasks are stopped by signals instead.
+    /// Declared last, because it must be dropped after all its groups.
     pub(crate) freezer: Result<Freezer, FreezerUnavailable>,
 }
 
 /// The source of an event: the owner of a ready descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EventSource {
-    Control,
+    DaemonSocket,
     Signals,
-    Workers,
+    WorkerResults,
     TaskExit(Tid),
-    Output(Tid),
+    TaskOutput(Tid),
     NamespaceEnded,
     OrphanOutput(usize),
     RestoredTaskExit(MigrationId),
@@ -100,30 +103,32 @@ impl Supervisor {
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn new(socket: OwnedFd) -> io::Result<Supervisor> {
-        // Orphans of tasks must become children of the tasker and not of the host's init, where
-        // they would accumulate.
+    pub(crate) fn new(socket: OwnedFd) -> io::Result<Self> {
+        // Orphans of tasks must become children of the tasker. As children of the host's init they
+        // would not be killed when the tasker ends.
         nix::sys::prctl::set_child_subreaper(true)?;
-        let mut watched = SigSet::empty();
-        watched.add(Signal::SIGCHLD);
-        watched.add(Signal::SIGTERM);
-        watched.thread_block()?;
-        let signals =
-            SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-        let uses_namespaces = Namespace::is_possible();
-        Ok(Supervisor {
+        let mut handled_signals = SigSet::empty();
+        handled_signals.add(Signal::SIGCHLD);
+        handled_signals.add(Signal::SIGTERM);
+        handled_signals.thread_block()?;
+        let signals = SignalFd::with_flags(
+            &handled_signals,
+            SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK,
+        )?;
+        let uses_namespaces = Namespace::can_create();
+        Ok(Self {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
             migrations: Migrations::new(uses_namespaces)?,
             uses_namespaces,
             spare_namespaces: SpareNamespaces::new(),
-            inherited: TaskStartState::prepare()?,
+            task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
             orphaned_namespaces: Vec::new(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
             signals,
-            must_end: false,
+            termination_requested: false,
             freezer: match uses_namespaces {
                 true => Freezer::new(),
                 false => Err(FreezerUnavailable::NoPrivileges),
@@ -135,18 +140,18 @@ impl Supervisor {
     ///
     /// # Errors
     /// A system call failed, or the daemon sent an invalid order.
-    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
+    pub(crate) fn run_until_disconnect(&mut self) -> anyhow::Result<()> {
         self.send(&FromTasker::Ready(self.capabilities()));
-        let served = self.serve();
+        let loop_result = self.run_main_loop();
         self.shut_down();
-        served
+        loop_result
     }
 
     /// Returns the capabilities of this host that are known so far.
     pub(crate) fn capabilities(&self) -> TaskerCapabilities {
         TaskerCapabilities {
             pid_namespaces: self.uses_namespaces,
-            engine: self.migrations.engine_state(),
+            engine_version: self.migrations.engine_state(),
             freezer: self
                 .freezer
                 .as_ref()
@@ -160,44 +165,45 @@ impl Supervisor {
         self.daemon_socket.send(message);
     }
 
-    fn serve(&mut self) -> anyhow::Result<()> {
-        while !self.must_end && !self.daemon_socket.is_closed() {
-            let ready = self.poll_events()?;
-            for (source, events) in &ready {
+    fn run_main_loop(&mut self) -> anyhow::Result<()> {
+        while !self.termination_requested && !self.daemon_socket.is_closed() {
+            let ready_sources = self.poll_events()?;
+            for (source, events) in &ready_sources {
                 match *source {
-                    EventSource::Control => self.handle_socket(*events)?,
+                    EventSource::DaemonSocket => self.handle_daemon_socket(*events)?,
                     EventSource::Signals => {}
-                    EventSource::Workers => {
-                        self.drain_workers();
+                    EventSource::WorkerResults => {
+                        self.handle_worker_results();
                         self.heap_trim_at
                             .get_or_insert_with(|| Instant::now() + HEAP_TRIM_DELAY);
                     }
                     EventSource::TaskExit(tid) => self.on_task_exit(tid),
-                    EventSource::Output(tid) => self.forward_output(tid),
+                    EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
                     EventSource::OrphanOutput(index) => {
                         if let Some(output) = &mut self.orphaned_namespaces[index].output {
-                            output.read(drop);
+                            output.read_chunks(drop);
                         }
                     }
                     EventSource::RestoredTaskExit(migration) => {
-                        self.on_restored_task_killed(migration)
+                        self.on_restored_task_ended(migration)
                     }
                 }
             }
-            if ready
+            if ready_sources
                 .iter()
                 .any(|(source, _)| *source == EventSource::Signals)
             {
-                // Handled after the exits of tasks: only children that no other code reaps are left
-                // to this call.
-                self.on_signal();
+                // Signals are handled after the exits of tasks, so that `handle_signals` finds only
+                // children that no other code reaps.
+                self.handle_signals();
             }
-            if ready.is_empty() && self.spare_check_delay().is_some() {
-                self.spare_namespaces.maintain(self.freezer.as_mut().ok());
+            if ready_sources.is_empty() && self.spare_check_delay().is_some() {
+                self.spare_namespaces
+                    .adjust_spare_count(self.freezer.as_mut().ok());
             }
             if self.probe_at.is_some_and(|at| at <= Instant::now()) {
-                self.start_due_probe();
+                self.start_planned_probe();
             }
             if self
                 .heap_trim_at
@@ -207,13 +213,13 @@ impl Supervisor {
                 allocator::trim_freed();
             }
             self.remove_ended_namespaces();
-            self.check_stopping();
+            self.report_stopped_tasks();
             self.check_pauses();
         }
         Ok(())
     }
 
-    fn handle_socket(&mut self, events: PollFlags) -> anyhow::Result<()> {
+    fn handle_daemon_socket(&mut self, events: PollFlags) -> anyhow::Result<()> {
         self.daemon_socket.flush();
         if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
             for order in self.daemon_socket.receive()? {
@@ -223,45 +229,49 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for events and returns the ready sources.
+    /// Waits for events. Returns each ready source with its poll events.
     fn poll_events(&self) -> io::Result<Vec<(EventSource, PollFlags)>> {
-        let mut watched: Vec<(EventSource, BorrowedFd<'_>)> = vec![
-            (EventSource::Control, self.daemon_socket.fd()),
+        let mut sources: Vec<(EventSource, BorrowedFd<'_>)> = vec![
+            (EventSource::DaemonSocket, self.daemon_socket.fd()),
             (EventSource::Signals, self.signals.as_fd()),
-            (EventSource::Workers, self.migrations.wake_fd()),
+            (
+                EventSource::WorkerResults,
+                self.migrations.worker_results_fd(),
+            ),
         ];
-        let room = !self.daemon_socket.is_congested();
+        let accepts_output = !self.daemon_socket.is_congested();
         for task in self.tasks.values() {
-            // Output is listed before the exit, so that what a task wrote before its exit is mostly
-            // forwarded first.
-            watched.extend(
+            // Output precedes the exit in the list. Output that a task wrote before its exit is
+            // therefore usually forwarded before the exit is reported.
+            sources.extend(
                 task.output
                     .fd()
-                    .filter(|_| room)
-                    .map(|fd| (EventSource::Output(task.tid), fd)),
+                    .filter(|_| accepts_output)
+                    .map(|fd| (EventSource::TaskOutput(task.tid), fd)),
             );
-            watched.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
+            sources.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
-        for (index, left) in self.orphaned_namespaces.iter().enumerate() {
-            watched.push((EventSource::NamespaceEnded, left.namespace.end_fd()));
-            watched.extend(
-                left.output
+        for (index, orphan) in self.orphaned_namespaces.iter().enumerate() {
+            sources.push((EventSource::NamespaceEnded, orphan.namespace.init_pidfd()));
+            sources.extend(
+                orphan
+                    .output
                     .iter()
                     .filter_map(Output::fd)
                     .map(|fd| (EventSource::OrphanOutput(index), fd)),
             );
         }
-        watched.extend(
+        sources.extend(
             self.migrations
-                .held_copies()
+                .restored_tasks()
                 .map(|(migration, fd)| (EventSource::RestoredTaskExit(migration), fd)),
         );
 
-        let mut fds: Vec<PollFd<'_>> = watched
+        let mut fds: Vec<PollFd<'_>> = sources
             .iter()
             .map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN))
             .collect();
-        if self.daemon_socket.wants_write() {
+        if self.daemon_socket.has_queued_bytes() {
             fds[0] = PollFd::new(
                 self.daemon_socket.fd(),
                 PollFlags::POLLIN | PollFlags::POLLOUT,
@@ -272,16 +282,16 @@ impl Supervisor {
             Err(error) => return Err(error.into()),
             Ok(_) => {}
         }
-        let ready = fds.iter().zip(&watched).filter_map(|(fd, (source, _))| {
+        let ready_sources = fds.iter().zip(&sources).filter_map(|(fd, (source, _))| {
             let events = fd.revents().unwrap_or(PollFlags::POLLERR);
             (!events.is_empty()).then_some((*source, events))
         });
-        Ok(ready.collect())
+        Ok(ready_sources.collect())
     }
 
     /// Returns the time limit for waiting for events.
     fn poll_timeout(&self) -> PollTimeout {
-        if self.is_stopping() {
+        if self.has_stopping_task() {
             return PollTimeout::from(POLL_INTERVAL_MS);
         }
         let poll_interval = Duration::from_millis(POLL_INTERVAL_MS.into());
@@ -290,15 +300,19 @@ impl Supervisor {
             .values()
             .filter_map(|task| task.pause.next_check_delay(poll_interval))
             .min()
-            .map(|pause| pause + POLL_GRANULARITY);
-        let until = |at: Instant| at.saturating_duration_since(Instant::now()) + POLL_GRANULARITY;
-        let (probe, heap_trim) = (self.probe_at.map(until), self.heap_trim_at.map(until));
-        let pause = [self.spare_check_delay(), probe, heap_trim, pause_check]
+            .map(|timeout| timeout + POLL_GRANULARITY);
+        let delay_until =
+            |at: Instant| at.saturating_duration_since(Instant::now()) + POLL_GRANULARITY;
+        let (probe, heap_trim) = (
+            self.probe_at.map(delay_until),
+            self.heap_trim_at.map(delay_until),
+        );
+        let timeout = [self.spare_check_delay(), probe, heap_trim, pause_check]
             .into_iter()
             .flatten()
             .min();
-        pause.map_or(PollTimeout::NONE, |pause| {
-            PollTimeout::try_from(pause).expect("minutes at most")
+        timeout.map_or(PollTimeout::NONE, |timeout| {
+            PollTimeout::try_from(timeout).expect("minutes at most")
         })
     }
 
@@ -312,7 +326,7 @@ impl Supervisor {
                 tid,
                 signal,
             } => {
-                // The signal cannot harm a task that has ended.
+                // If the task has ended, the signal has no effect, so it counts as handled.
                 let handles_signal = self.tasks.get(&tid).is_none_or(|task| {
                     signal_disposition::handles_signal(task.process.pid, signal)
                 });
@@ -327,27 +341,30 @@ impl Supervisor {
                 }
             }
             ToTasker::Kill { tid } => self.kill_task(tid),
-            ToTasker::Pause { tid, run_for } => self.pause_task(tid, run_for),
+            ToTasker::Pause {
+                tid,
+                run_time: run_for,
+            } => self.pause_task(tid, run_for),
             ToTasker::ResumeToQuiesce {
                 tid,
-                library_only_for: alone,
-                run_for,
+                library_run_time: alone,
+                run_time: run_for,
             } => self.resume_task_to_quiesce(tid, alone, run_for),
             ToTasker::Resume { tid } => self.end_pause(tid),
             migration_order => {
-                // The order is deferred until the first probe has ended, so the probe starts
-                // without its delay.
+                // The order is deferred until the first probe has ended, so the probe is started
+                // immediately instead of after its delay.
                 if matches!(self.migrations.engine_status, EngineStatus::Probing(_)) {
-                    self.start_due_probe();
+                    self.start_planned_probe();
                 }
                 self.handle_migration_order(migration_order);
             }
         }
     }
 
-    fn handle_start(&mut self, order: &StartTask) {
+    fn handle_start(&mut self, order: &TaskStart) {
         let tid = order.tid;
-        let started = if self.tasks.contains_key(&tid) {
+        let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
         } else if self.tasks.len() >= TASKS_MAX {
             Err(StartTaskError::new(
@@ -357,7 +374,7 @@ impl Supervisor {
         } else {
             self.start_task(order)
         };
-        match started {
+        match start_result {
             Ok(task) => {
                 self.send(&FromTasker::Started {
                     tid,
@@ -365,43 +382,45 @@ impl Supervisor {
                 });
                 self.migrations
                     .binary_hasher
-                    .on_process_start(task.process.pid);
+                    .enqueue_process(task.process.pid);
                 self.tasks.insert(tid, task);
             }
             Err(why) => self.send(&FromTasker::StartFailed {
                 tid,
-                why: why.to_string(),
+                reason: why.to_string(),
             }),
         }
     }
 
-    fn start_task(&mut self, order: &StartTask) -> Result<Task, StartTaskError> {
+    fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {
         let namespace = match self.uses_namespaces && !order.pinned {
             true => Some(
                 self.spare_namespaces
-                    .take(self.freezer.as_mut().ok())
-                    .map_err(|e| StartTaskError::new(order, StartTaskFailure::Namespace(e)))?,
+                    .take_or_create(self.freezer.as_mut().ok())
+                    .map_err(|e| {
+                        StartTaskError::new(order, StartTaskFailure::CreateNamespace(e))
+                    })?,
             ),
             false => None,
         };
-        task::start_task_process(order, namespace, &self.inherited, &self.start_guard)
+        task::start_task_process(order, namespace, &self.task_start_state, &self.start_guard)
     }
 
     /// Returns the time until the spare namespaces must be checked; `None` if no check is needed,
     /// or while a task is being stopped.
     fn spare_check_delay(&self) -> Option<Duration> {
         self.spare_namespaces
-            .check_delay()
-            .filter(|_| self.uses_namespaces && !self.is_stopping())
+            .maintenance_delay()
+            .filter(|_| self.uses_namespaces && !self.has_stopping_task())
     }
 
-    fn start_due_probe(&mut self) {
+    fn start_planned_probe(&mut self) {
         if self.probe_at.take().is_some() {
             self.start_probe();
         }
     }
 
-    fn is_stopping(&self) -> bool {
+    fn has_stopping_task(&self) -> bool {
         self.tasks
             .values()
             .any(|task| matches!(task.phase, TaskPhase::Stopping { .. }))
@@ -411,50 +430,51 @@ impl Supervisor {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let running = matches!(task.phase, TaskPhase::Running);
-        if running && task.pause.is_inactive() {
+        let is_running = matches!(task.phase, TaskPhase::Running);
+        if is_running && task.pause.is_inactive() {
             task.send_signal(signal);
-        } else if running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
+        } else if is_running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
             task.send_signal(signal);
             if signal == libc::SIGTERM {
-                task.allow_exit();
+                task.resume_to_exit_briefly();
             }
-        } else if task.kept_signals.len() < KEPT_SIGNALS_MAX {
+        } else if task.deferred_signals.len() < DEFERRED_SIGNALS_MAX {
             // A stopped task must remain stopped: SIGCONT could let it run at the same time as its
             // copy at the target.
-            task.kept_signals.push(signal);
+            task.deferred_signals.push(signal);
         }
     }
 
     /// Requests a task to exit, so that its program can be restarted.
     fn request_exit(&mut self, tid: Tid, engine: Engine) {
-        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.exit_request())
+        let (Some(task), Some((method, wait_s))) =
+            (self.tasks.get_mut(&tid), engine.exit_request())
         else {
             return;
         };
-        match asked {
+        match method {
             AskMethod::Signal(signal)
                 if matches!(engine, Engine::SelfCheckpoint { .. })
                     && !signal_disposition::handles_signal(task.process.pid, signal) =>
             {
                 let why = Refusal::SignalNotHandled { signal }.to_string();
-                return self.send(&FromTasker::ExitNotRequested { tid, why });
+                return self.send(&FromTasker::ExitNotRequested { tid, reason: why });
             }
             AskMethod::Signal(signal) => task.send_signal(signal),
             AskMethod::Message(_) => {}
         }
         task.exit_requested_for = Some(engine);
         if !task.pause.is_inactive() {
-            task.allow_exit_within(Duration::from_secs(wait.into()));
+            task.resume_to_exit(Duration::from_secs(wait_s.into()));
         }
-        if matches!(asked, AskMethod::Message(_)) {
+        if matches!(method, AskMethod::Message(_)) {
             self.send(&FromTasker::ExitExpected { tid });
         }
     }
 
     fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
-            task.kill();
+            task.kill_processes();
         }
     }
 
@@ -462,24 +482,24 @@ impl Supervisor {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let control = &mut self.daemon_socket;
+        let daemon_socket = &mut self.daemon_socket;
         task.output
-            .read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+            .read_chunks(|bytes| daemon_socket.send(&FromTasker::Output { tid, bytes }));
     }
 
     /// Forwards all output that is in the task's pipe at the time of the call, even if the queue of
     /// the daemon's socket is full.
-    pub(crate) fn drain_output(&mut self, tid: Tid) {
+    pub(crate) fn forward_all_output(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let control = &mut self.daemon_socket;
+        let daemon_socket = &mut self.daemon_socket;
         task.output
-            .drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+            .read_all(|bytes| daemon_socket.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// Handles the exit of a task's first process. Other processes of the task in its namespace
-    /// continue until they end or the daemon disconnects.
+    /// Handles the exit of a task's first process. The task's other processes in the namespace
+    /// continue to run until they end or the daemon disconnects.
     fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -492,36 +512,36 @@ impl Supervisor {
         {
             // Without a namespace only the process group can be killed, which may miss processes.
             // The PID is not reused before the process is reaped.
-            let _ = sys::kill_raw(-pid, libc::SIGKILL);
+            let _ = sys::send_signal(-pid, libc::SIGKILL);
         }
         // ECHILD is not possible, because only this thread reaps the process. If it occurs
-        // nevertheless, exit status 0 is reported.
-        let Some((status, used)) =
-            sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default())))
+        // nevertheless, the exit is reported with status 0.
+        let Some((status, usage)) =
+            sys::reap_if_ended(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default())))
         else {
             return;
         };
-        self.drain_output(tid);
+        self.forward_all_output(tid);
         let Some(mut task) = self.tasks.remove(&tid) else {
             return;
         };
-        let used = task.usage_on_other_hosts.plus(used);
-        self.abandon_migration_of(&task);
+        let usage = task.usage_on_other_hosts.merged_with(usage);
+        self.end_migration_step_of_exited(&task);
         self.cancel_fetch_of_exited(&task);
         if task
             .exit_requested_for
             .is_some_and(|engine| engine.restarts_after(status))
         {
-            let exited = FromTasker::Exited { tid, status, used };
+            let exited = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exited);
         }
-        // Without thawing, the task's remaining processes would stay frozen forever.
+        // Processes of a frozen group never end, so the group is thawed.
         task.frozen_group().into_iter().for_each(ControlGroup::thaw);
-        self.send(&FromTasker::Exited { tid, status, used });
+        self.send(&FromTasker::Exited { tid, status, usage });
         if let Some(namespace) = task
             .namespace
             .take()
-            .and_then(|namespace| self.spare_namespaces.recycle(namespace))
+            .and_then(|namespace| self.spare_namespaces.recycle_namespace(namespace))
         {
             namespace.end_when_empty();
             self.orphaned_namespaces.push(OrphanedNamespace {
@@ -543,7 +563,7 @@ impl Supervisor {
 
     /// Kills all processes in a namespace. Sends `final_messages` when they have ended.
     pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
-        namespace.kill();
+        namespace.kill_processes();
         self.orphaned_namespaces.push(OrphanedNamespace {
             namespace,
             output: None,
@@ -552,76 +572,79 @@ impl Supervisor {
     }
 
     fn remove_ended_namespaces(&mut self) {
-        let (ended, left) = std::mem::take(&mut self.orphaned_namespaces)
+        let (ended, remaining) = std::mem::take(&mut self.orphaned_namespaces)
             .into_iter()
-            .partition(|left: &OrphanedNamespace| left.namespace.has_ended());
-        self.orphaned_namespaces = left;
+            .partition(|remaining: &OrphanedNamespace| remaining.namespace.has_ended());
+        self.orphaned_namespaces = remaining;
         let ended: Vec<OrphanedNamespace> = ended;
-        for message in ended.into_iter().flat_map(|left| left.final_messages) {
+        for message in ended
+            .into_iter()
+            .flat_map(|remaining| remaining.final_messages)
+        {
             self.send(&message);
         }
     }
 
-    fn on_signal(&mut self) {
+    fn handle_signals(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
-                self.must_end = true;
+                self.termination_requested = true;
             }
         }
         self.reap_unowned();
     }
 
-    /// Reaps children that no other code waits for: orphans of tasks, ended inits, and processes of
-    /// a failed restore.
+    /// Reaps children that no other code waits for: orphans of tasks, ended init processes, and
+    /// processes of a failed restore.
     pub(crate) fn reap_unowned(&self) {
-        let known = |pid: &i32| {
+        let is_owned = |pid: &i32| {
             self.tasks.values().any(|task| task.process.pid == *pid)
                 || self.migrations.owns_process(*pid)
         };
         while let Some((pid, ended)) = sys::pending_child_event() {
-            if !ended || known(&pid) {
-                // waitid reports this child again and again until its owner has reaped it, so the
-                // other children must be checked one by one.
-                return self.reap_all_but(known);
+            if !ended || is_owned(&pid) {
+                // Until the owner of this child has reaped it, waitid reports only this child.
+                // Therefore the other children are reaped one by one.
+                return self.reap_each_unowned(is_owned);
             }
-            let _ = sys::reap(pid);
+            let _ = sys::reap_if_ended(pid);
         }
     }
 
-    fn reap_all_but(&self, known: impl Fn(&i32) -> bool) {
-        for pid in child_pids().into_iter().filter(|pid| !known(pid)) {
+    fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
+        for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
-            let _ = sys::reap(pid);
+            let _ = sys::reap_if_ended(pid);
         }
     }
 
     /// Ends every process that the tasker has started and waits until all have ended.
     fn shut_down(&mut self) {
         for task in self.tasks.values() {
-            task.kill_all();
+            task.kill_immediately();
         }
         self.migrations.cancel_all();
-        for left in &self.orphaned_namespaces {
-            left.namespace.kill();
+        for remaining in &self.orphaned_namespaces {
+            remaining.namespace.kill_processes();
         }
-        let until = Instant::now() + SHUTDOWN_TIMEOUT;
-        while Instant::now() < until {
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        while Instant::now() < deadline {
             // Workers end their engines and reap them.
-            self.drain_workers();
-            let left = child_pids();
-            if left.is_empty() && self.migrations.is_idle() {
+            self.handle_worker_results();
+            let remaining = child_pids();
+            if remaining.is_empty() && self.migrations.is_idle() {
                 return;
             }
-            for pid in left
+            for pid in remaining
                 .into_iter()
                 .filter(|pid| !self.migrations.owns_process(*pid))
             {
                 // Fails only if the process has ended.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                let _ = sys::reap(pid);
+                let _ = sys::reap_if_ended(pid);
             }
             let mut fds = [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
-            // The call is used only as a pause. Everything is checked again afterwards.
+            // The call is used only as a delay. All conditions are checked again afterwards.
             let _ = poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS));
         }
     }
@@ -629,8 +652,8 @@ impl Supervisor {
 
 /// Returns the PIDs of all children of the tasker.
 fn child_pids() -> Vec<i32> {
-    let threads = Process::myself().and_then(|tasker| tasker.tasks());
-    threads
+    let tasker_threads = Process::myself().and_then(|tasker| tasker.tasks());
+    tasker_threads
         .into_iter()
         .flatten()
         .flatten()

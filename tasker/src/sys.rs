@@ -1,8 +1,8 @@
 //! System calls that neither std nor nix offers: creating processes, waiting with resource usage,
 //! and the steps of a new process before its exec.
 //!
-//! The tasker may have threads when it creates a process, so the child must neither allocate nor
-//! take a lock: everything that it needs is in an [`ExecPlan`] that was created before.
+//! The tasker may have threads when it creates a process, so the new process must neither allocate
+//! nor take a lock. All data that the process needs is in an [`ExecPlan`] that was created before.
 //!
 //! Until its exec, a new process shares the tasker's memory (as after `vfork`), because copying the
 //! memory costs more than all other steps of a start. The calling thread is suspended until the
@@ -35,13 +35,13 @@ use std::time::{Duration, Instant};
 const CHILD_STACK_BYTES: usize = 32 << 10;
 /// Highest signal number of Linux.
 const SIGNAL_MAX: i32 = 64;
-/// Size of the kernel's `struct sigaction` in words.
+/// Size of the kernel's `struct sigaction` in machine words.
 const SIGACTION_WORDS: usize = 4;
 /// Poll interval while waiting for a new process to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_micros(100);
 const NO_FD: RawFd = -1;
 
-/// A process that was just created.
+/// A process that was created by the tasker and not reaped yet.
 #[derive(Debug)]
 pub(crate) struct Child {
     /// PID of the process in the tasker's PID namespace.
@@ -54,45 +54,51 @@ pub(crate) struct Child {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExecStage {
     /// Setting up the standard descriptors.
-    Stdio,
+    StandardDescriptors,
     /// Changing to the working directory.
-    Dir,
+    WorkingDir,
     /// The exec of the program.
     Exec,
-    /// Checking that the program can be executed, before the process waits.
-    Access,
+    /// Checking that the program can be executed. Only a process that stops before its exec has
+    /// this step.
+    ProgramCheck,
 }
 
-/// Exit status of a process that failed before its exec, if it reports the error in its plan.
+/// Exit status of a process whose exec failed, or that failed earlier and has recorded the error in
+/// its plan.
 const STATUS_NOT_STARTED: i32 = 1;
-/// Exit statuses from this value on encode the errno of a failed check of the program.
-const STATUS_PROGRAM_ERROR: i32 = 0x80;
-/// Exit status of a process that failed while it set up the standard descriptors.
+/// Smallest exit status that encodes a failed check of the program. Its lower bits contain the
+/// errno.
+const STATUS_PROGRAM_ERROR_BASE: i32 = 0x80;
+/// Exit status of a process that failed while it set up the standard descriptors. The errno is
+/// lost.
 const STATUS_STDIO_ERROR: i32 = 0x7f;
 
 impl ExecError {
-    /// Encodes the error as an exit status. This is possible because the errno values of files and
-    /// directories are small numbers.
+    /// Encodes the error as an exit status. The errno of a failed access to a file or directory is
+    /// small enough for this encoding.
     fn exit_status(self) -> i32 {
         match self.stage {
-            ExecStage::Stdio => STATUS_STDIO_ERROR,
-            ExecStage::Dir => (self.errno as i32).min(STATUS_STDIO_ERROR - 1),
-            ExecStage::Access => STATUS_PROGRAM_ERROR | (self.errno as i32).min(STATUS_STDIO_ERROR),
+            ExecStage::StandardDescriptors => STATUS_STDIO_ERROR,
+            ExecStage::WorkingDir => (self.errno as i32).min(STATUS_STDIO_ERROR - 1),
+            ExecStage::ProgramCheck => {
+                STATUS_PROGRAM_ERROR_BASE | (self.errno as i32).min(STATUS_STDIO_ERROR)
+            }
             ExecStage::Exec => STATUS_NOT_STARTED,
         }
     }
 
-    /// Decodes an exit status made by [`ExecError::exit_status`].
-    fn from_exit_status(status: i32) -> ExecError {
+    /// Decodes an exit status of [`ExecError::exit_status`].
+    fn from_exit_status(status: i32) -> Self {
         let (stage, errno) = match status {
-            STATUS_STDIO_ERROR => (ExecStage::Stdio, Errno::UnknownErrno),
-            STATUS_PROGRAM_ERROR.. => (
-                ExecStage::Access,
-                Errno::from_raw(status & !STATUS_PROGRAM_ERROR),
+            STATUS_STDIO_ERROR => (ExecStage::StandardDescriptors, Errno::UnknownErrno),
+            STATUS_PROGRAM_ERROR_BASE.. => (
+                ExecStage::ProgramCheck,
+                Errno::from_raw(status & !STATUS_PROGRAM_ERROR_BASE),
             ),
-            _ => (ExecStage::Dir, Errno::from_raw(status)),
+            _ => (ExecStage::WorkingDir, Errno::from_raw(status)),
         };
-        ExecError { stage, errno }
+        Self { stage, errno }
     }
 }
 
@@ -100,7 +106,7 @@ impl ExecError {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExecError {
     pub(crate) stage: ExecStage,
-    pub(crate) errno: nix::errno::Errno,
+    pub(crate) errno: Errno,
 }
 
 /// A program with its arguments and environment, in the form that `execve` requires.
@@ -112,8 +118,8 @@ pub(crate) struct Program {
     env: Vec<CString>,
 }
 
-/// A string of a program contains a zero byte, with which `execve` would end it. Nothing was
-/// started.
+/// A string of a program contains a zero byte. `execve` would truncate the string there. The value
+/// names the string.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} contains a zero byte")]
 pub(crate) struct ZeroByteError(&'static str);
@@ -128,37 +134,39 @@ impl Program {
         dir: &Path,
         argv: &[Vec<u8>],
         env: &[Vec<u8>],
-    ) -> Result<Program, ZeroByteError> {
-        let all = |list: &[Vec<u8>], what| -> Result<Vec<CString>, ZeroByteError> {
+    ) -> Result<Self, ZeroByteError> {
+        let to_c_strings = |list: &[Vec<u8>], string_role| -> Result<Vec<CString>, ZeroByteError> {
             list.iter()
-                .map(|s| CString::new(s.as_slice()).map_err(|_| ZeroByteError(what)))
+                .map(|s| CString::new(s.as_slice()).map_err(|_| ZeroByteError(string_role)))
                 .collect()
         };
-        Ok(Program {
+        Ok(Self {
             path: CString::new(path.as_os_str().as_bytes())
                 .map_err(|_| ZeroByteError("the program's path"))?,
             dir: CString::new(dir.as_os_str().as_bytes())
                 .map_err(|_| ZeroByteError("the working directory"))?,
-            argv: all(argv, "an argument")?,
-            env: all(env, "an environment string")?,
+            argv: to_c_strings(argv, "an argument")?,
+            env: to_c_strings(env, "an environment string")?,
         })
     }
 }
 
-/// Everything that a new process needs until its exec. It is created before the process.
+/// All data that a new process needs until its exec. The plan is created before the process.
 pub(crate) struct ExecPlan<'a> {
     program: &'a Program,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
-    stdin: RawFd,
-    output: RawFd,
-    inherited: &'a TaskStartState,
-    /// True if the kernel must kill the process when the tasker dies. Not needed for processes in a
-    /// namespace, which are killed with it.
+    stdin_fd: RawFd,
+    output_fd: RawFd,
+    task_start_state: &'a TaskStartState,
+    /// True if the kernel must kill the process when the tasker dies. False for processes in a
+    /// namespace, which are killed with the namespace.
     die_with_parent: bool,
-    /// True if the process must stop before its exec, with only the program's descriptors open.
+    /// True if the process must stop before its exec and close all descriptors except those of the
+    /// program.
     wait_before_exec: bool,
-    /// The error of a failed start, written by the new process.
+    /// The error of a failed start. The new process writes it into the memory that it shares with
+    /// the tasker.
     error: Cell<Option<ExecError>>,
 }
 
@@ -170,7 +178,7 @@ impl<'a> ExecPlan<'a> {
         output: BorrowedFd<'_>,
         inherited: &'a TaskStartState,
         die_with_parent: bool,
-    ) -> ExecPlan<'a> {
+    ) -> Self {
         let pointers = |list: &[CString]| {
             list.iter()
                 .map(|s| s.as_ptr())
@@ -181,9 +189,9 @@ impl<'a> ExecPlan<'a> {
             argv: pointers(&program.argv),
             env: pointers(&program.env),
             program,
-            stdin: stdin.as_raw_fd(),
-            output: output.as_raw_fd(),
-            inherited,
+            stdin_fd: stdin.as_raw_fd(),
+            output_fd: output.as_raw_fd(),
+            task_start_state: inherited,
             die_with_parent,
             wait_before_exec: false,
             error: Cell::new(None),
@@ -191,38 +199,41 @@ impl<'a> ExecPlan<'a> {
     }
 
     /// Makes the process stop before its exec; see [`start_waiting`].
-    pub(crate) fn stopping_before_exec(mut self) -> ExecPlan<'a> {
+    pub(crate) fn stopping_before_exec(mut self) -> Self {
         self.wait_before_exec = true;
         self
     }
 }
 
-/// State of the tasker that differs from the state a program must start with.
+/// The limits and signal actions with which a task must start. They differ from those of the
+/// tasker.
 #[derive(Debug)]
 pub(crate) struct TaskStartState {
-    /// The limit on open descriptors with which the tasker was started. Tasks get the same limit.
-    files_limit: libc::rlimit,
-    /// Signals that the tasker ignores. `execve` resets all other signals to their default action.
-    ignored: Vec<i32>,
+    /// The limit on open descriptors with which the tasker was started. Tasks start with the same
+    /// limit.
+    descriptor_limit: libc::rlimit,
+    /// Signals that the tasker ignores, and that a task must not ignore. `execve` itself resets all
+    /// signals with a handler.
+    ignored_signals: Vec<i32>,
 }
 
 impl TaskStartState {
-    /// Raises the tasker's limit on open descriptors to the hard limit, because each task needs a
-    /// few. Records the state that a task gets instead. Must be called after the tasker has set the
-    /// signals that it ignores.
+    /// Raises the tasker's limit on open descriptors to the hard limit, because the tasker needs a
+    /// few for each task. Records the state with which tasks start. Must be called after the tasker
+    /// has set the signals that it ignores.
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn prepare() -> io::Result<TaskStartState> {
+    pub(crate) fn prepare() -> io::Result<Self> {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-        let files_limit = libc::rlimit {
+        let descriptor_limit = libc::rlimit {
             rlim_cur: soft,
             rlim_max: hard,
         };
-        Ok(TaskStartState {
-            files_limit,
-            ignored: (1..=SIGNAL_MAX)
+        Ok(Self {
+            descriptor_limit,
+            ignored_signals: (1..=SIGNAL_MAX)
                 .filter(|signal| signal_is_ignored(*signal))
                 .collect(),
         })
@@ -230,21 +241,21 @@ impl TaskStartState {
 }
 
 fn signal_is_ignored(signal: i32) -> bool {
-    let mut now = [0usize; SIGACTION_WORDS];
+    let mut action = [0usize; SIGACTION_WORDS];
     // A raw system call: the C library hides the signals that it uses itself.
     //
     // SAFETY: the kernel writes its `struct sigaction`, which has [`SIGACTION_WORDS`] words and
     // begins with the handler.
-    let done = unsafe {
+    let result = unsafe {
         libc::syscall(
             libc::SYS_rt_sigaction,
             signal,
             std::ptr::null::<u8>(),
-            now.as_mut_ptr(),
+            action.as_mut_ptr(),
             8,
         )
     };
-    done == 0 && now[0] == libc::SIG_IGN
+    result == 0 && action[0] == libc::SIG_IGN
 }
 
 /// Creates a process like `fork`, with the additional clone flags `flags`, in the control group
@@ -257,9 +268,9 @@ pub(crate) unsafe fn clone3(
     group: Option<BorrowedFd<'_>>,
 ) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
-    let into = group.map_or(0, |_| clone_into_cgroup::CLONE_INTO_CGROUP);
+    let group_flag = group.map_or(0, |_| clone_into_cgroup::CLONE_INTO_CGROUP);
     let args = libc::clone_args {
-        flags: (flags | libc::CLONE_PIDFD) as u64 | into,
+        flags: (flags | libc::CLONE_PIDFD) as u64 | group_flag,
         pidfd: &raw mut pidfd as u64,
         child_tid: 0,
         parent_tid: 0,
@@ -296,7 +307,7 @@ pub(crate) unsafe fn clone3(
 pub(crate) enum StartError {
     /// No process could be created.
     NoProcess(io::Error),
-    /// The process could not execute the program and has ended.
+    /// The process could not execute the program, and has ended.
     Failed(ExecError),
     /// The process was killed because its exec took too long.
     TimedOut,
@@ -314,31 +325,42 @@ pub(crate) fn start_program(
     group: Option<BorrowedFd<'_>>,
 ) -> Result<Child, StartError> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
-    let guarded = guard.guard().map_err(StartError::NoProcess)?;
+    let guarded_start = guard.start_timer().map_err(StartError::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: the new process runs `exec_child` on its own stack. The stack and the plan outlive
     // their use by the new process: this thread continues only after the exec or the end of that
     // process. The kernel writes the pidfd to the address that the guard reads.
-    let made = unsafe {
+    let creation = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
         match group {
-            Some(group) => {
-                clone_into_cgroup::into_group(exec_child, plan, &mut stack, guard.pidfd(), group)
-            }
+            Some(group) => clone_into_cgroup::into_group(
+                exec_child,
+                plan,
+                &mut stack,
+                guard.pidfd_pointer(),
+                group,
+            ),
             None => {
-                let top = stack.as_mut_ptr_range().end;
-                match libc::clone(exec_child, top.cast(), flags, plan, guard.pidfd()) {
+                let stack_top = stack.as_mut_ptr_range().end;
+                match libc::clone(
+                    exec_child,
+                    stack_top.cast(),
+                    flags,
+                    plan,
+                    guard.pidfd_pointer(),
+                ) {
                     -1 => Err(io::Error::last_os_error()),
                     pid => Ok(pid),
                 }
             }
         }
     };
-    let pidfd = guarded.finish();
-    let pid = match made {
+    let pidfd = guarded_start.stop_timer();
+    let pid = match creation {
         Ok(pid) => pid,
         Err(failure) => {
-            // The kernel has already closed this descriptor, so it must not be closed again.
+            // `pidfd` is the number of a descriptor that the kernel has already closed, so it must
+            // not be closed again.
             let _ = pidfd.map(OwnedFd::into_raw_fd);
             return Err(StartError::NoProcess(failure));
         }
@@ -350,15 +372,15 @@ pub(crate) fn start_program(
     }
 }
 
-/// Creates a process that stops before its exec and executes the program of `plan` at the next
-/// SIGCONT. The plan must be made by [`ExecPlan::stopping_before_exec`]. Unlike with
-/// [`start_program`], the process has a copy of the tasker's memory while it is stopped. Returns
-/// when the process has stopped.
+/// Creates a process that stops before its exec, and that executes the program of `plan` at the
+/// next SIGCONT. The plan must be created by [`ExecPlan::stopping_before_exec`]. The process has a
+/// copy of the tasker's memory while it is stopped; in [`start_program`] it shares the memory.
+/// Returns when the process has stopped.
 ///
 /// # Errors
 /// The reason of the failure. If a process was created, it has ended or was killed, but was not
 /// reaped.
-pub(crate) fn start_waiting(
+pub(crate) fn start_stopped_before_exec(
     plan: &ExecPlan<'_>,
     timeout: Duration,
     group: Option<BorrowedFd<'_>>,
@@ -370,19 +392,19 @@ pub(crate) fn start_waiting(
         // SAFETY: this is the new process.
         None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
     };
-    let until = Instant::now() + timeout;
+    let deadline = Instant::now() + timeout;
     loop {
-        let events = WaitPidFlag::WEXITED
+        let wait_flags = WaitPidFlag::WEXITED
             | WaitPidFlag::WSTOPPED
             | WaitPidFlag::WNOHANG
             | WaitPidFlag::WNOWAIT;
-        match waitid(Id::Pid(Pid::from_raw(child.pid)), events) {
+        match waitid(Id::Pid(Pid::from_raw(child.pid)), wait_flags) {
             Ok(WaitStatus::Stopped(..)) => return Ok(child),
             Ok(WaitStatus::Exited(_, status)) => {
                 return Err(StartError::Failed(ExecError::from_exit_status(status)));
             }
             Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(StartError::TimedOut),
-            Ok(_) if Instant::now() >= until => {
+            Ok(_) if Instant::now() >= deadline => {
                 kill_pidfd(child.pidfd.as_fd());
                 return Err(StartError::TimedOut);
             }
@@ -391,8 +413,8 @@ pub(crate) fn start_waiting(
     }
 }
 
-/// Creates a process that sleeps in the directory `dir`, for the probe of the engine. On return the
-/// process has no descriptors of the tasker.
+/// Creates a process that sleeps in the directory `dir`, for the probe of the engine. Returns after
+/// the process has closed all descriptors of the tasker.
 ///
 /// # Errors
 /// Those of `clone3`.
@@ -402,13 +424,14 @@ pub(crate) fn start_idle_process(
     output: BorrowedFd<'_>,
 ) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
-    // The child's end of this pipe is closed when the child has no descriptors of the tasker left.
-    let (ready, child_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    // End of file on this pipe shows that the child has closed all descriptors of the tasker, among
+    // them its end of the pipe.
+    let (ready_reader, child_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0, None) }? {
         Some(child) => {
-            drop(child_end);
-            while nix::unistd::read(&ready, &mut [0u8]) == Err(Errno::EINTR) {}
+            drop(child_writer);
+            while nix::unistd::read(&ready_reader, &mut [0u8]) == Err(Errno::EINTR) {}
             Ok(child)
         }
         // SAFETY: as above; dup2, close_range, setsid and pause access no memory of the tasker.
@@ -427,7 +450,7 @@ pub(crate) fn start_idle_process(
 }
 
 /// Executes the program of `plan`. If the exec fails, records the reason and exits with status 1,
-/// like PVM's daemon. Must be called only in a process made by [`start_program`] or
+/// like PVM's daemon. Must be called only in a process that was created by [`start_program`] or
 /// [`start_waiting`]; makes only async-signal-safe calls.
 extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     // SAFETY: the pointer refers to the creator's plan, which no other code accesses until this
@@ -439,32 +462,35 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         }
         libc::setsid();
-        if libc::dup2(plan.stdin, 0) < 0
-            || libc::dup2(plan.output, 1) < 0
-            || libc::dup2(plan.output, 2) < 0
+        if libc::dup2(plan.stdin_fd, 0) < 0
+            || libc::dup2(plan.output_fd, 1) < 0
+            || libc::dup2(plan.output_fd, 2) < 0
         {
-            fail_child(plan, ExecStage::Stdio);
+            exit_child_with_error(plan, ExecStage::StandardDescriptors);
         }
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
-            fail_child(plan, ExecStage::Dir);
+            exit_child_with_error(plan, ExecStage::WorkingDir);
         }
-        // A process that waits must not keep descriptors open, because other code may wait until
-        // they are closed.
-        let close = if plan.wait_before_exec {
+        // A process that stops before its exec closes all other descriptors now, because other code
+        // may wait until they are closed.
+        let close_flags = if plan.wait_before_exec {
             0
         } else {
             libc::CLOSE_RANGE_CLOEXEC
         };
-        libc::syscall(libc::SYS_close_range, 3, u32::MAX, close);
-        libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
-        // A raw system call: the C library refuses to change the signals that it uses internally.
-        // All zeros is the default action.
-        let default = [0usize; SIGACTION_WORDS];
-        for &signal in &plan.inherited.ignored {
+        libc::syscall(libc::SYS_close_range, 3, u32::MAX, close_flags);
+        libc::setrlimit(
+            libc::RLIMIT_NOFILE,
+            &raw const plan.task_start_state.descriptor_limit,
+        );
+        // A raw system call: the C library refuses to change the signals that it uses internally. A
+        // zeroed structure selects the default action.
+        let default_action = [0usize; SIGACTION_WORDS];
+        for &signal in &plan.task_start_state.ignored_signals {
             libc::syscall(
                 libc::SYS_rt_sigaction,
                 signal,
-                default.as_ptr(),
+                default_action.as_ptr(),
                 std::ptr::null::<u8>(),
                 8,
             );
@@ -472,16 +498,21 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         // Tasks ignore these signals, like the tasks of PVM's daemon.
         libc::signal(libc::SIGHUP, libc::SIG_IGN);
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
-        let mut none = std::mem::zeroed::<libc::sigset_t>();
-        libc::sigemptyset(&raw mut none);
-        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
-        // The caller relies on the process when it has stopped, so the program is checked before.
+        let mut empty_mask = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&raw mut empty_mask);
+        libc::sigprocmask(
+            libc::SIG_SETMASK,
+            &raw const empty_mask,
+            std::ptr::null_mut(),
+        );
+        // The caller relies on the exec of a stopped process, so the program is checked before the
+        // process stops.
         if plan.wait_before_exec && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
-            fail_child(plan, ExecStage::Access);
+            exit_child_with_error(plan, ExecStage::ProgramCheck);
         }
         if plan.wait_before_exec {
-            // Raw system calls: the C library caches the PID and thread id of the tasker, of which
-            // this process is a copy.
+            // Raw system calls: this process is a copy of the tasker, and the C library caches the
+            // tasker's PID and thread id.
             libc::syscall(
                 libc::SYS_kill,
                 libc::syscall(libc::SYS_getpid),
@@ -493,13 +524,14 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             plan.argv.as_ptr(),
             plan.env.as_ptr(),
         );
-        fail_child(plan, ExecStage::Exec)
+        exit_child_with_error(plan, ExecStage::Exec)
     }
 }
 
-/// Records the current errno and exits. Must be called only in a process made by [`start_program`],
-/// or by [`start_waiting`], where the exit status contains the error.
-fn fail_child(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
+/// Records the current errno and exits. Must be called only in a process that was created by
+/// [`start_program`] or [`start_waiting`]. With [`start_waiting`] the exit status contains the
+/// error.
+fn exit_child_with_error(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     let errno = Errno::last();
     let error = ExecError { stage, errno };
     plan.error.set(Some(error));
@@ -518,8 +550,8 @@ fn fail_child(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
 #[derive(Debug)]
 pub(crate) struct StartGuard {
     timer: Arc<TimerFd>,
-    /// Pidfd of the process that is being started, or [`NO_FD`]. The thread that removes the
-    /// descriptor owns it.
+    /// Pidfd of the process that is being started, or [`NO_FD`]. The thread that replaces the
+    /// descriptor by [`NO_FD`] owns it.
     pidfd: Arc<AtomicI32>,
     timeout: Duration,
 }
@@ -528,34 +560,34 @@ impl StartGuard {
     /// Starts the guard's thread. `timeout` is the time limit of each start.
     ///
     /// # Errors
-    /// The system has no thread or descriptor left.
-    pub(crate) fn new(timeout: Duration) -> io::Result<StartGuard> {
+    /// No thread or descriptor can be created.
+    pub(crate) fn new(timeout: Duration) -> io::Result<Self> {
         let timer = Arc::new(TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC,
         )?);
         let pidfd = Arc::new(AtomicI32::new(NO_FD));
-        let (its_timer, its_pidfd) = (Arc::clone(&timer), Arc::clone(&pidfd));
+        let (thread_timer, thread_pidfd) = (Arc::clone(&timer), Arc::clone(&pidfd));
         std::thread::Builder::new()
             .name("start-guard".into())
             .spawn(move || {
                 loop {
-                    // An interrupted wait is repeated.
-                    if its_timer.wait().is_ok()
-                        && let Some(pidfd) = take_fd(&its_pidfd)
+                    // If the wait was interrupted, the loop repeats it.
+                    if thread_timer.wait().is_ok()
+                        && let Some(pidfd) = take_pidfd(&thread_pidfd)
                     {
                         kill_pidfd(pidfd.as_fd());
                     }
                 }
             })?;
-        Ok(StartGuard {
+        Ok(Self {
             timer,
             pidfd,
             timeout,
         })
     }
 
-    fn guard(&self) -> io::Result<GuardedStart<'_>> {
+    fn start_timer(&self) -> io::Result<GuardedStart<'_>> {
         self.timer.set(
             Expiration::OneShot(TimeSpec::from_duration(self.timeout)),
             TimerSetTimeFlags::empty(),
@@ -563,71 +595,73 @@ impl StartGuard {
         Ok(GuardedStart(self))
     }
 
-    fn pidfd(&self) -> *mut i32 {
+    fn pidfd_pointer(&self) -> *mut i32 {
         self.pidfd.as_ptr()
     }
 }
 
-/// A start that the guard's timer limits.
+/// A start whose duration the guard's timer limits.
 struct GuardedStart<'a>(&'a StartGuard);
 
 impl GuardedStart<'_> {
-    /// Ends the time limit. Returns the process's pidfd; `None` if the process was killed or was
-    /// not created.
-    fn finish(self) -> Option<OwnedFd> {
-        // If stopping the timer fails, it expires without effect, because the pidfd is removed.
+    /// Ends the time limit. Returns the pidfd of the new process; `None` if the process was killed
+    /// or could not be created.
+    fn stop_timer(self) -> Option<OwnedFd> {
+        // If the timer cannot be stopped, its expiry has no effect, because the pidfd has been
+        // removed.
         let _ = self.0.timer.unset();
-        take_fd(&self.0.pidfd)
+        take_pidfd(&self.0.pidfd)
     }
 }
 
-fn take_fd(slot: &AtomicI32) -> Option<OwnedFd> {
-    let fd = slot.swap(NO_FD, Ordering::AcqRel);
+fn take_pidfd(fd_slot: &AtomicI32) -> Option<OwnedFd> {
+    let fd = fd_slot.swap(NO_FD, Ordering::AcqRel);
     // SAFETY: the kernel has stored the descriptor for this process, and the swap removes it, so it
     // has one owner.
     (fd != NO_FD).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns the PID of a child with a pending wait event, and true if the child has ended. The event
-/// is not consumed, because an engine may be waiting for the child.
+/// Returns the PID of a child with a pending wait event, and true if the child has ended; `None` if
+/// no event is pending. The event is not consumed, because an engine's worker may wait for it.
 pub(crate) fn pending_child_event() -> Option<(i32, bool)> {
-    let look =
+    let wait_flags =
         WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
-    let status = waitid(Id::All, look).ok()?;
+    let status = waitid(Id::All, wait_flags).ok()?;
     Some((
         status.pid()?.as_raw(),
         matches!(status, WaitStatus::Exited(..) | WaitStatus::Signaled(..)),
     ))
 }
 
-/// Reaps a child without blocking. Returns the child's wait status and resource usage, or `None`
-/// while it runs.
+/// Reaps a child without blocking. Returns the child's wait status and resource usage; `None` if
+/// the child still runs.
 ///
 /// # Errors
-/// `ECHILD` if the process is not, or no longer, a child.
-pub(crate) fn reap(pid: i32) -> io::Result<Option<(i32, Usage)>> {
-    wait4(pid, libc::WNOHANG)
+/// `ECHILD` if the process is not a child, or was already reaped.
+pub(crate) fn reap_if_ended(pid: i32) -> io::Result<Option<(i32, Usage)>> {
+    wait_with_usage(pid, libc::WNOHANG)
 }
 
 /// Returns the wait status of a child that has ended, without reaping it; `None` if the process
 /// runs or is not a child.
 pub(crate) fn peek_exit_status(pid: i32) -> Option<i32> {
-    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-    match waitid(Id::Pid(Pid::from_raw(pid)), look) {
+    let wait_flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    match waitid(Id::Pid(Pid::from_raw(pid)), wait_flags) {
         Ok(WaitStatus::Exited(_, code)) => Some(code << 8),
         Ok(WaitStatus::Signaled(_, signal, _)) => Some(signal as i32),
         _ => None,
     }
 }
 
-/// Waits until a child has ended and reaps it. The child must have been killed or be about to end.
+/// Waits until a child has ended, and reaps it. Returns the child's wait status and resource usage.
+/// Blocks without a time limit, so the child must have been killed or be about to end.
 ///
 /// # Errors
-/// `ECHILD` if the process is not, or no longer, a child.
+/// `ECHILD` if the process is not a child, or was already reaped.
 pub(crate) fn wait_and_reap(pid: i32) -> io::Result<(i32, Usage)> {
     loop {
-        match wait4(pid, 0) {
-            Ok(Some(end)) => return Ok(end),
+        match wait_with_usage(pid, 0) {
+            Ok(Some(status_and_usage)) => return Ok(status_and_usage),
             Ok(None) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
@@ -635,29 +669,29 @@ pub(crate) fn wait_and_reap(pid: i32) -> io::Result<(i32, Usage)> {
     }
 }
 
-fn wait4(pid: i32, flags: i32) -> io::Result<Option<(i32, Usage)>> {
+fn wait_with_usage(pid: i32, flags: i32) -> io::Result<Option<(i32, Usage)>> {
     let mut status = 0;
     // SAFETY: rusage is plain numbers; the kernel fills both through valid pointers.
-    let (got, used) = unsafe {
-        let mut used = std::mem::zeroed::<libc::rusage>();
+    let (result, usage) = unsafe {
+        let mut usage = std::mem::zeroed::<libc::rusage>();
         (
-            libc::wait4(pid, &raw mut status, flags | libc::__WALL, &raw mut used),
-            used,
+            libc::wait4(pid, &raw mut status, flags | libc::__WALL, &raw mut usage),
+            usage,
         )
     };
-    match got {
+    match result {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
-        _ => Ok(Some((status, usage_from_rusage(&used)))),
+        _ => Ok(Some((status, usage_from_rusage(&usage)))),
     }
 }
 
-fn usage_from_rusage(used: &libc::rusage) -> Usage {
+fn usage_from_rusage(raw_usage: &libc::rusage) -> Usage {
     let micros = |t: libc::timeval| Micros(t.tv_sec as u64 * 1_000_000 + t.tv_usec as u64);
     Usage {
-        user: micros(used.ru_utime),
-        system: micros(used.ru_stime),
-        resident_max_bytes: used.ru_maxrss as u64 * 1024,
+        user: micros(raw_usage.ru_utime),
+        system: micros(raw_usage.ru_stime),
+        resident_max_bytes: raw_usage.ru_maxrss as u64 * 1024,
     }
 }
 
@@ -693,7 +727,7 @@ pub(crate) fn kill_pidfd(pidfd: BorrowedFd<'_>) {
 ///
 /// # Errors
 /// Those of `kill(2)`.
-pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
+pub(crate) fn send_signal(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: the call accesses no memory.
     match unsafe { libc::kill(pid, signal) } {
         0 => Ok(()),
@@ -703,40 +737,41 @@ pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
 
 /// Returns the nice value of a thread, from -20 (highest priority) to 19; `None` if the thread has
 /// ended.
-pub(crate) fn nice_of(thread: i32) -> Option<i32> {
+pub(crate) fn nice_of(tid: i32) -> Option<i32> {
     // SAFETY: plain system call; the raw one, because its result, 20 - nice, never collides with an
     // error.
-    let answer = unsafe { libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, thread) };
-    (answer > 0).then(|| 20 - answer as i32)
+    let result = unsafe { libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, tid) };
+    (result > 0).then(|| 20 - result as i32)
 }
 
-/// Sets the nice value of a thread. Ignored if the thread has ended or the capability is missing.
-pub(crate) fn set_nice(thread: i32, nice: i32) {
+/// Sets the nice value of a thread. Has no effect if the thread has ended or the tasker lacks the
+/// capability.
+pub(crate) fn set_nice(tid: i32, nice: i32) {
     // SAFETY: the call accesses no memory.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.cast_unsigned(), nice) };
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, tid.cast_unsigned(), nice) };
 }
 
 /// True if the tasker may raise the priority of processes.
 pub(crate) fn can_raise_priority() -> bool {
     /// Bit of `CAP_SYS_NICE` in a capability mask.
     const SYS_NICE: u64 = 1 << 23;
-    static MAY: OnceLock<bool> = OnceLock::new();
-    *MAY.get_or_init(|| {
+    static CAN_RAISE: OnceLock<bool> = OnceLock::new();
+    *CAN_RAISE.get_or_init(|| {
         checkpoint::proc::status(std::process::id().cast_signed())
             .is_some_and(|status| status.capeff & SYS_NICE != 0)
     })
 }
 
 /// True if these two processes share their memory, as between `vfork` and `execve`.
-pub(crate) fn share_memory(one: i32, other: i32) -> bool {
+pub(crate) fn share_memory(pid: i32, other_pid: i32) -> bool {
     /// `KCMP_VM` of kcmp(2): compare address spaces.
     const KCMP_VM: i32 = 1;
     // SAFETY: no pointer is passed.
-    let answer = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0, 0) };
-    answer == 0
+    let result = unsafe { libc::syscall(libc::SYS_kcmp, pid, other_pid, KCMP_VM, 0, 0) };
+    result == 0
 }
 
-/// Writes bytes to the address `at` in the memory of a stopped process.
+/// Writes bytes to the address `address` in the memory of a stopped process.
 ///
 /// # Errors
 /// The memory does not exist, or access is denied.
@@ -748,24 +783,28 @@ pub(crate) fn write_memory(pid: i32, address: u64, bytes: &[u8]) -> io::Result<(
         .write_all_at(bytes, address)
 }
 
-/// Drops all capabilities of the calling thread, so that its file accesses have only its user's
-/// rights.
+/// Drops all capabilities of the calling thread. File accesses of the thread then have only the
+/// rights of its user.
 ///
 /// # Errors
 /// The kernel refused.
 pub(crate) fn drop_capabilities() -> io::Result<()> {
-    checkpoint::capabilities::drop_capabilities_except(0)
+    checkpoint::capabilities::retain_capabilities(0)
 }
 
-/// Returns the number of bytes in a pipe.
+/// Returns the number of bytes in a pipe; 0 if the number cannot be read.
 pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: FIONREAD writes one int through a valid pointer.
-    let done = unsafe { libc::ioctl(pipe.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
-    if done == 0 { bytes.max(0) as usize } else { 0 }
+    let result = unsafe { libc::ioctl(pipe.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+    if result == 0 {
+        bytes.max(0) as usize
+    } else {
+        0
+    }
 }
 
-/// Takes ownership of a descriptor that was inherited under this number.
+/// Takes ownership of the descriptor with the number `fd`, which was inherited.
 ///
 /// # Errors
 /// `EBADF` if the descriptor is not open or is a standard descriptor.
@@ -779,17 +818,17 @@ pub(crate) fn take_inherited_fd(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sets a signal to be ignored, or restores its default action. Never installs a handler function.
+/// Ignores a signal, or restores its default action. Panics if `handler` is a handler function.
 ///
 /// # Errors
 /// The signal cannot be changed.
-pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> {
+pub(crate) fn set_signal_action(changed_signal: Signal, handler: SigHandler) -> nix::Result<()> {
     assert!(
         matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl),
         "no handler runs in the tasker"
     );
     // SAFETY: no handler function is installed, so no code runs asynchronously.
-    unsafe { nix::sys::signal::signal(name, handler) }.map(drop)
+    unsafe { nix::sys::signal::signal(changed_signal, handler) }.map(drop)
 }
 
 #[cfg(test)]
@@ -803,12 +842,15 @@ mod tests {
             .arg("60")
             .spawn()
             .expect("sleep");
-        let guarded = guard.guard().expect("a timer");
+        let guarded_start = guard.start_timer().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         let status = child.wait().expect("a child");
         assert!(!status.success(), "{status}");
-        assert!(guarded.finish().is_none(), "the guard has taken it");
+        assert!(
+            guarded_start.stop_timer().is_none(),
+            "the guard has taken it"
+        );
     }
 
     #[test]
@@ -818,10 +860,10 @@ mod tests {
             .arg("0.2")
             .spawn()
             .expect("sleep");
-        let guarded = guard.guard().expect("a timer");
+        let guarded_start = guard.start_timer().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
-        assert!(guarded.finish().is_some(), "it is still there");
+        assert!(guarded_start.stop_timer().is_some(), "it is still there");
         assert!(child.wait().expect("a child").success());
     }
 }

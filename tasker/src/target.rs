@@ -1,9 +1,10 @@
-//! The target of a migration: prepare, restore or restart, then run or discard the task.
+//! The target of a migration: reserves a namespace, restores the task or restarts its program, then
+//! runs or discards the task.
 
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
-use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirection};
+use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::supervisor::Supervisor;
@@ -11,29 +12,29 @@ use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
-use checkpoint::engine::{CancelHandle, ExternalResources, RestoreJob};
+use checkpoint::engine::{CancelHandle, ExternalResources, RestoreParams};
 use sempa_proto::migration::{Failure, Usage};
-use sempa_proto::tasker::{FromTasker, MemoryWrite, StartTask};
+use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
 use sempa_proto::{MigrationId, Tid};
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-/// Maximum number of migrations to this host that are prepared or further advanced. Further
-/// migrations are refused.
-const TARGETS_MAX: usize = 64;
+/// Maximum number of migrations to this host that have been accepted and whose task does not run
+/// yet. Further migrations are refused.
+const INCOMING_TASKS_MAX: usize = 64;
 
 /// A migration to this host.
 pub(crate) struct IncomingTask {
     pub(crate) tid: Tid,
-    /// `None` if the tasker may not create namespaces. Then only a program that is restarted can
-    /// migrate to this host.
+    /// The namespace for the task. `None` if the tasker may not create namespaces; then only a
+    /// restarted program can migrate to this host.
     namespace: Option<Namespace>,
     pub(crate) stage: TargetStage,
-    /// Files that were transferred with the task.
+    /// Files that were transferred with the task and written at this host.
     pub(crate) placed_files: PlacedFiles,
     /// True if most of the task's memory is post-copied.
-    post_copy: bool,
+    uses_post_copy: bool,
 }
 
 pub(crate) enum TargetStage {
@@ -42,40 +43,42 @@ pub(crate) enum TargetStage {
     /// Files that were transferred with the task are being written.
     PlacingFiles {
         dir: PathBuf,
-        redirection: Option<MemoryWrite>,
-        discard: bool,
+        redirect: Option<MemoryWrite>,
+        must_discard: bool,
     },
     /// The engine restores the task.
     Restoring {
-        worker: u64,
+        worker_id: u64,
         manifest: ImageManifest,
         output: Output,
-        redirection: Option<MemoryWrite>,
-        discard: bool,
-        /// Why the post-copied memory will not arrive, if it is lost.
+        redirect: Option<MemoryWrite>,
+        must_discard: bool,
+        /// Why the post-copied memory will not arrive; `None` unless the memory is lost.
         lost_reason: Option<Failure>,
     },
-    /// The task is restored and stopped. The engine has ended, so the end of the engine cannot kill
-    /// the task when it is the only copy.
+    /// The task is restored and stopped. The engine has ended before, so a death of the engine
+    /// cannot kill the task when it is the only copy.
     Restored {
         process: Child,
-        /// Processes that were already stopped before the migration stopped the task.
-        stopped_before: Vec<i32>,
+        /// PIDs, in the task's namespace, of processes that were already stopped before the
+        /// migration stopped the task.
+        already_stopped_pids: Vec<i32>,
         output: Output,
         /// True while the processes are being added to the control group.
         joining_group: bool,
-        /// Set if the task must run when its processes are in the control group: its resource usage
-        /// on other hosts, and true if it must stay paused.
+        /// Set if the task must run as soon as its processes are in the control group. Contains the
+        /// task's resource usage on other hosts, and true if the task must stay paused.
         pending_run: Option<(Usage, bool)>,
     },
 }
 
 impl TargetStage {
-    /// Returns the reply for a restored task that was lost. If the task was ordered to run, the
-    /// reply is that it does not run; otherwise that it was not restored.
+    /// Returns the reply to the daemon if the restored task was lost. If the task was already
+    /// ordered to run, the reply is that it does not run; otherwise the reply is that the task was
+    /// not restored.
     pub(crate) fn lost_reply(&self, migration: MigrationId, why: Failure) -> FromTasker {
         match self {
-            TargetStage::Restored {
+            Self::Restored {
                 pending_run: Some(_),
                 ..
             } => FromTasker::Running {
@@ -91,19 +94,19 @@ impl TargetStage {
 }
 
 impl Supervisor {
-    pub(crate) fn reserve_target(
+    pub(crate) fn prepare_target(
         &mut self,
         migration: MigrationId,
         tid: Tid,
     ) -> Result<(), Failure> {
-        if self.migrations.targets.contains_key(&migration) {
+        if self.migrations.incoming_tasks.contains_key(&migration) {
             return Err(Failure::Engine(format!(
                 "{migration} is prepared here already"
             )));
         }
-        if self.migrations.targets.len() >= TARGETS_MAX {
+        if self.migrations.incoming_tasks.len() >= INCOMING_TASKS_MAX {
             return Err(Failure::Engine(format!(
-                "{TARGETS_MAX} migrations to this host are in progress, the limit"
+                "{INCOMING_TASKS_MAX} migrations to this host are in progress, the limit"
             )));
         }
         if self.tasks.contains_key(&tid) {
@@ -111,8 +114,10 @@ impl Supervisor {
         }
         let namespace = match self.uses_namespaces {
             true => {
-                let taken = self.spare_namespaces.take(self.freezer.as_mut().ok());
-                Some(taken.map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?)
+                let spare = self
+                    .spare_namespaces
+                    .take_or_create(self.freezer.as_mut().ok());
+                Some(spare.map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?)
             }
             false => None,
         };
@@ -121,52 +126,56 @@ impl Supervisor {
             namespace,
             stage: TargetStage::Prepared,
             placed_files: PlacedFiles::default(),
-            post_copy: false,
+            uses_post_copy: false,
         };
-        self.migrations.targets.insert(migration, target);
+        self.migrations.incoming_tasks.insert(migration, target);
         Ok(())
     }
 
-    pub(crate) fn restore(
+    pub(crate) fn start_restore_or_report(
         &mut self,
         migration: MigrationId,
         tid: Tid,
         dir: &Path,
-        redirection: Option<MemoryWrite>,
+        redirect: Option<MemoryWrite>,
         memory_socket: Option<&Path>,
     ) {
-        let reserved = match self.migrations.targets.get(&migration) {
+        let check = match self.migrations.incoming_tasks.get(&migration) {
             Some(IncomingTask {
                 stage: TargetStage::Prepared,
-                tid: of,
+                tid: prepared_tid,
                 ..
-            }) if *of == tid => Ok(()),
+            }) if *prepared_tid == tid => Ok(()),
             Some(_) => Err(Failure::Engine(format!(
                 "{migration} is not waiting for the images of {tid}"
             ))),
-            None => self.reserve_target(migration, tid),
+            None => self.prepare_target(migration, tid),
         };
-        if let Err(why) = reserved {
+        if let Err(why) = check {
             return self.send(&FromTasker::Restored {
                 migration,
                 result: Err(why),
             });
         }
         let image_manifest = ImageManifest::read(dir);
-        self.migrations.reservations.record_images(migration, dir);
-        let reserved = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
-            self.check_memory_for(migration, image_manifest.memory_bytes)
+        self.migrations
+            .reservations
+            .record_image_arrival(migration, dir);
+        let check = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
+            self.check_grown_memory(migration, image_manifest.memory_bytes)
         });
-        let fetches = reserved.and_then(|()| {
+        let fetch_result = check.and_then(|()| {
             memory_socket.map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
         });
-        if let Some(target) = self.migrations.targets.get_mut(&migration) {
-            target.post_copy = memory_socket.is_some();
+        if let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) {
+            target.uses_post_copy = memory_socket.is_some();
         }
-        match (fetches, image_manifest) {
+        match (fetch_result, image_manifest) {
             (Err(why), _) => {
-                self.migrations.post_copies.on_failure(Some(&why));
-                self.remove_target(
+                self.migrations
+                    .post_copies
+                    .back_off_after_failure(Some(&why));
+                self.remove_incoming_task(
                     migration,
                     vec![FromTasker::Restored {
                         migration,
@@ -175,25 +184,29 @@ impl Supervisor {
                 );
             }
             (Ok(()), Ok(image_manifest)) if !image_manifest.transferred_files.is_empty() => {
-                self.place_files(migration, dir, image_manifest, redirection)
+                self.start_placing_files(migration, dir, image_manifest, redirect)
             }
-            // A defect of the manifest is reported when `build` reads it.
-            _ => self.start_engine_restore(migration, dir, redirection),
+            // A defect of the manifest is reported when `start_restore` reads it.
+            _ => self.start_engine_restore(migration, dir, redirect),
         }
     }
 
-    /// Starts the restore of a task by the engine. All other preparations must be complete.
+    /// Starts the restore of a task by the engine. The task's files must have been written before,
+    /// and the fetch of its memory started.
     pub(crate) fn start_engine_restore(
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        redirection: Option<MemoryWrite>,
+        redirect: Option<MemoryWrite>,
     ) {
-        let started = self.start_restore(migration, dir, redirection);
-        match (started, self.migrations.targets.get_mut(&migration)) {
+        let start_result = self.start_restore(migration, dir, redirect);
+        match (
+            start_result,
+            self.migrations.incoming_tasks.get_mut(&migration),
+        ) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
-            (Err(why), _) => self.remove_target(
+            (Err(why), _) => self.remove_incoming_task(
                 migration,
                 vec![FromTasker::Restored {
                     migration,
@@ -203,32 +216,35 @@ impl Supervisor {
         }
     }
 
-    /// Starts a program from its beginning in place of a restore. The program stops before its
-    /// exec.
-    pub(crate) fn start_stopped_program(&mut self, migration: MigrationId, start: &StartTask) {
-        let prepared = match self.migrations.targets.get(&migration) {
+    /// Starts a program from its beginning, for a migration without images. The program stops
+    /// before its exec.
+    pub(crate) fn start_stopped_program(&mut self, migration: MigrationId, order: &TaskStart) {
+        let stage_check = match self.migrations.incoming_tasks.get(&migration) {
             Some(IncomingTask {
                 stage: TargetStage::Prepared,
                 ..
             }) => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
-            None => self.reserve_target(migration, start.tid),
+            None => self.prepare_target(migration, order.tid),
         };
-        let built = prepared.and_then(|()| {
+        let start_result = stage_check.and_then(|()| {
             let namespace = self
                 .migrations
-                .targets
+                .incoming_tasks
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref());
-            task::start_stopped_process(start, namespace, &self.inherited)
+            task::start_stopped_process(order, namespace, &self.task_start_state)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
-        match (built, self.migrations.targets.get_mut(&migration)) {
+        match (
+            start_result,
+            self.migrations.incoming_tasks.get_mut(&migration),
+        ) {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
                 target.stage = TargetStage::Restored {
                     process,
-                    stopped_before: Vec::new(),
+                    already_stopped_pids: Vec::new(),
                     output,
                     joining_group: false,
                     pending_run: None,
@@ -244,7 +260,7 @@ impl Supervisor {
                 result: Err(why),
             }),
             (Err(why), Some(_)) => {
-                self.remove_target(
+                self.remove_incoming_task(
                     migration,
                     vec![FromTasker::Restored {
                         migration,
@@ -259,19 +275,19 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        redirection: Option<MemoryWrite>,
+        redirect: Option<MemoryWrite>,
     ) -> Result<TargetStage, Failure> {
         let target = self
             .migrations
-            .targets
+            .incoming_tasks
             .get(&migration)
             .ok_or(Failure::TaskEnded)?;
         let namespace = target
             .namespace
             .as_ref()
             .ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
-        let memory_follows = target.post_copy;
-        if memory_follows && !self.migrations.post_copies.is_arriving(migration) {
+        let uses_post_copy = target.uses_post_copy;
+        if uses_post_copy && !self.migrations.post_copies.is_memory_arriving(migration) {
             return Err(Failure::Images(
                 "the rest of its memory cannot be fetched".into(),
             ));
@@ -285,75 +301,83 @@ impl Supervisor {
         // The images determine the rights of the restored processes, so they must belong to the
         // user of the tasker.
         checkpoint::criu::check_owner(dir, nix::unistd::geteuid().as_raw())?;
-        if redirection.is_some() {
-            written_files::truncate_grown(&manifest.written_files)?;
+        if redirect.is_some() {
+            written_files::truncate_grown_files(&manifest.written_files)?;
         }
-        let io = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
-        let (output, theirs) = Output::new().map_err(io)?;
+        let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
+        let (output, output_writer) = Output::new().map_err(io_failure)?;
         let limits = engine_limits(manifest.image_bytes())?;
-        let job = RestoreJob {
+        let job = RestoreParams {
             dir: dir.into(),
-            external: ExternalResources {
-                output_pipe: manifest.output_pipe,
+            external_resources: ExternalResources {
+                output_pipe: manifest.output_pipe_inode,
             },
-            pid_namespace: namespace.open().map_err(io)?,
-            output: theirs,
-            post_copy: memory_follows,
+            pid_namespace: namespace.open().map_err(io_failure)?,
+            output: output_writer,
+            post_copy: uses_post_copy,
         };
-        let restoring = engine.start_restore(job)?;
-        let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        // The images contain a stopped task, so the task remains stopped when the engine detaches.
-        let build = move || {
-            let built = restoring.wait_until_restored(&limits).and_then(|held| {
-                let process = held.pid();
-                held.release(&limits).map(|()| process)
-            });
+        let running_restore = engine.start_restore(job)?;
+        let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
+        // The images contain a stopped task. Therefore the task remains stopped when the engine
+        // detaches.
+        let work = move || {
+            let restore_result =
+                running_restore
+                    .wait_until_restored(&limits)
+                    .and_then(|restored_task| {
+                        let process = restored_task.pid();
+                        restored_task.complete_restore(&limits).map(|()| process)
+                    });
             WorkerResult::Restored {
                 migration,
-                result: built,
+                result: restore_result,
             }
         };
-        let worker = self.migrations.workers.start(&cancel, Some(pid), build)?;
+        let worker = self
+            .migrations
+            .workers
+            .start_worker(&cancel, Some(engine_pid), work)?;
         Ok(TargetStage::Restoring {
-            worker,
+            worker_id: worker,
             manifest,
             output,
-            redirection,
-            discard: false,
+            redirect,
+            must_discard: false,
             lost_reason: None,
         })
     }
 
     pub(crate) fn on_restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
-        let Some(target) = self.migrations.targets.get_mut(&migration) else {
+        let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) else {
             return;
         };
         let stage = std::mem::replace(&mut target.stage, TargetStage::Prepared);
         let TargetStage::Restoring {
             manifest,
             output,
-            redirection,
-            discard,
+            redirect: redirection,
+            must_discard: discard,
             lost_reason,
             ..
         } = stage
         else {
             return;
         };
-        if target.post_copy && !discard && lost_reason.is_none() {
+        if target.uses_post_copy && !discard && lost_reason.is_none() {
             self.migrations
                 .post_copies
-                .on_failure(result.as_ref().err());
+                .back_off_after_failure(result.as_ref().err());
         }
-        let adopted = lost_reason.map_or(result, Err).and_then(|pid| {
+        let process_result = lost_reason.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid)
                 .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            target.namespace.as_ref().map_or(Ok(()), |namespace| {
-                write_redirection(namespace, redirection)
-            })?;
+            target
+                .namespace
+                .as_ref()
+                .map_or(Ok(()), |namespace| write_redirect(namespace, redirection))?;
             Ok(Child { pid, pidfd })
         });
-        match adopted {
+        match process_result {
             Ok(process) if !discard => {
                 let pid = process.pid;
                 let namespace = target.namespace.as_ref();
@@ -363,7 +387,7 @@ impl Supervisor {
                 let stopped_before = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
                     process,
-                    stopped_before,
+                    already_stopped_pids: stopped_before,
                     output,
                     joining_group,
                     pending_run: None,
@@ -374,40 +398,48 @@ impl Supervisor {
                 });
             }
             Ok(_) => {
-                let off = Err(Failure::Cancelled("the migration was cancelled".into()));
-                let last = FromTasker::Restored {
+                let cancelled = Err(Failure::Cancelled("the migration was cancelled".into()));
+                let final_messages = FromTasker::Restored {
                     migration,
-                    result: off,
+                    result: cancelled,
                 };
-                self.remove_target(migration, vec![last, FromTasker::Discarded { migration }]);
+                self.remove_incoming_task(
+                    migration,
+                    vec![final_messages, FromTasker::Discarded { migration }],
+                );
             }
             Err(why) => {
-                let mut last = vec![FromTasker::Restored {
+                let mut final_messages = vec![FromTasker::Restored {
                     migration,
                     result: Err(why),
                 }];
-                last.extend(discard.then_some(FromTasker::Discarded { migration }));
-                self.remove_target(migration, last);
+                final_messages.extend(discard.then_some(FromTasker::Discarded { migration }));
+                self.remove_incoming_task(migration, final_messages);
             }
         }
     }
 
-    /// Handles the death of a restored task that does not run yet, because another process has
-    /// killed it.
-    pub(crate) fn on_restored_task_killed(&mut self, migration: MigrationId) {
-        let is_held = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
-        if self.migrations.targets.get(&migration).is_some_and(is_held) {
+    /// Handles the end of a restored task that does not run yet: another process has killed it.
+    pub(crate) fn on_restored_task_ended(&mut self, migration: MigrationId) {
+        let is_restored =
+            |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
+        if self
+            .migrations
+            .incoming_tasks
+            .get(&migration)
+            .is_some_and(is_restored)
+        {
             let why =
                 Failure::Engine("the restored task was killed before it could continue".into());
-            let reply = self.migrations.targets[&migration]
+            let reply = self.migrations.incoming_tasks[&migration]
                 .stage
                 .lost_reply(migration, why);
-            self.remove_target(migration, vec![reply]);
+            self.remove_incoming_task(migration, vec![reply]);
         }
     }
 
-    pub(crate) fn on_joined_group(&mut self, migration: MigrationId, done: bool) {
-        let Some(target) = self.migrations.targets.get_mut(&migration) else {
+    pub(crate) fn on_joined_group(&mut self, migration: MigrationId, succeeded: bool) {
+        let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) else {
             return;
         };
         let TargetStage::Restored {
@@ -419,15 +451,15 @@ impl Supervisor {
             return;
         };
         *joining_group = false;
-        if let Some(namespace) = target.namespace.as_ref().filter(|_| done) {
-            namespace.set_in_group();
+        if let Some(namespace) = target.namespace.as_ref().filter(|_| succeeded) {
+            namespace.record_group_membership();
         }
         if let Some((used, held)) = pending_run.take() {
             self.run_restored_task(migration, used, held);
         }
     }
 
-    pub(crate) fn run_restored_task(&mut self, migration: MigrationId, used: Usage, paused: bool) {
+    pub(crate) fn run_restored_task(&mut self, migration: MigrationId, usage: Usage, paused: bool) {
         if let Some(IncomingTask {
             stage:
                 TargetStage::Restored {
@@ -436,39 +468,40 @@ impl Supervisor {
                     ..
                 },
             ..
-        }) = self.migrations.targets.get_mut(&migration)
+        }) = self.migrations.incoming_tasks.get_mut(&migration)
         {
-            // A stopped task cannot fork, so no process is missed. The task runs after all its
-            // processes are in the group.
-            *pending_run = Some((used, paused));
+            // A stopped task cannot fork, so the group will contain all its processes. The task
+            // runs when they are in the group.
+            *pending_run = Some((usage, paused));
             return;
         }
         let (tid, namespace, process, stopped_before, output) =
-            match self.migrations.targets.remove(&migration) {
+            match self.migrations.incoming_tasks.remove(&migration) {
                 Some(IncomingTask {
                     tid,
                     namespace,
                     stage:
                         TargetStage::Restored {
                             process,
-                            stopped_before,
+                            already_stopped_pids: stopped_before,
                             output,
                             ..
                         },
                     placed_files,
                     ..
                 }) => {
-                    placed_files.keep();
+                    placed_files.keep_files();
                     (tid, namespace, process, stopped_before, output)
                 }
                 other => {
                     self.migrations
-                        .targets
+                        .incoming_tasks
                         .extend(other.map(|target| (migration, target)));
-                    let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
+                    let missing_failure =
+                        Failure::Engine(format!("nothing is held here for {migration}"));
                     return self.send(&FromTasker::Running {
                         migration,
-                        result: Err(not_held),
+                        result: Err(missing_failure),
                     });
                 }
             };
@@ -477,7 +510,7 @@ impl Supervisor {
             process,
             namespace,
             output,
-            usage_on_other_hosts: used,
+            usage_on_other_hosts: usage,
             phase: TaskPhase::Running,
             pause: if paused {
                 Pause::Paused
@@ -486,11 +519,11 @@ impl Supervisor {
             },
             already_stopped_pids: stopped_before,
             exit_requested_for: None,
-            redirection: None,
-            kept_signals: Vec::new(),
+            pending_redirect: None,
+            deferred_signals: Vec::new(),
         };
         if !paused {
-            task.continue_running();
+            task.continue_after_migration();
         }
         self.tasks.insert(tid, task);
         self.send(&FromTasker::Running {
@@ -500,48 +533,53 @@ impl Supervisor {
         self.on_restored_task_runs(migration, tid);
     }
 
-    pub(crate) fn discard(&mut self, migration: MigrationId) {
-        let Some(target) = self.migrations.targets.get_mut(&migration) else {
+    pub(crate) fn discard_incoming_task(&mut self, migration: MigrationId) {
+        let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) else {
             return self.send(&FromTasker::Discarded { migration });
         };
         match &mut target.stage {
             TargetStage::Restoring {
-                worker, discard, ..
+                worker_id: worker,
+                must_discard: discard,
+                ..
             } => {
                 *discard = true;
                 let worker = *worker;
-                self.migrations.workers.cancel(worker);
+                self.migrations.workers.cancel_worker(worker);
             }
-            // The reply is sent when the files have been written and removed again.
-            TargetStage::PlacingFiles { discard, .. } => *discard = true,
+            // The reply is sent after the worker has finished and the files have been removed.
+            TargetStage::PlacingFiles {
+                must_discard: discard,
+                ..
+            } => *discard = true,
             TargetStage::Prepared | TargetStage::Restored { .. } => {
-                self.remove_target(migration, vec![FromTasker::Discarded { migration }]);
+                self.remove_incoming_task(migration, vec![FromTasker::Discarded { migration }]);
             }
         }
     }
 
     /// Discards a migration to this host and kills the restored processes, if any. Sends
     /// `final_messages` when they have ended.
-    pub(crate) fn remove_target(
+    pub(crate) fn remove_incoming_task(
         &mut self,
         migration: MigrationId,
         final_messages: Vec<FromTasker>,
     ) {
         self.cancel_fetch(migration);
-        if let Some(target) = self.migrations.targets.remove(&migration) {
+        if let Some(target) = self.migrations.incoming_tasks.remove(&migration) {
             match (target.namespace, target.stage) {
                 (Some(namespace), _) => self.kill_namespace(namespace, final_messages),
                 (None, stage) => {
                     if let TargetStage::Restored { process, .. } = stage {
-                        // Without a namespace this is a program that was stopped before its exec,
-                        // so it is a single process.
+                        // Without a namespace the task is a program that was stopped before its
+                        // exec. Such a program has a single process.
                         sys::kill_pidfd(process.pidfd.as_fd());
                     }
                     final_messages.iter().for_each(|reply| self.send(reply));
                 }
             }
-            // A restored task that has died is not reaped yet, and its namespace cannot end before
-            // it is reaped.
+            // A namespace ends only after its restored processes are reaped. A process that has
+            // died may not be reaped yet.
             self.reap_unowned();
         }
     }
@@ -557,17 +595,17 @@ fn start_joining_group(
     namespace: &Namespace,
     workers: &mut Workers,
 ) -> bool {
-    let Some(procs_file) = namespace.group_to_join() else {
+    let Some(procs_file) = namespace.joinable_procs_file() else {
         return false;
     };
     let Ok(cancel) = CancelHandle::new() else {
         return false;
     };
     let pids = namespace.pids();
-    let work = move || WorkerResult::JoinedCgroup {
+    let work = move || WorkerResult::JoinedControlGroup {
         migration,
         succeeded: freezer::add_to_group(&procs_file, &pids).is_ok(),
     };
-    // Without a worker, the task will be paused by signals, as without a freezer.
-    workers.start(&cancel, None, work).is_ok()
+    // If no worker can be started, a pause will stop the task by signals, as without a freezer.
+    workers.start_worker(&cancel, None, work).is_ok()
 }

@@ -1,4 +1,4 @@
-//! State of one task, how it is started, and how its output is read.
+//! State of a task, and functions that start it and read its output.
 
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::Usage;
-use sempa_proto::tasker::{MemoryWrite, OUTPUT_CHUNK_BYTES_MAX, StartTask};
+use sempa_proto::tasker::{MemoryWrite, OUTPUT_CHUNK_BYTES_MAX, TaskStart};
 use sempa_proto::{Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -24,15 +24,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Maximum number of chunks that are read from one task before other tasks are served.
+/// Maximum number of output chunks that are read from one task before the main loop handles other
+/// events.
 const CHUNKS_PER_READ_MAX: usize = 16;
-/// Maximum number of signals that are kept for a task which is stopped for a migration. Further
+/// Maximum number of signals that are stored for a task which is stopped for a migration. Further
 /// signals are dropped; the kernel, too, merges equal pending signals.
-pub(crate) const KEPT_SIGNALS_MAX: usize = 64;
-/// Time limit for the exec of a program, because its file may be on a slow file system.
+pub(crate) const DEFERRED_SIGNALS_MAX: usize = 64;
+/// Time limit for the exec of a program. The exec may be slow because the program is on a slow file
+/// system.
 pub(crate) const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The migration step that a task is in.
+/// The migration step of a task at the source.
 #[derive(Debug)]
 pub(crate) enum TaskPhase {
     /// The task is in no migration step. It runs unless it is paused.
@@ -42,26 +44,26 @@ pub(crate) enum TaskPhase {
         migration: MigrationId,
         deadline: Instant,
         /// Processes that have received SIGSTOP.
-        signalled: BTreeSet<i32>,
+        signalled_pids: BTreeSet<i32>,
     },
     /// All processes of the task are stopped.
     Stopped { migration: MigrationId },
     /// The engine writes the task's images.
     Dumping {
         migration: MigrationId,
-        /// Id of the worker that controls the engine, or waits before a retry.
-        worker: u64,
+        /// Id of the worker that controls the engine or waits for the next attempt.
+        worker_id: u64,
         /// The current attempt, with its retry state.
         attempt: DumpAttempt,
-        /// True if the migration was aborted. The task continues when the worker has finished.
+        /// True if the migration was aborted. Then the task continues when the worker has finished.
         aborted: bool,
     },
-    /// The task's images are written, and its memory is being served.
-    Serving {
+    /// The task's images are written, and a worker serves its remaining memory.
+    ServingMemory {
         migration: MigrationId,
-        /// Id of the worker that waits until serving the memory has ended.
-        worker: u64,
-        /// True if the migration was aborted. The task continues when the worker has finished.
+        /// Id of the worker that serves the memory.
+        worker_id: u64,
+        /// True if the migration was aborted. Then the task continues when the worker has finished.
         aborted: bool,
     },
 }
@@ -80,23 +82,24 @@ pub(crate) struct Task {
     pub(crate) phase: TaskPhase,
     /// Progress of pausing the task, independent of migrations.
     pub(crate) pause: Pause,
-    /// Processes that were already stopped before the task was stopped. They are not continued with
-    /// the task.
+    /// PIDs, in the task's namespace, of processes that were already stopped before the task was
+    /// stopped. They stay stopped when the task continues.
     pub(crate) already_stopped_pids: Vec<i32>,
-    /// Set if the task was requested to exit so that its program can be restarted.
+    /// The engine that requires the task to exit, so that its program can be restarted; `None` if
+    /// no exit was requested.
     pub(crate) exit_requested_for: Option<Engine>,
-    /// Data that must be written into the task's memory when it is next stopped.
-    pub(crate) redirection: Option<MemoryWrite>,
-    /// Signals that arrived while the task was stopped, to be sent when it continues.
-    pub(crate) kept_signals: Vec<i32>,
+    /// The redirect that is written into the task's memory when the task is next stopped.
+    pub(crate) pending_redirect: Option<MemoryWrite>,
+    /// Signals for a stopped task. They are sent when the task continues.
+    pub(crate) deferred_signals: Vec<i32>,
 }
 
 impl Task {
     /// Sends a signal to the task's first process.
     pub(crate) fn send_signal(&self, signal: i32) {
-        // The PID stays valid until the tasker reaps the process. An invalid signal number or an
-        // ended process is not an error here.
-        let _ = sys::kill_raw(self.process.pid, signal);
+        // The PID is valid until the tasker reaps the process. An invalid signal number is ignored,
+        // and so is a process that has ended.
+        let _ = sys::send_signal(self.process.pid, signal);
     }
 
     pub(crate) fn processes(&self) -> TaskProcesses<'_> {
@@ -106,35 +109,36 @@ impl Task {
         )
     }
 
-    /// Returns the PIDs of the task's processes, from the control group if possible, because that
-    /// is fastest.
+    /// Returns the PIDs of the task's processes. They are read from the control group if possible,
+    /// because that is fastest.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
-            .map_or_else(|| self.processes().pids(), Namespace::members)
+            .map_or_else(|| self.processes().pids(), Namespace::member_pids)
     }
 
-    /// Continues a stopped task, unless it is paused, and sends it the kept signals.
-    pub(crate) fn continue_running(&mut self) {
+    /// Continues a stopped task, unless it is paused. Sends the stored signals to it.
+    pub(crate) fn continue_after_migration(&mut self) {
         self.phase = TaskPhase::Running;
         if !self.pause.is_inactive() {
             return;
         }
         self.continue_processes();
         self.already_stopped_pids.clear();
-        for signal in std::mem::take(&mut self.kept_signals) {
+        for signal in std::mem::take(&mut self.deferred_signals) {
             self.send_signal(signal);
         }
     }
 
-    /// Returns the task's control group if all its processes are in it.
+    /// Returns the task's control group; `None` unless all processes of the task are members.
     pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
-        self.namespace.as_ref()?.control_group()
+        self.namespace.as_ref()?.complete_control_group()
     }
 
-    /// Returns the task's control group if it is frozen.
+    /// Returns the task's control group; `None` unless it is frozen.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
-        self.control_group().filter(|group| group.is_frozen())
+        self.control_group()
+            .filter(|group| group.is_freeze_requested())
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
@@ -142,44 +146,44 @@ impl Task {
     pub(crate) fn continue_processes(&self) {
         match self.frozen_group() {
             Some(group) => group.thaw(),
-            None => stop::continue_all(&self.processes(), &self.already_stopped_pids),
+            None => stop::continue_processes(&self.processes(), &self.already_stopped_pids),
         }
     }
 
     /// Kills all processes in the task's namespace. Without a namespace, kills only the process
-    /// group, which may not contain all processes.
-    pub(crate) fn kill(&self) {
+    /// group, which may miss processes.
+    pub(crate) fn kill_processes(&self) {
         match &self.namespace {
-            Some(namespace) => namespace.kill(),
+            Some(namespace) => namespace.kill_processes(),
             None => {
-                let _ = sys::kill_raw(-self.process.pid, libc::SIGKILL);
+                let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
             }
         }
         sys::kill_pidfd(self.process.pidfd.as_fd());
     }
 
-    /// Like [`Task::kill`]. In addition, no process of the task executes another instruction after
-    /// the return, even if its exit takes long.
-    pub(crate) fn kill_all(&self) {
+    /// Kills the task like [`Task::kill`]. After the return, no process of the task executes
+    /// another instruction, even if its exit takes long.
+    pub(crate) fn kill_immediately(&self) {
         for pid in self.processes().pids() {
             // Fails if the process has ended.
-            let _ = sys::kill_raw(pid, libc::SIGKILL);
+            let _ = sys::send_signal(pid, libc::SIGKILL);
         }
-        self.kill();
+        self.kill_processes();
     }
 
-    /// True if the task's first process has ended but was not reaped.
-    pub(crate) fn has_ended(&self) -> bool {
+    /// True if the task's first process has ended. The process is not reaped yet.
+    pub(crate) fn has_first_process_ended(&self) -> bool {
         stop::has_ended(self.process.pid)
     }
 
-    /// Stops processes of the task that an engine which died has left running.
+    /// Stops the processes that a dead engine has left running.
     pub(crate) fn stop_stragglers(&self) {
-        stop::stop_all(&self.processes(), &mut BTreeSet::new());
+        stop::signal_and_check_stopped(&self.processes(), &mut BTreeSet::new());
     }
 }
 
-/// The reading end of a task's standard output and error.
+/// The read end of the pipe for a task's standard output and standard error.
 #[derive(Debug)]
 pub(crate) struct Output {
     pipe: Option<File>,
@@ -187,54 +191,56 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Creates a pipe. Returns its reading end, and its writing end for the task.
+    /// Creates a pipe. Returns its read end, and its write end for the task.
     ///
     /// # Errors
     /// No descriptors are available.
-    pub(crate) fn new() -> io::Result<(Output, OwnedFd)> {
-        let (ours, theirs) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        let pipe = File::from(ours);
+    pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
+        let (read_end, write_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+        fcntl(&read_end, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        let pipe = File::from(read_end);
         let inode = pipe.metadata()?.st_ino();
         Ok((
-            Output {
+            Self {
                 pipe: Some(pipe),
                 inode,
             },
-            theirs,
+            write_end,
         ))
     }
 
-    /// Returns the inode number of the pipe, by which images refer to it.
-    pub(crate) fn inode(&self) -> u64 {
+    /// Returns the inode number of the pipe. Images identify the pipe by it.
+    pub(crate) fn pipe_inode(&self) -> u64 {
         self.inode
     }
 
-    /// Returns the descriptor to poll; `None` if no process can write any more.
+    /// Returns the descriptor to poll; `None` after the end of the output, when no process can
+    /// write any more.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads some of the available output and passes it to `take` in chunks.
-    pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
+    /// Reads at most [`CHUNKS_PER_READ_MAX`] chunks of the available output, and calls `on_chunk` with
+    /// each.
+    pub(crate) fn read_chunks(&mut self, mut on_chunk: impl FnMut(Vec<u8>)) {
         for _ in 0..CHUNKS_PER_READ_MAX {
             match self.read_chunk(OUTPUT_CHUNK_BYTES_MAX) {
-                Some(bytes) => take(bytes),
+                Some(bytes) => on_chunk(bytes),
                 None => return,
             }
         }
     }
 
-    /// Reads the output that is in the pipe at the time of the call, and passes it to `take` in
-    /// chunks.
-    pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
-        let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
-        while left > 0 {
-            let Some(bytes) = self.read_chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else {
+    /// Reads all output that is in the pipe at the time of the call, and calls `on_chunk` with each
+    /// chunk.
+    pub(crate) fn read_all(&mut self, mut on_chunk: impl FnMut(Vec<u8>)) {
+        let mut remaining_bytes = self.fd().map_or(0, sys::bytes_in_pipe);
+        while remaining_bytes > 0 {
+            let Some(bytes) = self.read_chunk(remaining_bytes.min(OUTPUT_CHUNK_BYTES_MAX)) else {
                 return;
             };
-            left -= bytes.len();
-            take(bytes);
+            remaining_bytes -= bytes.len();
+            on_chunk(bytes);
         }
     }
 
@@ -247,8 +253,8 @@ impl Output {
                     self.pipe = None;
                     return None;
                 }
-                Ok(read) => {
-                    bytes.truncate(read);
+                Ok(read_bytes) => {
+                    bytes.truncate(read_bytes);
                     return Some(bytes);
                 }
                 Err(Errno::EINTR) => {}
@@ -261,17 +267,18 @@ impl Output {
 /// Starts a program as a task, in the namespace if one is given.
 ///
 /// # Errors
-/// The task was not started. Nothing of the attempt remains.
+/// The task was not started. All its resources have been freed, and its process, if any, will be
+/// reaped.
 pub(crate) fn start_task_process(
-    order: &StartTask,
+    order: &TaskStart,
     namespace: Option<Namespace>,
-    inherited: &TaskStartState,
+    task_start_state: &TaskStartState,
     guard: &StartGuard,
 ) -> Result<Task, StartTaskError> {
     let (process, output) =
         create_process(
             order,
-            inherited,
+            task_start_state,
             namespace.is_none(),
             |plan| match &namespace {
                 Some(namespace) => namespace.start_program(&plan, guard),
@@ -288,57 +295,59 @@ pub(crate) fn start_task_process(
         pause: Pause::NotPaused,
         already_stopped_pids: Vec::new(),
         exit_requested_for: None,
-        redirection: None,
-        kept_signals: Vec::new(),
+        pending_redirect: None,
+        deferred_signals: Vec::new(),
     })
 }
 
-/// Starts a process that stops before its exec, in the namespace if one is given. Returns the
+/// Creates a process that stops before its exec, in the namespace if one is given. Returns the
 /// process and its output.
 ///
 /// # Errors
 /// As [`start_task_process`].
 pub(crate) fn start_stopped_process(
-    order: &StartTask,
+    order: &TaskStart,
     namespace: Option<&Namespace>,
-    inherited: &TaskStartState,
+    task_start_state: &TaskStartState,
 ) -> Result<(Child, Output), StartTaskError> {
-    create_process(order, inherited, namespace.is_none(), |plan| {
+    create_process(order, task_start_state, namespace.is_none(), |plan| {
         let plan = plan.stopping_before_exec();
         match namespace {
             Some(namespace) => namespace.start_waiting(&plan, EXEC_TIMEOUT),
-            None => sys::start_waiting(&plan, EXEC_TIMEOUT, None),
+            None => sys::start_stopped_before_exec(&plan, EXEC_TIMEOUT, None),
         }
     })
 }
 
-/// Creates the process of a program and its output pipe. If `own_group` is true, the process gets
+/// Creates the process of a program and its output pipe. If `new_process_group` is true, the process gets
 /// its own process group.
 fn create_process(
-    order: &StartTask,
-    inherited: &TaskStartState,
-    own_group: bool,
+    order: &TaskStart,
+    task_start_state: &TaskStartState,
+    new_process_group: bool,
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
 ) -> Result<(Child, Output), StartTaskError> {
-    let failed = |failure| StartTaskError::new(order, failure);
+    let start_error = |failure| StartTaskError::new(order, failure);
     let program = Program::new(&order.path, &order.working_dir, &order.argv, &order.env)
-        .map_err(|why| failed(StartTaskFailure::InvalidProgram(why)))?;
-    let stdin = File::open("/dev/null").map_err(|e| failed(StartTaskFailure::Stdin(e)))?;
-    let (output, theirs) = Output::new().map_err(|e| failed(StartTaskFailure::Output(e)))?;
-    let made = start(ExecPlan::new(
+        .map_err(|why| start_error(StartTaskFailure::InvalidProgram(why)))?;
+    let stdin = File::open("/dev/null").map_err(|e| start_error(StartTaskFailure::OpenStdin(e)))?;
+    let (output, output_writer) =
+        Output::new().map_err(|e| start_error(StartTaskFailure::CreateOutputPipe(e)))?;
+    let creation = start(ExecPlan::new(
         &program,
         stdin.as_fd(),
-        theirs.as_fd(),
-        inherited,
-        own_group,
+        output_writer.as_fd(),
+        task_start_state,
+        new_process_group,
     ));
-    // A failed process is reaped with the unowned children; waiting here could block on a file
-    // system that hangs.
-    let process = made.map_err(|why| failed(StartTaskFailure::of(order, why)))?;
+    // The main loop reaps a failed process. Waiting for it here could block on a file system that
+    // hangs.
+    let process =
+        creation.map_err(|why| start_error(StartTaskFailure::from_start_error(order, why)))?;
     Ok((process, output))
 }
 
-/// A program was not started. Nothing of the attempt remains.
+/// A program was not started. No running process of the attempt remains.
 #[derive(Debug, Error)]
 #[error("cannot start {}: {failure}", path.display())]
 pub(crate) struct StartTaskError {
@@ -348,8 +357,8 @@ pub(crate) struct StartTaskError {
 }
 
 impl StartTaskError {
-    pub(crate) fn new(order: &StartTask, failure: StartTaskFailure) -> StartTaskError {
-        StartTaskError {
+    pub(crate) fn new(order: &TaskStart, failure: StartTaskFailure) -> Self {
+        Self {
             path: order.path.clone(),
             failure,
         }
@@ -364,19 +373,20 @@ pub(crate) enum StartTaskFailure {
     #[error("this host has {0} tasks, the limit")]
     TooManyTasks(usize),
     #[error("no process-id namespace: {0}")]
-    Namespace(#[source] io::Error),
+    CreateNamespace(#[source] io::Error),
     #[error(transparent)]
     InvalidProgram(ZeroByteError),
     #[error("/dev/null: {0}")]
-    Stdin(#[source] io::Error),
+    OpenStdin(#[source] io::Error),
     #[error("no pipe for its output: {0}")]
-    Output(#[source] io::Error),
+    CreateOutputPipe(#[source] io::Error),
     #[error("no new process: {0}")]
     CreateProcess(#[source] io::Error),
     /// The new process was killed.
     #[error("the system did not execute it within {} s", EXEC_TIMEOUT.as_secs())]
     TimedOut,
-    /// The new process has ended before its exec, as in the following cases.
+    /// The new process has ended before its exec. The following variants have the same meaning, for
+    /// other steps.
     #[error("its standard descriptors: {}", .0.desc())]
     Descriptors(#[source] Errno),
     #[error("working directory {}: {}", dir.display(), source.desc())]
@@ -386,24 +396,24 @@ pub(crate) enum StartTaskFailure {
 }
 
 impl StartTaskFailure {
-    fn of(order: &StartTask, why: StartError) -> StartTaskFailure {
-        let (stage, errno) = match why {
-            StartError::NoProcess(error) => return StartTaskFailure::CreateProcess(error),
-            StartError::TimedOut => return StartTaskFailure::TimedOut,
+    fn from_start_error(order: &TaskStart, start_error: StartError) -> Self {
+        let (stage, errno) = match start_error {
+            StartError::NoProcess(error) => return Self::CreateProcess(error),
+            StartError::TimedOut => return Self::TimedOut,
             StartError::Failed(ExecError { stage, errno }) => (stage, errno),
         };
         match stage {
-            ExecStage::Stdio => StartTaskFailure::Descriptors(errno),
-            ExecStage::Dir => StartTaskFailure::WorkingDir {
+            ExecStage::StandardDescriptors => Self::Descriptors(errno),
+            ExecStage::WorkingDir => Self::WorkingDir {
                 dir: order.working_dir.clone(),
                 source: errno,
             },
-            ExecStage::Exec | ExecStage::Access => StartTaskFailure::Exec(errno),
+            ExecStage::Exec | ExecStage::ProgramCheck => Self::Exec(errno),
         }
     }
 }
 
-/// Converts a duration to microseconds. A too long duration becomes the maximum.
-pub(crate) fn micros(duration: std::time::Duration) -> Micros {
+/// Converts a duration to microseconds. A duration that is too long becomes the maximum.
+pub(crate) fn to_micros(duration: Duration) -> Micros {
     Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }

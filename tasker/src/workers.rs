@@ -1,8 +1,8 @@
 //! Worker threads for operations that may take long: controlling an engine or reading files.
 //! Workers report to the main loop through a channel.
 //!
-//! Workers create no processes except the engine and reap only the engine, so the main loop remains
-//! the parent of all other processes.
+//! Workers create and reap no processes except engines, so the main loop remains the parent of all
+//! other processes.
 
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// Maximum number of concurrent workers. Further work is refused.
+/// Maximum number of concurrent workers. A further operation fails.
 pub(crate) const WORKERS_MAX: usize = 64;
 
 /// The result of a worker.
@@ -32,31 +32,32 @@ pub(crate) enum WorkerResult {
         /// images.
         result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     },
-    /// Pre-copying the memory of a running task has ended, at the source.
+    /// The source's part of a pre-copy has ended: sending the memory of a running task.
     PreCopied {
         migration: MigrationId,
-        /// The pages that were sent to the target.
+        /// The record of the pages that were sent to the target.
         result: Result<SentPages, Failure>,
     },
-    /// Receiving pre-copied memory has ended, at the target.
+    /// The target's part of a pre-copy has ended: receiving the memory.
     PreCopyReceived {
         migration: MigrationId,
         /// The pages that were received.
         result: Result<ReceivedPages, Failure>,
     },
     /// Serving the memory of a dumped task has ended.
-    Served {
+    MemoryServed {
         migration: MigrationId,
         tid: Tid,
         result: Result<(), Failure>,
     },
-    /// All post-copied memory of a restored task has arrived, or some memory will not arrive.
+    /// Post-copy of a restored task has ended: all its memory has arrived, or some memory will not
+    /// arrive.
     MemoryArrived {
         migration: MigrationId,
         result: Result<(), (Failure, UffdGuard)>,
     },
-    /// Processes that were killed because their memory is lost have exited.
-    KilledProcessesGone,
+    /// Processes that were killed because their memory was lost have ended.
+    KilledProcessesEnded,
     /// The delay before another dump attempt is over.
     RetryDelayOver {
         migration: MigrationId,
@@ -67,7 +68,7 @@ pub(crate) enum WorkerResult {
     /// The files that were transferred with a task have been written.
     FilesPlaced {
         migration: MigrationId,
-        /// The written files. On an error none of the files exists.
+        /// The written files. On an error no written file remains.
         result: Result<PlacedFiles, Failure>,
     },
     /// A restore has ended, successfully or not. A restored task is stopped.
@@ -76,9 +77,8 @@ pub(crate) enum WorkerResult {
         /// PID of the task's first process.
         result: Result<i32, Failure>,
     },
-    /// The processes of a restored task were added to their control group (`done`), or adding them
-    /// failed.
-    JoinedCgroup {
+    /// The worker that adds the processes of a restored task to their control group has ended.
+    JoinedControlGroup {
         migration: MigrationId,
         succeeded: bool,
     },
@@ -87,8 +87,8 @@ pub(crate) enum WorkerResult {
         requester: Requester,
         result: Result<TaskFacts, Refusal>,
     },
-    /// This host was checked against the facts of a task.
-    Judged {
+    /// This host has been checked against the facts of a task.
+    FeasibilityChecked {
         requester: Requester,
         verdict: Verdict,
     },
@@ -101,28 +101,28 @@ pub(crate) enum WorkerResult {
 }
 
 impl WorkerResult {
-    /// Returns the migration that the work was done for.
-    pub(crate) fn migration(&self) -> Option<MigrationId> {
+    /// Returns the migration that the result belongs to; `None` for queries and probes.
+    pub(crate) fn migration_id(&self) -> Option<MigrationId> {
         match self {
-            WorkerResult::Dumped { migration, .. }
-            | WorkerResult::PreCopied { migration, .. }
-            | WorkerResult::PreCopyReceived { migration, .. }
-            | WorkerResult::Served { migration, .. }
-            | WorkerResult::MemoryArrived { migration, .. }
-            | WorkerResult::RetryDelayOver { migration, .. }
-            | WorkerResult::FilesPlaced { migration, .. }
-            | WorkerResult::Restored { migration, .. }
-            | WorkerResult::JoinedCgroup { migration, .. } => Some(*migration),
-            WorkerResult::Inspected { requester, .. } | WorkerResult::Judged { requester, .. } => {
+            Self::Dumped { migration, .. }
+            | Self::PreCopied { migration, .. }
+            | Self::PreCopyReceived { migration, .. }
+            | Self::MemoryServed { migration, .. }
+            | Self::MemoryArrived { migration, .. }
+            | Self::RetryDelayOver { migration, .. }
+            | Self::FilesPlaced { migration, .. }
+            | Self::Restored { migration, .. }
+            | Self::JoinedControlGroup { migration, .. } => Some(*migration),
+            Self::Inspected { requester, .. } | Self::FeasibilityChecked { requester, .. } => {
                 match requester {
                     Requester::Migration { migration, .. } => Some(*migration),
                     _ => None,
                 }
             }
-            WorkerResult::KilledProcessesGone
-            | WorkerResult::ProbeChecked(_)
-            | WorkerResult::ProbeDumped(_)
-            | WorkerResult::ProbeRestored(_) => None,
+            Self::KilledProcessesEnded
+            | Self::ProbeChecked(_)
+            | Self::ProbeDumped(_)
+            | Self::ProbeRestored(_) => None,
         }
     }
 }
@@ -149,22 +149,22 @@ impl Workers {
     ///
     /// # Errors
     /// No descriptors are available.
-    pub(crate) fn new() -> io::Result<Workers> {
+    pub(crate) fn new() -> io::Result<Self> {
         let (sender, receiver) = channel();
-        let wake = Arc::new(EventFd::from_flags(
+        let results_event = Arc::new(EventFd::from_flags(
             EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK,
         )?);
-        Ok(Workers {
+        Ok(Self {
             running: BTreeMap::new(),
             next_id: 1,
             sender,
             receiver,
-            results_event: wake,
+            results_event,
         })
     }
 
     /// Returns a descriptor that becomes readable when results are available.
-    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn results_fd(&self) -> BorrowedFd<'_> {
         self.results_event.as_fd()
     }
 
@@ -174,7 +174,7 @@ impl Workers {
     }
 
     /// True if a worker waits for this engine process.
-    pub(crate) fn has_engine(&self, pid: i32) -> bool {
+    pub(crate) fn owns_engine(&self, pid: i32) -> bool {
         self.running
             .values()
             .any(|worker| worker.engine_pid == Some(pid))
@@ -185,15 +185,15 @@ impl Workers {
         self.running.len() < WORKERS_MAX
     }
 
-    /// Starts a worker that executes `work`, and returns the worker's id. `engine` is the engine
-    /// process that the worker waits for.
+    /// Starts a worker that executes `work`, and returns the worker's id. `engine_pid` is the PID of
+    /// the engine process that the worker waits for.
     ///
     /// # Errors
-    /// The limit is reached or the system refused; `work` is dropped.
-    pub(crate) fn start(
+    /// [`WORKERS_MAX`] workers are running, or no thread can be created; `work` is dropped.
+    pub(crate) fn start_worker(
         &mut self,
         cancel: &CancelHandle,
-        engine: Option<i32>,
+        engine_pid: Option<i32>,
         work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
         if !self.can_start_worker() {
@@ -201,32 +201,32 @@ impl Workers {
                 "{WORKERS_MAX} migration steps are running on this host already, the limit"
             )));
         }
-        let number = self.next_id;
+        let worker_id = self.next_id;
         self.next_id += 1;
-        let (sender, wake) = (self.sender.clone(), self.results_event.clone());
-        let span = tracing::Span::current();
+        let (sender, results_event) = (self.sender.clone(), self.results_event.clone());
+        let log_span = tracing::Span::current();
         std::thread::Builder::new()
-            .name(format!("worker-{number}"))
+            .name(format!("worker-{worker_id}"))
             .spawn(move || {
-                let result = span.in_scope(work);
-                // Fails only when the tasker ends, when the result is not needed.
-                let _ = sender.send((number, result));
-                let _ = wake.write(1);
+                let result = log_span.in_scope(work);
+                // Sending fails only when the tasker ends and does not need the result.
+                let _ = sender.send((worker_id, result));
+                let _ = results_event.write(1);
             })
             .map_err(|e| Failure::Io(format!("cannot start a thread for a migration step: {e}")))?;
         self.running.insert(
-            number,
+            worker_id,
             RunningWorker {
                 cancel: cancel.clone(),
-                engine_pid: engine,
+                engine_pid,
             },
         );
-        Ok(number)
+        Ok(worker_id)
     }
 
-    /// Returns the results since the last call.
+    /// Returns the results of the workers that have finished since the last call.
     pub(crate) fn take_results(&mut self) -> Vec<WorkerResult> {
-        // Clears the event. It is not set if no worker has finished.
+        // Reading clears the event. The event is not set if no worker has finished.
         let _ = self.results_event.read();
         let mut results = Vec::new();
         while let Ok((number, result)) = self.receiver.try_recv() {
@@ -237,8 +237,8 @@ impl Workers {
     }
 
     /// Cancels the work of one worker.
-    pub(crate) fn cancel(&self, number: u64) {
-        if let Some(worker) = self.running.get(&number) {
+    pub(crate) fn cancel_worker(&self, worker_id: u64) {
+        if let Some(worker) = self.running.get(&worker_id) {
             worker.cancel.fire();
         }
     }

@@ -1,10 +1,10 @@
-//! Tests CRIU processes that are killed, hang or are cancelled during a dump.
+//! Tests dumps during which the engine (CRIU) is killed or hangs, or which are cancelled.
 
 mod common;
 use checkpoint::proc;
 
-use common::moving::*;
-use common::{Tasker, is_alive, migration, sh, tid, wait_until};
+use common::migration_steps::*;
+use common::{Tasker, is_alive, migration_id, shell_path, tid, wait_until};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
@@ -12,77 +12,78 @@ use std::process::Command;
 
 /// Starts a tasker with this engine, and waits until the engine has been probed.
 fn start_with_engine(engine: &Path) -> Tasker {
-    let mut here = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
-    here
+    let mut source = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    source.start_task_and_wait(tid(9), &shell_path(), &["-c", "sleep 1000"]);
+    inspect_and_wait(&mut source, tid(9), migration_id(9)).expect("the engine works");
+    source
 }
 
-/// Starts a tasker and a dump of the counter. The engine waits to be killed.
+/// Starts a tasker and a dump of the counter. The engine of the dump waits until it is killed.
 fn start_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
-    let mut here = start_with_engine(&write_waiting_wrapper(dir));
-    start_stopped_counter(&mut here, dir, output);
+    let mut source = start_with_engine(&write_waiting_wrapper(dir));
+    start_stopped_counter(&mut source, dir, output);
     make_wrapper_wait(dir);
-    here.send(ToTasker::Dump {
-        migration: migration(1),
+    source.send(ToTasker::Dump {
+        migration: migration_id(1),
         tid: tid(1),
-        dir: dir.join("images"),
-        memory_socket: None,
+        image_dir: dir.join("images"),
+        memory_socket_path: None,
     });
-    here
+    source
 }
 
-/// A killed dump leaves the task at the source, and a later migration succeeds.
+/// If a dump is killed, the task continues at the source, and a later migration succeeds.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_dump_leaves_task_at_source() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let mut there = Tasker::start();
+    let mut target = Tasker::start();
     let mut output = Vec::new();
-    let mut here = start_waiting_dump(dir.path(), &mut output);
-    let engine = wait_for_pid_file(&dir.path().join("pid"));
+    let mut source = start_waiting_dump(dir.path(), &mut output);
+    let engine_pid = wait_for_pid_file(&dir.path().join("pid"));
     nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(engine),
+        nix::unistd::Pid::from_raw(engine_pid),
         nix::sys::signal::SIGKILL,
     )
     .expect("kill");
     assert_eq!(
-        wait_until_dumped(&mut here, &mut Vec::new()),
+        wait_until_dumped(&mut source, &mut Vec::new()),
         Err(Failure::Killed { signal: 9 })
     );
-    make_wrapper_run(dir.path());
-    assert_counter_continues(&mut here, &mut output);
-    migrate_task(&mut here, &mut there, tid(1), 2, &mut output);
-    let more = count_lines(&output) + 100;
-    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
+    make_wrapper_proceed(dir.path());
+    assert_counter_continues(&mut source, &mut output);
+    migrate_task(&mut source, &mut target, tid(1), 2, &mut output);
+    let line_count = count_lines(&output) + 100;
+    target.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
     assert_no_line_lost(&output);
-    here.stop();
-    there.stop();
+    source.stop_and_wait();
+    target.stop_and_wait();
 }
 
-/// A dump that hangs is attempted a second time.
+/// A dump that hangs is attempted a second time. The dump succeeds if the engine does not hang
+/// again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
-fn hanging_dump_is_tried_once_more() {
+fn hanging_dump_is_attempted_twice() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
-    let mut here = start_waiting_dump(dir.path(), &mut output);
+    let mut source = start_waiting_dump(dir.path(), &mut output);
     wait_for_pid_file(&dir.path().join("pid"));
-    make_wrapper_run(dir.path());
+    make_wrapper_proceed(dir.path());
     assert!(
-        wait_until_dumped(&mut here, &mut Vec::new())
+        wait_until_dumped(&mut source, &mut Vec::new())
             .expect("the second attempt works")
-            .bytes
+            .image_bytes
             > 0
     );
-    assert_counter_continues(&mut here, &mut output);
-    here.stop();
+    assert_counter_continues(&mut source, &mut output);
+    source.stop_and_wait();
 }
 
-/// Returns the number of bytes of memory that a dump has written.
-fn pages_written(images: &Path) -> u64 {
+/// Returns the number of bytes of memory that a dump has written so far.
+fn written_page_bytes(images: &Path) -> u64 {
     let files = std::fs::read_dir(images).into_iter().flatten().flatten();
     let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
     pages
@@ -91,161 +92,171 @@ fn pages_written(images: &Path) -> u64 {
         .sum()
 }
 
-/// If CRIU is killed while it writes memory, the task continues undamaged.
+/// If the engine is killed while it writes memory, the task continues undamaged.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_while_writing_leaves_task_whole() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let d = dir.path().display().to_string();
+    let dir_text = dir.path().display().to_string();
     let engine = write_engine_wrapper(
         dir.path(),
-        &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"),
+        &format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid"),
     );
-    let mut here = start_with_engine(&engine);
+    let mut source = start_with_engine(&engine);
     let mut output = Vec::new();
-    let pid = here.run(tid(1), &compile_program(dir.path(), "counter"), &["150"]);
-    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 10);
-    for (number, bytes) in [2 << 20, 20 << 20, 80 << 20].into_iter().enumerate() {
-        let id = migration(number as u64 + 1);
-        let images = dir.path().join(format!("images-{number}"));
-        let mut seen = Vec::new();
-        stop(&mut here, tid(1), id, &mut seen);
+    let pid = source.start_task_and_wait(tid(1), &compile_program(dir.path(), "counter"), &["150"]);
+    source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 10);
+    for (index, kill_at_bytes) in [2 << 20, 20 << 20, 80 << 20].into_iter().enumerate() {
+        let id = migration_id(index as u64 + 1);
+        let images = dir.path().join(format!("images-{index}"));
+        let mut messages = Vec::new();
+        stop_and_wait(&mut source, tid(1), id, &mut messages);
         std::fs::remove_file(dir.path().join("pid")).expect("an engine ran before");
-        here.send(ToTasker::Dump {
+        source.send(ToTasker::Dump {
             migration: id,
             tid: tid(1),
-            dir: images.clone(),
-            memory_socket: None,
+            image_dir: images.clone(),
+            memory_socket_path: None,
         });
         let engine = wait_for_pid_file(&dir.path().join("pid"));
         wait_until("it writes", || {
-            pages_written(&images) >= bytes || !is_alive(engine)
+            written_page_bytes(&images) >= kill_at_bytes || !is_alive(engine)
         });
-        // If the engine has already ended, the dump is successful and there is no process to kill.
+        // The kill fails if the engine has already ended. Then the dump is successful.
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(engine),
             nix::sys::signal::SIGKILL,
         );
-        let result = wait_until_dumped(&mut here, &mut seen);
+        let result = wait_until_dumped(&mut source, &mut messages);
         assert!(
             result.is_ok() || result == Err(Failure::Killed { signal: 9 }),
             "{result:?}"
         );
         assert!(is_alive(pid));
-        continue_task(&mut here, tid(1), id, &mut seen);
-        output.extend(output_of(&seen, tid(1)));
-        let more = count_lines(&output) + 50;
-        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
+        continue_and_wait(&mut source, tid(1), id, &mut messages);
+        output.extend(output_of(&messages, tid(1)));
+        let line_count = count_lines(&output) + 50;
+        source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
         assert_no_line_lost(&output);
         let status = proc::status(pid).expect("it lives");
         assert_eq!(status.sigblk, 0, "signals stay blocked: {status:?}");
     }
-    here.stop();
+    source.stop_and_wait();
 }
 
-/// Cancelling a migration during the dump ends CRIU, and the task continues.
+/// If a migration is cancelled during the dump, the engine ends and the task continues.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_dump_ends_the_engine() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
-    let mut here = start_waiting_dump(dir.path(), &mut output);
-    let engine = wait_for_pid_file(&dir.path().join("pid"));
-    here.send(ToTasker::AbortMigration {
-        migration: migration(1),
+    let mut source = start_waiting_dump(dir.path(), &mut output);
+    let engine_pid = wait_for_pid_file(&dir.path().join("pid"));
+    source.send(ToTasker::AbortMigration {
+        migration: migration_id(1),
         tid: tid(1),
     });
     assert!(matches!(
-        wait_until_dumped(&mut here, &mut Vec::new()),
+        wait_until_dumped(&mut source, &mut Vec::new()),
         Err(Failure::Cancelled(_))
     ));
-    assert!(!is_alive(engine));
-    assert_counter_continues(&mut here, &mut output);
-    here.stop();
+    assert!(!is_alive(engine_pid));
+    assert_counter_continues(&mut source, &mut output);
+    source.stop_and_wait();
 }
 
-/// Compiles the library that kills the engine at one of its ptrace calls.
+/// Compiles the library that kills the engine at one of its ptrace calls. Returns the path of the
+/// library.
 fn compile_killer_library(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
-    let out = dir.join("killer.so");
-    let done = Command::new("gcc")
+    let library_path = dir.join("killer.so");
+    let compiler_output = Command::new("gcc")
         .args(["-O1", "-shared", "-fPIC", "-o"])
-        .arg(&out)
+        .arg(&library_path)
         .arg(source)
         .status()
         .expect("gcc");
-    assert!(done.success());
-    out
+    assert!(compiler_output.success());
+    library_path
 }
 
-/// Distance between the ptrace calls at which the engine is killed. A seed selects the first of
-/// them. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace call.
+/// Number of ptrace calls from one call at which the engine is killed to the next such call. A seed
+/// selects the first of them. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace
+/// call.
 const PTRACE_CALL_STRIDE: usize = 23;
 
-/// If CRIU is killed before or after any of its ptrace calls, the task continues undamaged.
+/// If the engine is killed before or after any of its ptrace calls, the task continues undamaged.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_at_any_ptrace_leaves_task_whole() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let (killer, at) = (compile_killer_library(dir.path()), dir.path().join("at"));
-    let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
-    // The variable affects only the engine, because the shell makes no ptrace calls.
+    let (killer_library, kill_point_file) =
+        (compile_killer_library(dir.path()), dir.path().join("at"));
+    let preload_variable = format!("LD_PRELOAD={}:$LD_PRELOAD", killer_library.display());
+    // Only the engine is killed: the wrapper's shell also has this variable, but makes no ptrace
+    // calls.
     let engine = write_engine_wrapper_with_env(
         dir.path(),
-        &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()),
+        &format!(
+            "{preload_variable} KILL_AT=$(cat {} 2>/dev/null)",
+            kill_point_file.display()
+        ),
     );
-    let mut here = start_with_engine(&engine);
+    let mut source = start_with_engine(&engine);
     let mut output = Vec::new();
-    let pid = here.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
-    let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
-    let seed = number("SEMPA_TEST_SEED").unwrap_or(0);
-    let (stride, first) =
+    let pid = source.start_task_and_wait(tid(1), &compile_program(dir.path(), "counter"), &[]);
+    let read_number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
+    let seed = read_number("SEMPA_TEST_SEED").unwrap_or(0);
+    let (stride, first_call) =
         if std::env::var_os("SEMPA_TEST_FULL").is_some_and(|text| !text.is_empty()) {
             (1, 1)
         } else {
             (PTRACE_CALL_STRIDE, 1 + seed % PTRACE_CALL_STRIDE)
         };
     println!("SEMPA_TEST_SEED={seed}");
-    let mut kills = 0;
-    for step in (first..).step_by(stride) {
-        std::fs::write(&at, step.to_string()).expect("write");
-        let more = count_lines(&output) + 20;
-        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
-        let id = migration(step as u64 + 1);
-        let mut seen = Vec::new();
-        stop(&mut here, tid(1), id, &mut seen);
-        let result = dump(
-            &mut here,
+    let mut kill_count = 0;
+    for call in (first_call..).step_by(stride) {
+        std::fs::write(&kill_point_file, call.to_string()).expect("write");
+        let line_count = count_lines(&output) + 20;
+        source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
+        let id = migration_id(call as u64 + 1);
+        let mut messages = Vec::new();
+        stop_and_wait(&mut source, tid(1), id, &mut messages);
+        let result = dump_and_wait(
+            &mut source,
             tid(1),
             id,
-            &dir.path().join(format!("images-{step}")),
-            &mut seen,
+            &dir.path().join(format!("images-{call}")),
+            &mut messages,
         );
-        println!("killed at step {step}");
+        println!("killed at step {call}");
         wait_until("the task is stopped", || {
             proc::stat(pid).is_some_and(|stat| stat.state == 'T')
         });
-        continue_task(&mut here, tid(1), id, &mut seen);
-        output.extend(output_of(&seen, tid(1)));
-        let more = count_lines(&output) + 20;
-        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
+        continue_and_wait(&mut source, tid(1), id, &mut messages);
+        output.extend(output_of(&messages, tid(1)));
+        let line_count = count_lines(&output) + 20;
+        source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
         assert_no_line_lost(&output);
         let status = proc::status(pid).expect("it lives");
-        assert_eq!(status.sigblk, 0, "killed at step {step}: {status:?}");
+        assert_eq!(status.sigblk, 0, "killed at step {call}: {status:?}");
         match result {
             Ok(_) => break,
             result => assert_eq!(
                 result,
                 Err(Failure::Killed { signal: 9 }),
-                "killed at step {step}"
+                "killed at step {call}"
             ),
         }
-        kills += 1;
+        kill_count += 1;
     }
-    println!("{kills} engines were killed, one every {stride} steps");
-    assert!(kills * stride > 100, "the steps were counted: {kills}");
-    here.stop();
+    println!("{kill_count} engines were killed, one every {stride} steps");
+    assert!(
+        kill_count * stride > 100,
+        "the steps were counted: {kill_count}"
+    );
+    source.stop_and_wait();
 }

@@ -1,10 +1,10 @@
-//! Tests post-copy and pre-copy between two taskers. The test simulates the daemons: it forwards
-//! the memory stream and can block or close it.
+//! Tests post-copy and pre-copy between two taskers. The tests simulate the daemons: they forward
+//! the memory stream, and can block or close it.
 
 mod common;
 
-use common::moving::{self, compile_program, discard, stop};
-use common::{Tasker, is_alive, migration, processes_with, tid, wait_until};
+use common::migration_steps::{self, compile_program, discard_and_wait, stop_and_wait};
+use common::{Tasker, is_alive, migration_id, processes_with_text, tid, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::migration::{Failure, TaskFacts, Usage};
@@ -16,103 +16,107 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// Memory of the task in megabytes, as an argument of the program.
-const TASK_MEGABYTES: &str = "48";
-/// Name of the file whose creation starts the task's work during post-copy.
-const START_FILE: &str = "sign";
-/// Environment that enables post-copy for tasks of any size, and pre-copy if a test orders it.
+/// Memory of the task in megabytes. The value is an argument of the test program.
+const TASK_MEGABYTES_ARG: &str = "48";
+/// Name of the file whose creation starts the additional work of a test program, for example forks.
+const START_FILE_NAME: &str = "sign";
+/// Environment that enables post-copy and pre-copy for tasks of any size. Pre-copy also needs an
+/// order of the test.
 const ALWAYS_ENV: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 
-/// Number of bytes that are forwarded before the stream is opened. A restore needs some of them,
-/// because the kernel writes into the task's memory.
-const FIRST_BYTES: usize = 8 << 20;
+/// Number of bytes that a blocked stream forwards. A restore needs some of them, because the kernel
+/// writes into the task's memory.
+const BLOCKED_STREAM_BYTES_MAX: usize = 8 << 20;
 
-/// The forwarded memory stream: `FIRST_BYTES` are forwarded immediately, all other data when the
-/// stream is opened.
+/// The forwarded memory stream. `BLOCKED_STREAM_BYTES_MAX` bytes are forwarded immediately, all other data after
+/// the stream is opened.
 struct MemoryStream {
-    source: PathBuf,
-    target: PathBuf,
+    source_socket: PathBuf,
+    target_socket: PathBuf,
     /// Number of bytes that may still be forwarded, and a condition variable for its changes.
     forwardable_bytes: Arc<(Mutex<usize>, Condvar)>,
     final_message: Arc<FinalMessage>,
 }
 
-/// State of the final message, by which the target confirms that all memory has arrived.
+/// State of the final message. With it the target confirms that all memory has arrived.
 #[derive(Default)]
 struct FinalMessage {
-    /// True if the final message must not be forwarded.
+    /// True while the final message must not be forwarded.
     is_withheld: AtomicBool,
-    /// True when the target has sent the final message.
+    /// True after the target has sent the final message.
     is_sent: AtomicBool,
-    /// True when the target has closed its end of the stream.
+    /// True after the target has closed its end of the stream.
     is_closed: AtomicBool,
 }
 
 impl FinalMessage {
-    /// Command numbers of the final message, for two versions of CRIU.
+    /// Command numbers of the final message. Versions of CRIU differ.
     const COMMANDS: [u32; 2] = [0x1023, 0x1024];
-    /// Size in bytes of a page request, for two versions of CRIU.
+    /// Size in bytes of a page request. Versions of CRIU differ.
     const REQUEST_BYTES: [usize; 2] = [24, 32];
 
-    /// True if `questions`, the target's requests, end with the final message.
-    fn ends_requests(questions: &[u8]) -> bool {
-        let last = FinalMessage::REQUEST_BYTES
+    /// True if `requests`, which contains requests of the target, ends with the final message.
+    fn ends_requests(requests: &[u8]) -> bool {
+        let last_starts = Self::REQUEST_BYTES
             .iter()
-            .filter_map(|bytes| questions.len().checked_sub(*bytes));
-        let mut commands = last.filter_map(|at| questions[at..].first_chunk());
-        commands.any(|command| FinalMessage::COMMANDS.contains(&u32::from_ne_bytes(*command)))
+            .filter_map(|bytes| requests.len().checked_sub(*bytes));
+        let mut commands = last_starts.filter_map(|start| requests[start..].first_chunk());
+        commands.any(|command| Self::COMMANDS.contains(&u32::from_ne_bytes(*command)))
     }
 
-    fn forward_requests(&self, mut from: UnixStream, mut to: UnixStream) {
+    fn forward_requests(&self, mut target_stream: UnixStream, mut source_stream: UnixStream) {
         let mut bytes = vec![0; 1 << 16];
-        while let Ok(length @ 1..) = from.read(&mut bytes) {
-            self.is_sent.fetch_or(
-                FinalMessage::ends_requests(&bytes[..length]),
-                Ordering::SeqCst,
-            );
+        while let Ok(length @ 1..) = target_stream.read(&mut bytes) {
+            self.is_sent
+                .fetch_or(Self::ends_requests(&bytes[..length]), Ordering::SeqCst);
             while self.is_withheld.load(Ordering::SeqCst) && self.is_sent.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            if to.write_all(&bytes[..length]).is_err() {
+            if source_stream.write_all(&bytes[..length]).is_err() {
                 break;
             }
         }
         self.is_closed.store(true, Ordering::SeqCst);
-        let _ = to.shutdown(std::net::Shutdown::Both);
+        let _ = source_stream.shutdown(std::net::Shutdown::Both);
     }
 }
 
 impl MemoryStream {
-    fn new(dir: &Path) -> MemoryStream {
+    fn new(dir: &Path) -> Self {
         let (source, target) = (dir.join("memory-source"), dir.join("memory-target"));
         let listeners = [&source, &target].map(|path| UnixListener::bind(path).expect("a socket"));
-        let gate = Arc::new((Mutex::new(FIRST_BYTES), Condvar::new()));
-        let leave = Arc::<FinalMessage>::default();
-        let (of_thread, of_questions) = (gate.clone(), leave.clone());
+        let forwardable_bytes = Arc::new((Mutex::new(BLOCKED_STREAM_BYTES_MAX), Condvar::new()));
+        let final_message = Arc::<FinalMessage>::default();
+        let (thread_gate, thread_final_message) =
+            (forwardable_bytes.clone(), final_message.clone());
         std::thread::spawn(move || {
-            let [here, there] = listeners.map(|listener| listener.accept().expect("a tasker").0);
-            let (asks, answers) = (
-                there.try_clone().expect("a copy"),
-                here.try_clone().expect("a copy"),
+            let [source_stream, target_stream] =
+                listeners.map(|listener| listener.accept().expect("a tasker").0);
+            let (requests, memory) = (
+                target_stream.try_clone().expect("a copy"),
+                source_stream.try_clone().expect("a copy"),
             );
-            std::thread::spawn(move || of_questions.forward_requests(asks, here));
-            forward_limited(answers, there, &of_thread);
+            std::thread::spawn(move || {
+                thread_final_message.forward_requests(requests, source_stream)
+            });
+            forward_limited(memory, target_stream, &thread_gate);
         });
-        MemoryStream {
-            source,
-            target,
-            forwardable_bytes: gate,
-            final_message: leave,
+        Self {
+            source_socket: source,
+            target_socket: target,
+            forwardable_bytes,
+            final_message,
         }
     }
 
-    /// Opens the stream at a limited rate, so that some memory is always in transit.
+    /// Opens the stream at a limited rate ([`SLOW_BYTES_PER_MS`]), so that some memory is always in
+    /// transit.
     fn open_slowly(&self) {
-        let gate = self.forwardable_bytes.clone();
+        let forwardable_bytes = self.forwardable_bytes.clone();
         std::thread::spawn(move || {
-            while Arc::strong_count(&gate) > 1 {
-                *gate.0.lock().expect("no panic") += SLOW_BYTES_PER_MS;
-                gate.1.notify_all();
+            while Arc::strong_count(&forwardable_bytes) > 1 {
+                *forwardable_bytes.0.lock().expect("no panic") += SLOW_BYTES_PER_MS;
+                forwardable_bytes.1.notify_all();
                 std::thread::sleep(Duration::from_millis(1));
             }
         });
@@ -123,9 +127,9 @@ impl MemoryStream {
         self.forwardable_bytes.1.notify_all();
     }
 
-    /// Opens the stream but withholds the final message, and waits until the target has sent that
+    /// Opens the stream but withholds the final message. Waits until the target has sent the final
     /// message.
-    fn open_until_final_message(&self) {
+    fn open_and_wait_for_final_message(&self) {
         self.final_message.is_withheld.store(true, Ordering::SeqCst);
         self.open();
         wait_until("it has everything", || {
@@ -133,16 +137,16 @@ impl MemoryStream {
         });
     }
 
-    /// Forwards the final message as well.
+    /// Forwards the final message, too.
     fn forward_final_message(&self) {
         self.final_message
             .is_withheld
             .store(false, Ordering::SeqCst);
     }
 
-    /// Blocks the stream as at the start of the test.
+    /// Blocks the stream: only `BLOCKED_STREAM_BYTES_MAX` further bytes are forwarded.
     fn block(&self) {
-        *self.forwardable_bytes.0.lock().expect("no panic") = FIRST_BYTES;
+        *self.forwardable_bytes.0.lock().expect("no panic") = BLOCKED_STREAM_BYTES_MAX;
     }
 }
 
@@ -150,297 +154,311 @@ impl MemoryStream {
 const SLOW_BYTES_PER_MS: usize = 64 << 10;
 
 fn forward_limited(
-    mut from: UnixStream,
-    mut to: UnixStream,
-    (left, opened): &(Mutex<usize>, Condvar),
+    mut source_stream: UnixStream,
+    mut target_stream: UnixStream,
+    (forwardable_bytes, opened_condition): &(Mutex<usize>, Condvar),
 ) {
     let mut bytes = vec![0; 1 << 16];
     loop {
-        let may = *opened
-            .wait_while(left.lock().expect("no panic"), |left| *left == 0)
+        let permitted_bytes = *opened_condition
+            .wait_while(
+                forwardable_bytes.lock().expect("no panic"),
+                |forwardable_bytes| *forwardable_bytes == 0,
+            )
             .expect("no panic");
-        let room = bytes.len().min(may);
-        let Ok(length @ 1..) = from.read(&mut bytes[..room]) else {
+        let read_bytes_max = bytes.len().min(permitted_bytes);
+        let Ok(length @ 1..) = source_stream.read(&mut bytes[..read_bytes_max]) else {
             break;
         };
-        if to.write_all(&bytes[..length]).is_err() {
+        if target_stream.write_all(&bytes[..length]).is_err() {
             break;
         }
-        *left.lock().expect("no panic") -= length;
+        *forwardable_bytes.lock().expect("no panic") -= length;
     }
-    let _ = to.shutdown(std::net::Shutdown::Both);
+    let _ = target_stream.shutdown(std::net::Shutdown::Both);
 }
 
-/// A task that was dumped at the source and restored at the target without its memory. The task is
-/// stopped on both hosts.
-struct Scene {
+/// A fixture: a task that was dumped at the source and restored at the target without its memory.
+/// The task is stopped on both hosts.
+struct PostCopyFixture {
     dir: tempfile::TempDir,
-    here: Tasker,
-    there: Tasker,
+    source: Tasker,
+    target: Tasker,
     memory_stream: MemoryStream,
     restored_pid: i32,
 }
 
-impl Scene {
-    fn new() -> Scene {
-        Scene::with_program("pages")
+impl PostCopyFixture {
+    fn new() -> Self {
+        Self::restored_program("pages")
     }
 
-    /// Creates a scene with a task that runs the program `name`.
-    fn with_program(name: &str) -> Scene {
-        let scene = Scene::begin(name).dump_and_restore();
-        std::fs::write(scene.dir.path().join(START_FILE), "").expect("a file");
-        scene
+    /// Creates a fixture with a task that executes the program `name`.
+    fn restored_program(name: &str) -> Self {
+        let fixture = Self::start_task(name).dump_and_restore();
+        std::fs::write(fixture.dir.path().join(START_FILE_NAME), "").expect("a file");
+        fixture
     }
 
-    /// Starts a task with the program `name`, which still runs at the source.
-    fn begin(name: &str) -> Scene {
+    /// Starts a task that executes the program `name`. The task still runs at the source.
+    fn start_task(name: &str) -> Self {
         let dir = tempfile::tempdir().expect("dir");
-        let (mut here, mut there) = (
+        let (mut source, mut target) = (
             Tasker::start_with_env(&ALWAYS_ENV),
             Tasker::start_with_env(&ALWAYS_ENV),
         );
-        let way = MemoryStream::new(dir.path());
-        let sign = dir.path().join(START_FILE);
-        here.run(
+        let memory_stream = MemoryStream::new(dir.path());
+        let start_file = dir.path().join(START_FILE_NAME);
+        source.start_task_and_wait(
             tid(1),
             &compile_program(dir.path(), name),
-            &[TASK_MEGABYTES, sign.to_str().expect("text")],
+            &[TASK_MEGABYTES_ARG, start_file.to_str().expect("text")],
         );
-        here.wait_for_output(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
-        here.send(ToTasker::Inspect {
-            migration: migration(1),
+        source.wait_for_output(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
+        source.send(ToTasker::Inspect {
+            migration: migration_id(1),
             tid: tid(1),
         });
-        let inspected = here.wait_for(&mut Vec::new(), |m| match m {
+        let source_support = source.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::Inspected {
                 result,
-                supports_post_copy: memory_can_follow,
-                supports_pre_copy: can_pre_copy,
+                supports_post_copy,
+                supports_pre_copy,
                 ..
-            } => Some((result.clone(), *memory_can_follow, *can_pre_copy)),
+            } => Some((result.clone(), *supports_post_copy, *supports_pre_copy)),
             _ => None,
         });
         assert!(
-            inspected.1 && inspected.2,
+            source_support.1 && source_support.2,
             "it can follow, and go ahead: {:?}",
-            inspected.0
+            source_support.0
         );
-        there.send(ToTasker::Prepare {
-            migration: migration(1),
+        target.send(ToTasker::Prepare {
+            migration: migration_id(1),
             tid: tid(1),
             facts: TaskFacts::default(),
         });
-        let prepared = there.wait_for(&mut Vec::new(), |m| match m {
+        let target_support = target.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::Prepared {
                 verdict,
-                supports_post_copy: memory_can_follow,
+                supports_post_copy,
                 ..
-            } => Some((verdict.clone(), *memory_can_follow)),
+            } => Some((verdict.clone(), *supports_post_copy)),
             _ => None,
         });
-        assert_eq!(prepared, (vec![], true));
-        Scene {
+        assert_eq!(target_support, (vec![], true));
+        Self {
             dir,
-            here,
-            there,
-            memory_stream: way,
+            source,
+            target,
+            memory_stream,
             restored_pid: 0,
         }
     }
 
-    /// Pre-copies the task's memory and returns the number of bytes.
-    fn pre_copy(&mut self) -> u64 {
-        let (source, target) = (
-            self.memory_stream.source.clone(),
-            self.memory_stream.target.clone(),
+    /// Pre-copies the task's memory. Returns the number of sent bytes.
+    fn pre_copy_and_wait(&mut self) -> u64 {
+        let (source_socket, target_socket) = (
+            self.memory_stream.source_socket.clone(),
+            self.memory_stream.target_socket.clone(),
         );
-        self.there.send(ToTasker::ReceivePreCopy {
-            migration: migration(1),
-            memory_socket: target,
+        self.target.send(ToTasker::ReceivePreCopy {
+            migration: migration_id(1),
+            memory_socket_path: target_socket,
         });
-        self.here.send(ToTasker::PreCopy {
-            migration: migration(1),
+        self.source.send(ToTasker::PreCopy {
+            migration: migration_id(1),
             tid: tid(1),
-            memory_socket: source,
+            memory_socket_path: source_socket,
         });
         self.memory_stream.open();
-        let went = self.here.wait_for(&mut Vec::new(), |m| match m {
+        let sent_bytes = self.source.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::PreCopied { result, .. } => Some(result.clone()),
             _ => None,
         });
         self.memory_stream.block();
-        went.expect("it is there")
+        sent_bytes.expect("it is there")
     }
 
     /// Stops and dumps the task, and restores it at the target.
-    fn dump_and_restore(self) -> Scene {
-        let Scene {
+    fn dump_and_restore(self) -> Self {
+        let Self {
             dir,
-            mut here,
-            mut there,
-            memory_stream: way,
+            source: mut here,
+            target: mut there,
+            memory_stream,
             ..
         } = self;
-        stop(&mut here, tid(1), migration(1), &mut Vec::new());
+        stop_and_wait(&mut here, tid(1), migration_id(1), &mut Vec::new());
         let images = dir.path().join("images");
-        let memory_way = Some(way.source.clone());
+        let memory_socket = Some(memory_stream.source_socket.clone());
         here.send(ToTasker::Dump {
-            migration: migration(1),
+            migration: migration_id(1),
             tid: tid(1),
-            dir: images.clone(),
-            memory_socket: memory_way,
+            image_dir: images.clone(),
+            memory_socket_path: memory_socket,
         });
-        let report = moving::wait_until_dumped(&mut here, &mut Vec::new()).expect("a dump");
+        let report =
+            migration_steps::wait_until_dumped(&mut here, &mut Vec::new()).expect("a dump");
         assert!(
-            report.bytes < 8 << 20,
+            report.image_bytes < 8 << 20,
             "the images lack the memory: {} bytes",
-            report.bytes
+            report.image_bytes
         );
-        let memory_way = Some(way.target.clone());
+        let memory_socket = Some(memory_stream.target_socket.clone());
         there.send(ToTasker::Restore {
-            migration: migration(1),
+            migration: migration_id(1),
             tid: tid(1),
-            dir: images,
+            image_dir: images,
             memory_write: None,
-            memory_socket: memory_way,
+            memory_socket_path: memory_socket,
         });
-        let restored = there.wait_for(&mut Vec::new(), |m| match m {
+        let restore_result = there.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::Restored { result, .. } => Some(result.clone()),
             _ => None,
         });
-        let copy = restored.expect("a restore");
-        Scene {
+        let restored_pid = restore_result.expect("a restore");
+        Self {
             dir,
-            here,
-            there,
-            memory_stream: way,
-            restored_pid: copy,
+            source: here,
+            target: there,
+            memory_stream,
+            restored_pid,
         }
     }
 
-    /// Kills the task at the source and runs it at the target; most of its memory is missing.
-    fn commit(&mut self) {
-        let used = moving::kill_migrated(&mut self.here, tid(1), migration(1), &mut Vec::new());
-        assert_ne!(used, Usage::default());
+    /// Kills the task at the source and runs it at the target, where most of its memory is missing.
+    fn run_at_target(&mut self) {
+        let usage = migration_steps::kill_source_and_wait(
+            &mut self.source,
+            tid(1),
+            migration_id(1),
+            &mut Vec::new(),
+        );
+        assert_ne!(usage, Usage::default());
         assert!(is_alive(self.restored_pid));
-        moving::run(&mut self.there, migration(1), used, &mut Vec::new());
+        migration_steps::run_and_wait(&mut self.target, migration_id(1), usage, &mut Vec::new());
     }
 
     fn wait_for_arrival(&mut self) -> (Result<(), Failure>, Vec<FromTasker>) {
-        let mut seen = Vec::new();
-        let result = self.there.wait_for(&mut seen, |m| match m {
+        let mut messages = Vec::new();
+        let result = self.target.wait_for_value(&mut messages, |m| match m {
             FromTasker::MemoryArrived { result, .. } => Some(result.clone()),
             _ => None,
         });
-        (result, seen)
+        (result, messages)
     }
 
-    /// Asserts that the task at the target was killed and never read a wrong word.
-    fn assert_killed(mut self, seen: Vec<FromTasker>) {
-        let mut output = moving::output_of(&seen, tid(1));
-        let exited = |m: &FromTasker| match m {
+    /// Asserts that the task at the target was killed and never read wrong data. `messages` contains
+    /// earlier messages of the target.
+    fn assert_killed(mut self, messages: Vec<FromTasker>) {
+        let mut output = migration_steps::output_of(&messages, tid(1));
+        let exit_status = |m: &FromTasker| match m {
             FromTasker::Exited { status, .. } => Some(*status),
             _ => None,
         };
-        let mut rest = Vec::new();
-        let status = seen
+        let mut later_messages = Vec::new();
+        let status = messages
             .iter()
-            .find_map(exited)
-            .unwrap_or_else(|| self.there.wait_for(&mut rest, exited));
-        output.extend(moving::output_of(&rest, tid(1)));
+            .find_map(exit_status)
+            .unwrap_or_else(|| self.target.wait_for_value(&mut later_messages, exit_status));
+        output.extend(migration_steps::output_of(&later_messages, tid(1)));
         assert_eq!(status, 9, "{}", String::from_utf8_lossy(&output));
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
-        self.end();
+        self.stop_and_wait();
     }
 
     /// Sends a signal to the process that fetches the task's memory.
     fn signal_fetcher(&self, signal: Signal) {
-        let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
-        let [fetching] = fetching[..] else {
-            panic!("one process fetches it: {fetching:?}")
+        let fetcher_pids =
+            processes_with_text(&format!("lazy-pages -D {}", self.dir.path().display()));
+        let [fetcher_pids] = fetcher_pids[..] else {
+            panic!("one process fetches it: {fetcher_pids:?}")
         };
-        kill(Pid::from_raw(fetching), signal).expect("it is there");
+        kill(Pid::from_raw(fetcher_pids), signal).expect("it is there");
     }
 
-    /// Waits for all memory, and asserts that the task at the target continues and never read a
-    /// wrong word.
+    /// Waits until all memory has arrived. Asserts that the task continues at the target and never
+    /// read wrong data.
     fn assert_arrives_and_continues(mut self) {
-        let arrived = self.wait_for_arrival();
-        self.assert_continues(arrived);
+        let arrival = self.wait_for_arrival();
+        self.assert_continues(arrival);
     }
 
-    /// Asserts that all memory has arrived and that the task continues.
+    /// Asserts that all memory has arrived and that the task continues. The argument is the value
+    /// of [`Scene::wait_for_arrival`].
     fn assert_continues(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
-        let mut output = moving::output_of(&seen, tid(1));
-        let more = moving::count_lines(&output) + 100;
-        self.there
-            .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > more);
+        let mut output = migration_steps::output_of(&seen, tid(1));
+        let line_count = migration_steps::count_lines(&output) + 100;
+        self.target.wait_for_output(tid(1), &mut output, |text| {
+            migration_steps::count_lines(text) > line_count
+        });
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
-        self.there.send(ToTasker::Kill { tid: tid(1) });
-        let (_, status, _) = self.there.wait_for_exit(tid(1));
+        self.target.send(ToTasker::Kill { tid: tid(1) });
+        let (_, status, _) = self.target.wait_for_exit(tid(1));
         assert_eq!(status, 9);
-        self.end();
+        self.stop_and_wait();
     }
 
-    fn end(self) {
-        self.here.stop();
-        self.there.stop();
-        let left = self.dir.path().display().to_string();
-        wait_until("nothing is left", || processes_with(&left).is_empty());
+    fn stop_and_wait(self) {
+        self.source.stop_and_wait();
+        self.target.stop_and_wait();
+        let dir_text = self.dir.path().display().to_string();
+        wait_until("nothing is left", || {
+            processes_with_text(&dir_text).is_empty()
+        });
     }
 }
 
-/// A task runs at the target before its memory arrives. At that time it no longer exists at the
-/// source.
+/// A task runs at the target before its memory has arrived. The source's copy has been killed
+/// before.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn post_copy_task_runs_before_its_memory_arrives() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.memory_stream.open();
-    scene.assert_arrives_and_continues();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.memory_stream.open();
+    fixture.assert_arrives_and_continues();
 }
 
-/// After a pre-copy a task needs little memory from the source: at most a sixth of its memory is
-/// forwarded in the stream. The task does not fork, because missing pages of children are requested
-/// again.
+/// After a pre-copy, at most a sixth of the task's memory is forwarded by post-copy. The task does
+/// not fork, because missing pages of children are requested again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pre_copied_task_needs_few_pages_more() {
-    moving::require_migration();
-    let mut scene = Scene::begin("pages");
-    let went = scene.pre_copy();
-    assert!(went >= 48 << 20, "{went} bytes went ahead");
-    let mut scene = scene.dump_and_restore();
-    scene.commit();
-    scene.assert_arrives_and_continues();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::start_task("pages");
+    let sent_bytes = fixture.pre_copy_and_wait();
+    assert!(sent_bytes >= 48 << 20, "{sent_bytes} bytes went ahead");
+    let mut fixture = fixture.dump_and_restore();
+    fixture.run_at_target();
+    fixture.assert_arrives_and_continues();
 }
 
-/// A cancelled migration ends the pre-copy, and the task continues.
+/// A cancelled migration ends the pre-copy. The task continues at the source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_migration_ends_the_pre_copy() {
-    moving::require_migration();
-    let mut scene = Scene::begin("pages");
-    let (source, target) = (
-        scene.memory_stream.source.clone(),
-        scene.memory_stream.target.clone(),
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::start_task("pages");
+    let (source_socket, target_socket) = (
+        fixture.memory_stream.source_socket.clone(),
+        fixture.memory_stream.target_socket.clone(),
     );
-    scene.there.send(ToTasker::ReceivePreCopy {
-        migration: migration(1),
-        memory_socket: target,
+    fixture.target.send(ToTasker::ReceivePreCopy {
+        migration: migration_id(1),
+        memory_socket_path: target_socket,
     });
     // The stream is blocked after the first bytes.
-    scene.here.send(ToTasker::PreCopy {
-        migration: migration(1),
+    fixture.source.send(ToTasker::PreCopy {
+        migration: migration_id(1),
         tid: tid(1),
-        memory_socket: source,
+        memory_socket_path: source_socket,
     });
     wait_until("some of it is there", || {
-        *scene
+        *fixture
             .memory_stream
             .forwardable_bytes
             .0
@@ -448,192 +466,195 @@ fn cancelled_migration_ends_the_pre_copy() {
             .expect("no panic")
             == 0
     });
-    scene.here.send(ToTasker::StopPreCopy {
-        migration: migration(1),
+    fixture.source.send(ToTasker::StopPreCopy {
+        migration: migration_id(1),
     });
-    discard(&mut scene.there, migration(1), &mut Vec::new());
-    scene.memory_stream.open();
+    discard_and_wait(&mut fixture.target, migration_id(1), &mut Vec::new());
+    fixture.memory_stream.open();
     let mut output = Vec::new();
-    scene
-        .here
-        .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > 100);
+    fixture.source.wait_for_output(tid(1), &mut output, |text| {
+        migration_steps::count_lines(text) > 100
+    });
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
-    scene.end();
+    fixture.stop_and_wait();
 }
 
-/// A target that loses the pre-copied memory reports the loss and does not restore the task.
+/// If the target loses the pre-copied memory, it reports the loss and does not restore the task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn lost_pre_copy_fails_the_restore() {
-    moving::require_migration();
-    let mut scene = Scene::begin("pages");
-    scene.pre_copy();
-    scene.there.send(ToTasker::MemoryLost {
-        migration: migration(1),
-        why: "the line is cut".into(),
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::start_task("pages");
+    fixture.pre_copy_and_wait();
+    fixture.target.send(ToTasker::MemoryLost {
+        migration: migration_id(1),
+        reason: "the line is cut".into(),
     });
-    let images = scene.dir.path().join("none");
-    let memory_way = Some(scene.memory_stream.target.clone());
-    scene.there.send(ToTasker::Restore {
-        migration: migration(1),
+    let images = fixture.dir.path().join("none");
+    let memory_socket = Some(fixture.memory_stream.target_socket.clone());
+    fixture.target.send(ToTasker::Restore {
+        migration: migration_id(1),
         tid: tid(1),
-        dir: images,
+        image_dir: images,
         memory_write: None,
-        memory_socket: memory_way,
+        memory_socket_path: memory_socket,
     });
-    let mut said = Vec::new();
-    let restored = scene.there.wait_for(&mut said, |m| match m {
+    let mut messages = Vec::new();
+    let restore_result = fixture.target.wait_for_value(&mut messages, |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
-    assert!(matches!(restored, Err(Failure::Images(why)) if why.contains("pre-copied")));
-    let lost = |m: &FromTasker| matches!(m, FromTasker::PreCopyLost { why: Failure::Images(why), .. } if why.contains("is cut"));
-    assert!(said.iter().any(lost), "{said:?}");
-    scene.end();
+    assert!(matches!(restore_result, Err(Failure::Images(why)) if why.contains("pre-copied")));
+    let is_loss_report = |m: &FromTasker| matches!(m, FromTasker::PreCopyLost { failure: Failure::Images(why), .. } if why.contains("is cut"));
+    assert!(messages.iter().any(is_loss_report), "{messages:?}");
+    fixture.stop_and_wait();
 }
 
-/// Memory that a task unmaps during post-copy stays unmapped, and all other memory arrives.
+/// Memory that a task unmaps during post-copy stays unmapped. All other memory arrives.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unmapped_pages_do_not_return_in_post_copy() {
-    moving::require_migration();
-    let mut scene = Scene::with_program("giver");
-    scene.commit();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::restored_program("giver");
+    fixture.run_at_target();
     let mut output = Vec::new();
-    scene.memory_stream.open_slowly();
-    let (result, seen) = scene.wait_for_arrival();
+    fixture.memory_stream.open_slowly();
+    let (result, messages) = fixture.wait_for_arrival();
     assert_eq!(result, Ok(()));
-    output.extend(moving::output_of(&seen, tid(1)));
-    let done = |text: &[u8]| {
+    output.extend(migration_steps::output_of(&messages, tid(1)));
+    let is_complete = |text: &[u8]| {
         ["right\n", "bad"]
             .iter()
             .any(|word| String::from_utf8_lossy(text).contains(word))
     };
-    scene.there.wait_for_output(tid(1), &mut output, done);
+    fixture
+        .target
+        .wait_for_output(tid(1), &mut output, is_complete);
     assert_eq!(
         output,
         b"gives\ngave\nright\n",
         "{}",
         String::from_utf8_lossy(&output)
     );
-    scene.there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, _) = scene.there.wait_for_exit(tid(1));
+    fixture.target.send(ToTasker::Kill { tid: tid(1) });
+    let (_, status, _) = fixture.target.wait_for_exit(tid(1));
     assert_eq!(status, 9);
-    scene.end();
+    fixture.stop_and_wait();
 }
 
 /// A process whose memory is complete may fork while memory of other processes is still arriving.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_process_may_fork_in_post_copy() {
-    moving::require_migration();
-    let mut scene = Scene::with_program("family");
-    scene.commit();
-    scene.memory_stream.open_slowly();
-    scene.assert_arrives_and_continues();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::restored_program("family");
+    fixture.run_at_target();
+    fixture.memory_stream.open_slowly();
+    fixture.assert_arrives_and_continues();
 }
 
-/// A task whose memory does not arrive ends. It never reads zeros in place of its memory.
+/// If the memory of a task does not arrive, the task is killed. It never reads zeros in place of
+/// its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_memory_ends_the_task_without_zeros() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.there.send(ToTasker::MemoryLost {
-        migration: migration(1),
-        why: "the line is cut".into(),
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.target.send(ToTasker::MemoryLost {
+        migration: migration_id(1),
+        reason: "the line is cut".into(),
     });
-    let (result, seen) = scene.wait_for_arrival();
+    let (result, messages) = fixture.wait_for_arrival();
     assert_eq!(result, Err(Failure::Images("the line is cut".into())));
-    scene.memory_stream.open();
-    scene.assert_killed(seen);
+    fixture.memory_stream.open();
+    fixture.assert_killed(messages);
 }
 
-/// A task that has all its memory continues if the stream ends before the final message.
+/// A task with complete memory continues, even if the stream ends before the final message.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_closed_memory_stream() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.memory_stream.open_until_final_message();
-    scene.there.send(ToTasker::MemoryLost {
-        migration: migration(1),
-        why: "the line is cut".into(),
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.memory_stream.open_and_wait_for_final_message();
+    fixture.target.send(ToTasker::MemoryLost {
+        migration: migration_id(1),
+        reason: "the line is cut".into(),
     });
-    let arrived = scene.wait_for_arrival();
-    scene.memory_stream.forward_final_message();
-    scene.assert_continues(arrived);
+    let arrival = fixture.wait_for_arrival();
+    fixture.memory_stream.forward_final_message();
+    fixture.assert_continues(arrival);
 }
 
-/// The memory stream is closed when all memory has arrived, even if CRIU does not exit. The
-/// fetching process is stopped after its final message.
+/// The tasker closes the memory stream when all memory has arrived, even if CRIU does not exit. The
+/// test stops the fetching process after its final message.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_memory_closes_the_stream() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.memory_stream.open_until_final_message();
-    scene.signal_fetcher(Signal::SIGSTOP);
-    scene.memory_stream.forward_final_message();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.memory_stream.open_and_wait_for_final_message();
+    fixture.signal_fetcher(Signal::SIGSTOP);
+    fixture.memory_stream.forward_final_message();
     wait_until("it is closed", || {
-        scene
+        fixture
             .memory_stream
             .final_message
             .is_closed
             .load(Ordering::SeqCst)
     });
-    scene.signal_fetcher(Signal::SIGCONT);
-    scene.assert_arrives_and_continues();
+    fixture.signal_fetcher(Signal::SIGCONT);
+    fixture.assert_arrives_and_continues();
 }
 
-/// A task that has all its memory continues if the process that fetches memory is killed.
+/// A task with complete memory continues, even if the process that fetches memory is killed.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_killed_fetcher() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.memory_stream.open_until_final_message();
-    scene.signal_fetcher(Signal::SIGKILL);
-    let arrived = scene.wait_for_arrival();
-    scene.memory_stream.forward_final_message();
-    scene.assert_continues(arrived);
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.memory_stream.open_and_wait_for_final_message();
+    fixture.signal_fetcher(Signal::SIGKILL);
+    let arrival = fixture.wait_for_arrival();
+    fixture.memory_stream.forward_final_message();
+    fixture.assert_continues(arrival);
 }
 
-/// If the process that fetches memory is killed, the task ends. It never reads zeros in place of
-/// its memory.
+/// If the process that fetches memory is killed, the task is killed. It never reads zeros in place
+/// of its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_fetcher_ends_the_task_without_zeros() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    scene.commit();
-    scene.signal_fetcher(Signal::SIGKILL);
-    let (result, seen) = scene.wait_for_arrival();
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    fixture.run_at_target();
+    fixture.signal_fetcher(Signal::SIGKILL);
+    let (result, messages) = fixture.wait_for_arrival();
     assert_eq!(result, Err(Failure::Killed { signal: 9 }));
-    scene.memory_stream.open();
-    scene.assert_killed(seen);
+    fixture.memory_stream.open();
+    fixture.assert_killed(messages);
 }
 
-/// A migration that is cancelled before the commit leaves the task at the source.
+/// If a migration is cancelled before the commit, the task continues at the source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_post_copy_leaves_task_at_source() {
-    moving::require_migration();
-    let mut scene = Scene::new();
-    discard(&mut scene.there, migration(1), &mut Vec::new());
-    assert!(!is_alive(scene.restored_pid));
-    let mut seen = Vec::new();
-    moving::continue_task(&mut scene.here, tid(1), migration(1), &mut seen);
-    let mut output = moving::output_of(&seen, tid(1));
-    let more = moving::count_lines(&output) + 100;
-    scene
-        .here
-        .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > more);
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::new();
+    discard_and_wait(&mut fixture.target, migration_id(1), &mut Vec::new());
+    assert!(!is_alive(fixture.restored_pid));
+    let mut messages = Vec::new();
+    migration_steps::continue_and_wait(&mut fixture.source, tid(1), migration_id(1), &mut messages);
+    let mut output = migration_steps::output_of(&messages, tid(1));
+    let line_count = migration_steps::count_lines(&output) + 100;
+    fixture.source.wait_for_output(tid(1), &mut output, |text| {
+        migration_steps::count_lines(text) > line_count
+    });
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
-    scene.memory_stream.open();
-    scene.end();
+    fixture.memory_stream.open();
+    fixture.stop_and_wait();
 }

@@ -1,19 +1,19 @@
-//! The conformance suite: sentences about the interface of PVM 3, each checked by a C program in
+//! The conformance suite: statements about the interface of PVM 3, each checked by a C program in
 //! `tests/conformance`.
 //!
-//! A program prints one line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted
+//! A program prints one line for each statement, `ok STATEMENT` or `not ok STATEMENT: got …, wanted
 //! …`, and finally `end`. The same programs run on three systems:
 //!
 //! - Debian's PVM 3.4.6, which proves that the programs are right;
-//! - Sempa, compiled with our header;
+//! - Sempa, with programs that are compiled with our header;
 //! - Sempa, with the binaries that were compiled and linked for Debian's library.
 //!
-//! If a sentence does not hold on a system, `differences.txt` lists the sentence, the system, and a
+//! If a statement is false on a system, `differences.txt` lists the statement, the system, and a
 //! text of `docs/COMPATIBILITY.md` that explains the difference to users.
 
-use crate::run::{CommandResult, run, run_ok};
+use crate::run::{CommandResult, run_successfully, run_to_end};
 use crate::testbed::{Host, Testbed, wait_until_no_process};
-use crate::vm::{Settings, Vm};
+use crate::vm::{Vm, VmSettings};
 use crate::{real_pvm::RealVm, requirements};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,12 +29,12 @@ const PROGRAM_TIMEOUT: Duration = Duration::from_secs(90);
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for a virtual machine to end after a program has halted it.
 const HALT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Number of lines of a program's standard error that are shown in a report.
+/// Number of lines at the end of a program's standard error that a report shows.
 const STDERR_LINES_SHOWN: usize = 4;
-/// Hosts of the testbed. Programs add the ones they need to the virtual machine.
-const HOSTS: usize = 3;
+/// Number of hosts in the testbed. Programs add the hosts that they need to the virtual machine.
+const HOST_COUNT: usize = 3;
 
-/// A system on which the programs run, and the way they are built.
+/// A system on which the programs run, and the library for which they are built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
     /// Debian's PVM 3.4.6 with its own library.
@@ -49,61 +49,57 @@ impl System {
     /// Returns the name of the system in tables and reports.
     pub fn name(self) -> &'static str {
         match self {
-            System::Pvm3 => "pvm3",
-            System::Sempa => "sempa",
-            System::SempaUnchanged => "unchanged",
+            Self::Pvm3 => "pvm3",
+            Self::Sempa => "sempa",
+            Self::SempaUnchanged => "unchanged",
         }
     }
 
-    /// True if `word`, the first column of a line in `differences.txt`, stands for this system.
-    /// Both variants of Sempa have the same word.
-    fn matches_word(self, word: &str) -> bool {
-        word == if self == System::Pvm3 {
-            "pvm3"
-        } else {
-            "sempa"
-        }
+    /// True if `name`, the first column of a line in `differences.txt`, names this system. Both
+    /// variants of Sempa have the name `sempa`.
+    fn matches_name(self, name: &str) -> bool {
+        name == if self == Self::Pvm3 { "pvm3" } else { "sempa" }
     }
 }
 
-/// The result of one sentence.
+/// The result of checking one statement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Name of the program that has checked the sentence.
+    /// Name of the program that has checked the statement.
     pub program: String,
-    pub sentence: String,
-    /// `None` if the sentence holds; otherwise what the program observed and what it expected.
+    pub statement: String,
+    /// `None` if the statement is true; otherwise what the program observed and what it expected.
     pub failure: Option<String>,
 }
 
 impl Outcome {
-    fn program_and_sentence(&self) -> (&str, &str) {
-        (&self.program, &self.sentence)
+    fn program_and_statement(&self) -> (&str, &str) {
+        (&self.program, &self.statement)
     }
 }
 
 /// One line of `differences.txt`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// The system on which the sentence does not hold: `pvm3` or `sempa`.
+    /// The system on which the statement is false: `pvm3` or `sempa`.
     pub system: String,
-    pub sentence: String,
+    pub statement: String,
     /// A text of `docs/COMPATIBILITY.md` that explains the difference.
     pub explanation: String,
 }
 
-/// Returns the folder of the programs.
-pub fn folder() -> PathBuf {
+/// Returns the folder with the sources of the programs.
+pub fn program_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance")
 }
 
-/// Returns the names of all programs.
+/// Returns the names of all programs, sorted.
 ///
 /// # Errors
 /// The folder cannot be read.
-pub fn programs() -> Result<Vec<String>> {
+pub fn program_names() -> Result<Vec<String>> {
     let mut names = Vec::new();
-    for entry in fs::read_dir(folder())? {
+    for entry in fs::read_dir(program_folder())? {
         let path = entry?.path();
         if path.extension().is_some_and(|end| end == "c" || end == "f") {
             names.push(
@@ -121,17 +117,18 @@ pub fn programs() -> Result<Vec<String>> {
 /// Returns the known differences, each with its explanation in `docs/COMPATIBILITY.md`.
 ///
 /// # Errors
-/// A line is malformed, or its words are not in that page.
-pub fn differences() -> Result<Vec<Difference>> {
-    let text = fs::read_to_string(folder().join("differences.txt"))?;
-    let page = fs::read_to_string(folder().join("../../docs/COMPATIBILITY.md"))?;
-    let mut all = Vec::new();
+/// A line is malformed, or its explanation is not in `docs/COMPATIBILITY.md`.
+pub fn known_differences() -> Result<Vec<Difference>> {
+    let text = fs::read_to_string(program_folder().join("differences.txt"))?;
+    let compatibility_text =
+        fs::read_to_string(program_folder().join("../../docs/COMPATIBILITY.md"))?;
+    let mut differences = Vec::new();
     for line in text
         .lines()
         .filter(|line| !line.trim().is_empty() && !line.starts_with('#'))
     {
-        let parts: Vec<&str> = line.split(" | ").map(str::trim).collect();
-        let [system, sentence, explained] = parts[..] else {
+        let columns: Vec<&str> = line.split(" | ").map(str::trim).collect();
+        let [system, statement, explanation] = columns[..] else {
             bail!("differences.txt: not three parts: {line}")
         };
         ensure!(
@@ -139,163 +136,178 @@ pub fn differences() -> Result<Vec<Difference>> {
             "differences.txt: no such system: {line}"
         );
         ensure!(
-            page.contains(explained),
-            "docs/COMPATIBILITY.md does not say: {explained}"
+            compatibility_text.contains(explanation),
+            "docs/COMPATIBILITY.md does not say: {explanation}"
         );
-        let own = |part: &str| part.to_string();
-        all.push(Difference {
-            system: own(system),
-            sentence: own(sentence),
-            explanation: own(explained),
+        let owned = |column: &str| column.to_string();
+        differences.push(Difference {
+            system: owned(system),
+            statement: owned(statement),
+            explanation: owned(explanation),
         });
     }
-    Ok(all)
+    Ok(differences)
 }
 
-/// Runs programs on a system, each on a new virtual machine. `chosen` are parts of program names;
-/// if it is empty, all programs run.
+/// Compiles programs, and runs each of them on a new virtual machine of a system. `name_parts` contains
+/// parts of program names; if it is empty, all programs run.
 ///
 /// # Errors
 /// The system or the compiler does not work. A failed program is an outcome, not an error.
-pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
+pub fn run_programs(system: System, name_parts: &[String]) -> Result<Vec<Outcome>> {
     let prefix = if system == System::Pvm3 {
         None
     } else {
-        Some(requirements::prefix()?)
+        Some(requirements::installed_prefix()?)
     };
-    let bed = Testbed::new(HOSTS, prefix.as_deref(), &[])?;
-    let place = bed.home().join("pvm3/bin/LINUX64");
-    let ours = prefix.as_deref().filter(|_| system == System::Sempa);
-    let mut names = programs()?;
-    names
-        .retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
-    compile(&names, ours, &place)?;
-    provide_group_server(prefix.as_deref(), &place)?;
-    let mut all = Vec::new();
+    let testbed = Testbed::new(HOST_COUNT, prefix.as_deref(), &[])?;
+    let program_folder = testbed.root_home().join("pvm3/bin/LINUX64");
+    let our_prefix = prefix.as_deref().filter(|_| system == System::Sempa);
+    let mut names = program_names()?;
+    names.retain(|name| {
+        name_parts.is_empty()
+            || name_parts
+                .iter()
+                .any(|name_part| name.contains(name_part.as_str()))
+    });
+    compile_programs(&names, our_prefix, &program_folder)?;
+    link_group_server(prefix.as_deref(), &program_folder)?;
+    let mut outcomes = Vec::new();
     for name in names {
-        let done = run_on_new_vm(&bed, system, &place.join(&name));
-        all.extend(parse_outcomes(
+        let result = run_program_on_new_vm(&testbed, system, &program_folder.join(&name));
+        outcomes.extend(parse_outcomes(
             &name,
-            done.map_err(|error| format!("{error:#}")),
+            result.map_err(|error| format!("{error:#}")),
         ));
     }
-    Ok(all)
+    Ok(outcomes)
 }
 
-fn run_on_new_vm(bed: &Testbed, system: System, program: &Path) -> Result<CommandResult> {
+fn run_program_on_new_vm(
+    testbed: &Testbed,
+    system: System,
+    program: &Path,
+) -> Result<CommandResult> {
     if system == System::Pvm3 {
-        let vm = RealVm::start(bed)?;
-        let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
-        vm.halt()?;
-        return done;
+        let vm = RealVm::start(testbed)?;
+        let result = run_to_end(vm.command(testbed.host(1), program), PROGRAM_TIMEOUT);
+        vm.halt_or_kill()?;
+        return result;
     }
-    let vm = Vm::start(bed, Settings::default())?;
-    let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
-    let logs = if done.as_ref().is_ok_and(CommandResult::succeeded) {
+    let vm = Vm::start(testbed, VmSettings::default())?;
+    let result = run_to_end(vm.user_command(testbed.host(1), program), PROGRAM_TIMEOUT);
+    let logs = if result.as_ref().is_ok_and(CommandResult::succeeded) {
         String::new()
     } else {
-        vm.logs()
+        vm.events_and_logs()
     };
-    let left = |deadline| {
-        bed.hosts()
+    let wait_until_halted = |timeout| {
+        testbed
+            .hosts()
             .iter()
-            .try_for_each(|host| wait_until_no_process(host, "pvmd", deadline))
+            .try_for_each(|host| wait_until_no_process(host, "pvmd", timeout))
     };
-    // The program may have halted the virtual machine.
-    let halted = vm
-        .halt()
-        .or_else(|error| left(HALT_TIMEOUT).map_err(|_| error));
-    if halted.is_err() {
-        bed.hosts().iter().for_each(Host::kill_all);
-        left(PROGRAM_TIMEOUT)?;
+    // The program may have halted the virtual machine, so a failed halt is an error only if a
+    // daemon remains.
+    let halt_result = vm
+        .halt_and_wait()
+        .or_else(|error| wait_until_halted(HALT_TIMEOUT).map_err(|_| error));
+    if halt_result.is_err() {
+        testbed.hosts().iter().for_each(Host::kill_all_processes);
+        wait_until_halted(PROGRAM_TIMEOUT)?;
     }
-    halted.with_context(|| format!("{done:?}\n{logs}"))?;
-    done.with_context(|| logs)
+    halt_result.with_context(|| format!("{result:?}\n{logs}"))?;
+    result.with_context(|| logs)
 }
 
-/// Parses the outcomes in a program's output. If the program did not run to its end, adds an
-/// outcome for that.
-fn parse_outcomes(program: &str, done: Result<CommandResult, String>) -> Vec<Outcome> {
-    let outcome = |sentence: &str, wrong: Option<String>| Outcome {
+/// Parses the outcomes in a program's output. If the program did not run to its end, adds a failed
+/// outcome with [`exit_statement`].
+fn parse_outcomes(program: &str, result: Result<CommandResult, String>) -> Vec<Outcome> {
+    let new_outcome = |statement: &str, failure: Option<String>| Outcome {
         program: program.to_string(),
-        sentence: sentence.to_string(),
-        failure: wrong,
+        statement: statement.to_string(),
+        failure,
     };
-    let (text, trouble) = match &done {
-        Ok(done) => (done.out.as_str(), None),
-        Err(words) => (words.as_str(), Some(words.clone())),
+    let (text, start_error) = match &result {
+        Ok(result) => (result.stdout.as_str(), None),
+        Err(error_text) => (error_text.as_str(), Some(error_text.clone())),
     };
-    let mut all: Vec<Outcome> = text
+    let mut outcomes: Vec<Outcome> = text
         .lines()
         .filter_map(|line| {
             let line = line.strip_prefix("stdout: ").unwrap_or(line);
-            if let Some(sentence) = line.strip_prefix("ok ") {
-                return Some(outcome(sentence, None));
+            if let Some(statement) = line.strip_prefix("ok ") {
+                return Some(new_outcome(statement, None));
             }
-            let (sentence, wrong) = line.strip_prefix("not ok ")?.split_once(": ")?;
-            Some(outcome(sentence, Some(wrong.to_string())))
+            let (statement, failure) = line.strip_prefix("not ok ")?.split_once(": ")?;
+            Some(new_outcome(statement, Some(failure.to_string())))
         })
         .collect();
-    let ended = done
+    let has_ended = result
         .as_ref()
-        .is_ok_and(|done| done.succeeded() && done.out.lines().any(|line| line == "end"));
-    if !ended {
-        let last = all.last().map_or("its start".to_string(), |last| {
-            format!("{:?}", last.sentence)
+        .is_ok_and(|result| result.succeeded() && result.stdout.lines().any(|line| line == "end"));
+    if !has_ended {
+        let last = outcomes.last().map_or("its start".to_string(), |last| {
+            format!("{:?}", last.statement)
         });
-        let words = trouble.unwrap_or_else(|| {
-            done.as_ref().map_or(String::new(), |done| {
+        let error_text = start_error.unwrap_or_else(|| {
+            result.as_ref().map_or(String::new(), |result| {
                 format!(
                     "{}, the end of its standard error: {}",
-                    done.status,
-                    last_lines(&done.err)
+                    result.status,
+                    last_lines(&result.stderr)
                 )
             })
         });
-        all.push(outcome(
-            &exit_sentence(program),
-            Some(format!("not after {last}: {words}")),
+        outcomes.push(new_outcome(
+            &exit_statement(program),
+            Some(format!("not after {last}: {error_text}")),
         ));
     }
-    all
+    outcomes
 }
 
-/// Returns the sentence that holds if a program exits with success.
-fn exit_sentence(program: &str) -> String {
+/// Returns the statement that is true if a program runs to its end and exits with status 0.
+fn exit_statement(program: &str) -> String {
     format!("{program} runs to its end")
 }
 
-/// Returns the last lines of a text.
+/// Returns the last [`STDERR_LINES_SHOWN`] lines of a text.
 fn last_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(STDERR_LINES_SHOWN)..].join(" / ")
 }
 
-/// Compiles the programs into the folder `place`: against our header and library in `ours`, or
-/// against Debian's if `ours` is `None`.
-fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
-    let at_once = std::thread::available_parallelism()
+/// Compiles the programs into the folder `target_folder`: against our header and library below `our_prefix`, or
+/// against Debian's if `our_prefix` is `None`.
+fn compile_programs(
+    names: &[String],
+    our_prefix: Option<&Path>,
+    target_folder: &Path,
+) -> Result<()> {
+    let thread_count = std::thread::available_parallelism()
         .map_or(1, usize::from)
         .min(names.len().max(1));
     std::thread::scope(|scope| {
-        let parts = names.chunks(names.len().div_ceil(at_once).max(1));
-        let workers: Vec<_> = parts
-            .map(|part| {
+        let chunks = names.chunks(names.len().div_ceil(thread_count).max(1));
+        let threads: Vec<_> = chunks
+            .map(|chunk| {
                 scope.spawn(|| {
-                    part.iter()
-                        .try_for_each(|name| compile_one(name, ours, place))
+                    chunk
+                        .iter()
+                        .try_for_each(|name| compile_program(name, our_prefix, target_folder))
                 })
             })
             .collect();
-        workers
+        threads
             .into_iter()
-            .try_for_each(|worker| worker.join().expect("compiling does not panic"))
+            .try_for_each(|thread| thread.join().expect("compiling does not panic"))
     })
 }
 
-fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
-    let source = folder().join(name);
-    let (compiler, words, source, libraries): (_, &[&str], _, &[&str]) =
+fn compile_program(name: &str, our_prefix: Option<&Path>, target_folder: &Path) -> Result<()> {
+    let source = program_folder().join(name);
+    let (compiler, options, source, libraries): (_, &[&str], _, &[&str]) =
         if source.with_extension("c").exists() {
             (
                 "gcc",
@@ -313,152 +325,180 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
         };
     let mut command = Command::new(compiler);
     command
-        .args(words)
+        .args(options)
         .arg("-o")
-        .arg(place.join(name))
+        .arg(target_folder.join(name))
         .arg(&source);
-    match ours {
+    match our_prefix {
         Some(prefix) => command
             .arg("-I")
             .arg(prefix.join("include"))
             .arg("-L")
             .arg(prefix.join("lib")),
-        // gfortran does not search this folder by default.
+        // gfortran does not search `/usr/include` by default.
         None => command.arg("-I/usr/include"),
     };
-    // PVM's examples are linked with both libraries, and so are these programs.
+    // PVM's examples are linked with both libraries, so these programs are too.
     command
         .args(libraries)
         .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
-    run_ok(command, COMPILE_TIMEOUT)
+    run_successfully(command, COMPILE_TIMEOUT)
         .map(|_| ())
         .with_context(|| format!("compiling {}", source.display()))
 }
 
-/// Provides PVM's group server in the search path if the library is PVM's. Our library needs none.
-fn provide_group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
-    let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
-    if own {
+/// Links PVM's group server into the folder `folder` unless the library under `prefix` is Sempa's,
+/// which needs no group server.
+fn link_group_server(prefix: Option<&Path>, folder: &Path) -> Result<()> {
+    let is_ours = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
+    if is_ours {
         Ok(())
     } else {
-        Ok(symlink("/usr/bin/pvmgs", place.join("pvmgs"))?)
+        Ok(symlink("/usr/bin/pvmgs", folder.join("pvmgs"))?)
     }
 }
 
 /// The result of a comparison of several systems.
 #[derive(Debug, Default)]
-pub struct Verdict {
+pub struct Comparison {
     /// Unexplained results, one line each.
     pub unexplained: Vec<String>,
     /// Explained differences, one line each.
     pub explained: Vec<String>,
-    /// Number of sentences that hold and number of all sentences, by program and system.
-    pub table: BTreeMap<(String, System), (usize, usize)>,
-    /// All sentences of all systems.
-    pub sentences: BTreeSet<String>,
+    /// Number of true statements and number of checked statements, by program and system.
+    pub statement_counts: BTreeMap<(String, System), (usize, usize)>,
+    /// All statements that were checked on any system.
+    pub statements: BTreeSet<String>,
 }
 
-/// Compares the outcomes of all systems with the known differences. `whole` is true if all programs
+/// Compares the outcomes of all systems with the known differences. `all_have_run` is true if all programs
 /// have run; only then an unused difference is reported.
-pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool) -> Verdict {
-    let mut verdict = Verdict::default();
+pub fn compare_with_known(
+    runs: &[(System, Vec<Outcome>)],
+    known_differences: &[Difference],
+    all_have_run: bool,
+) -> Comparison {
+    let mut comparison = Comparison::default();
     for (system, outcomes) in runs {
-        let mut seen = BTreeSet::new();
+        let mut statements = BTreeSet::new();
         for Outcome {
             program,
-            sentence,
-            failure: wrong,
+            statement,
+            failure,
         } in outcomes
         {
-            let counts = verdict.table.entry((program.clone(), *system)).or_default();
-            counts.0 += usize::from(wrong.is_none());
+            let counts = comparison
+                .statement_counts
+                .entry((program.clone(), *system))
+                .or_default();
+            counts.0 += usize::from(failure.is_none());
             counts.1 += 1;
-            verdict.sentences.insert(sentence.clone());
-            if !seen.insert(sentence.clone()) {
-                verdict.unexplained.push(format!(
-                    "{}: {program}: said twice: {sentence}",
+            comparison.statements.insert(statement.clone());
+            if !statements.insert(statement.clone()) {
+                comparison.unexplained.push(format!(
+                    "{}: {program}: said twice: {statement}",
                     system.name()
                 ));
             }
-            let about = |line: &&Difference| {
-                line.sentence == *sentence && system.matches_word(&line.system)
+            let applies = |line: &&Difference| {
+                line.statement == *statement && system.matches_name(&line.system)
             };
-            match (known.iter().find(about), wrong) {
+            match (known_differences.iter().find(applies), failure) {
                 (None, None) => {}
-                (None, Some(wrong)) => {
-                    verdict
-                        .unexplained
-                        .push(format!("{}: {program}: {sentence}: {wrong}", system.name()));
+                (None, Some(failure)) => {
+                    comparison.unexplained.push(format!(
+                        "{}: {program}: {statement}: {failure}",
+                        system.name()
+                    ));
                 }
                 (Some(line), Some(_)) => {
-                    verdict.explained.push(format!(
-                        "{}: {sentence} ({})",
+                    comparison.explained.push(format!(
+                        "{}: {statement} ({})",
                         system.name(),
                         line.explanation
                     ));
                 }
-                (Some(_), None) => verdict.unexplained.push(format!(
-                    "{}: {program}: {sentence}: it holds, differences.txt says it does not",
+                (Some(_), None) => comparison.unexplained.push(format!(
+                    "{}: {program}: {statement}: it holds, differences.txt says it does not",
                     system.name()
                 )),
             }
         }
-        let missing = |line: &&Difference| {
-            system.matches_word(&line.system) && !seen.contains(&line.sentence)
+        let is_unused = |line: &&Difference| {
+            system.matches_name(&line.system) && !statements.contains(&line.statement)
         };
-        for line in known.iter().filter(missing).filter(|_| whole) {
-            verdict
-                .unexplained
-                .push(format!("{}: nobody said: {}", system.name(), line.sentence));
+        for line in known_differences
+            .iter()
+            .filter(is_unused)
+            .filter(|_| all_have_run)
+        {
+            comparison.unexplained.push(format!(
+                "{}: nobody said: {}",
+                system.name(),
+                line.statement
+            ));
         }
     }
-    let said: BTreeSet<(&str, &str)> = runs
+    let all_statements: BTreeSet<(&str, &str)> = runs
         .iter()
-        .flat_map(|(_, all)| all)
-        .map(Outcome::program_and_sentence)
+        .flat_map(|(_, system_outcomes)| system_outcomes)
+        .map(Outcome::program_and_statement)
         .collect();
     for (system, outcomes) in runs {
-        let own: BTreeSet<(&str, &str)> =
-            outcomes.iter().map(Outcome::program_and_sentence).collect();
-        // A program that has failed is already listed as failed.
-        let broken = |program: &str| own.contains(&(program, exit_sentence(program).as_str()));
-        for (program, sentence) in said
-            .difference(&own)
-            .filter(|(program, _)| !broken(program))
+        let system_statements: BTreeSet<(&str, &str)> = outcomes
+            .iter()
+            .map(Outcome::program_and_statement)
+            .collect();
+        // The failure of this program is already in the list.
+        let has_failed = |program: &str| {
+            system_statements.contains(&(program, exit_statement(program).as_str()))
+        };
+        for (program, statement) in all_statements
+            .difference(&system_statements)
+            .filter(|(program, _)| !has_failed(program))
         {
-            if *sentence != exit_sentence(program) {
-                verdict.unexplained.push(format!(
-                    "{}: {program}: never said: {sentence}",
+            if *statement != exit_statement(program) {
+                comparison.unexplained.push(format!(
+                    "{}: {program}: never said: {statement}",
                     system.name()
                 ));
             }
         }
     }
-    verdict
+    comparison
 }
 
-impl Verdict {
-    /// Returns a table with a line per program and a column per system.
-    pub fn text(&self) -> String {
-        let systems: BTreeSet<System> = self.table.keys().map(|(_, system)| *system).collect();
-        let programs: BTreeSet<&String> = self.table.keys().map(|(program, _)| program).collect();
-        let row = |name: &str, cells: Vec<String>| {
+impl Comparison {
+    /// Returns a table with a line per program and a column per system, and below it the explained
+    /// and unexplained results.
+    pub fn report(&self) -> String {
+        let systems: BTreeSet<System> = self
+            .statement_counts
+            .keys()
+            .map(|(_, system)| *system)
+            .collect();
+        let programs: BTreeSet<&String> = self
+            .statement_counts
+            .keys()
+            .map(|(program, _)| program)
+            .collect();
+        let format_row = |name: &str, cells: Vec<String>| {
             format!(
                 "{name:<16}{}\n",
                 cells
                     .iter()
-                    .map(|cell| format!("{cell:>14}"))
+                    .map(|format_cell| format!("{format_cell:>14}"))
                     .collect::<String>()
             )
         };
-        let cell = |good: usize, all: usize| {
-            if good == all {
-                format!("{all}")
+        let format_cell = |true_count: usize, checked_count: usize| {
+            if true_count == checked_count {
+                format!("{checked_count}")
             } else {
-                format!("{good} of {all}")
+                format!("{true_count} of {checked_count}")
             }
         };
-        let mut text = row(
+        let mut text = format_row(
             "",
             systems
                 .iter()
@@ -468,26 +508,33 @@ impl Verdict {
         for program in programs {
             let counts = systems
                 .iter()
-                .map(|system| self.table.get(&(program.clone(), *system)));
-            text += &row(
+                .map(|system| self.statement_counts.get(&(program.clone(), *system)));
+            text += &format_row(
                 program,
                 counts
-                    .map(|both| both.map_or("-".into(), |(good, all)| cell(*good, *all)))
+                    .map(|statement_count| {
+                        statement_count.map_or("-".into(), |(true_count, checked_count)| {
+                            format_cell(*true_count, *checked_count)
+                        })
+                    })
                     .collect(),
             );
         }
-        let total = |system: &System| {
-            let own = self.table.iter().filter(|((_, of), _)| of == system);
-            own.fold((0, 0), |sum, (_, counts)| {
-                (sum.0 + counts.0, sum.1 + counts.1)
+        let total_cell = |system: &System| {
+            let system_counts = self
+                .statement_counts
+                .iter()
+                .filter(|((_, of), _)| of == system);
+            system_counts.fold((0, 0), |add_counts, (_, counts)| {
+                (add_counts.0 + counts.0, add_counts.1 + counts.1)
             })
         };
-        text += &row(
+        text += &format_row(
             "all",
             systems
                 .iter()
-                .map(total)
-                .map(|(good, all)| cell(good, all))
+                .map(total_cell)
+                .map(|(true_count, checked_count)| format_cell(true_count, checked_count))
                 .collect(),
         );
         for (title, lines) in [
@@ -507,54 +554,83 @@ mod tests {
     use super::*;
     use std::os::unix::process::ExitStatusExt;
 
-    fn done(status: i32, out: &str) -> Result<CommandResult, String> {
+    fn command_result(status: i32, stdout: &str) -> Result<CommandResult, String> {
         Ok(CommandResult {
             status: std::process::ExitStatus::from_raw(status),
-            out: out.into(),
-            err: String::new(),
+            stdout: stdout.into(),
+            stderr: String::new(),
         })
     }
 
-    fn difference(system: &str, sentence: &str) -> Difference {
+    fn known_difference(system: &str, statement: &str) -> Difference {
         Difference {
             system: system.into(),
-            sentence: sentence.into(),
+            statement: statement.into(),
             explanation: "a defect".into(),
         }
     }
 
-    fn unexplained(system: System, out: &str, known: &[Difference]) -> Vec<String> {
-        judge(&[(system, parse_outcomes("p", done(0, out)))], known, true).unexplained
+    fn unexplained_results(
+        system: System,
+        out: &str,
+        known_differences: &[Difference],
+    ) -> Vec<String> {
+        compare_with_known(
+            &[(system, parse_outcomes("p", command_result(0, out)))],
+            known_differences,
+            true,
+        )
+        .unexplained
     }
 
     #[test]
     fn only_a_sentence_that_fails_is_unexplained() {
-        assert!(unexplained(System::Sempa, "ok a\nend\n", &[]).is_empty());
+        assert!(unexplained_results(System::Sempa, "ok a\nend\n", &[]).is_empty());
         assert_eq!(
-            unexplained(System::Sempa, "not ok a: got 1, wanted 2\nend\n", &[]),
+            unexplained_results(System::Sempa, "not ok a: got 1, wanted 2\nend\n", &[]),
             ["sempa: p: a: got 1, wanted 2"]
         );
     }
 
     #[test]
     fn a_known_difference_explains_its_own_system() {
-        let (known, out) = (
-            [difference("pvm3", "a")],
+        let (pvm3_difference, out) = (
+            [known_difference("pvm3", "a")],
             "not ok a: got 1, wanted 2\nend\n",
         );
-        assert!(unexplained(System::Pvm3, out, &known).is_empty());
-        assert_eq!(unexplained(System::SempaUnchanged, out, &known).len(), 1);
-        assert!(unexplained(System::SempaUnchanged, out, &[difference("sempa", "a")]).is_empty());
+        assert!(unexplained_results(System::Pvm3, out, &pvm3_difference).is_empty());
+        assert_eq!(
+            unexplained_results(System::SempaUnchanged, out, &pvm3_difference).len(),
+            1
+        );
+        assert!(
+            unexplained_results(
+                System::SempaUnchanged,
+                out,
+                &[known_difference("sempa", "a")]
+            )
+            .is_empty()
+        );
     }
 
     #[test]
     fn an_outdated_or_unused_difference_is_unexplained() {
         assert_eq!(
-            unexplained(System::Pvm3, "ok a\nend\n", &[difference("pvm3", "a")]).len(),
+            unexplained_results(
+                System::Pvm3,
+                "ok a\nend\n",
+                &[known_difference("pvm3", "a")]
+            )
+            .len(),
             1
         );
         assert_eq!(
-            unexplained(System::Pvm3, "ok b\nend\n", &[difference("pvm3", "a")]).len(),
+            unexplained_results(
+                System::Pvm3,
+                "ok b\nend\n",
+                &[known_difference("pvm3", "a")]
+            )
+            .len(),
             1
         );
     }
@@ -562,31 +638,37 @@ mod tests {
     #[test]
     fn a_failed_or_repeating_program_is_unexplained() {
         for outcome in [
-            parse_outcomes("p", done(11, "ok a\n")),
-            parse_outcomes("p", done(0, "ok a\n")),
+            parse_outcomes("p", command_result(11, "ok a\n")),
+            parse_outcomes("p", command_result(0, "ok a\n")),
             parse_outcomes("p", Err("stuck".into())),
         ] {
             assert_eq!(
-                outcome.last().expect("it is said").sentence,
+                outcome.last().expect("it is said").statement,
                 "p runs to its end"
             );
             assert!(outcome.last().expect("it is said").failure.is_some());
         }
-        assert_eq!(unexplained(System::Pvm3, "ok a\nok a\nend\n", &[]).len(), 1);
+        assert_eq!(
+            unexplained_results(System::Pvm3, "ok a\nok a\nend\n", &[]).len(),
+            1
+        );
     }
 
-    /// A sentence that one system has checked must be checked on all systems.
+    /// A statement that one system has checked must be checked on all systems.
     #[test]
     fn sentence_missing_on_one_system_is_unexplained() {
         let runs = [
             (
                 System::Pvm3,
-                parse_outcomes("p", done(0, "ok a\nok b\nend\n")),
+                parse_outcomes("p", command_result(0, "ok a\nok b\nend\n")),
             ),
-            (System::Sempa, parse_outcomes("p", done(0, "ok a\nend\n"))),
+            (
+                System::Sempa,
+                parse_outcomes("p", command_result(0, "ok a\nend\n")),
+            ),
         ];
         assert_eq!(
-            judge(&runs, &[], true).unexplained,
+            compare_with_known(&runs, &[], true).unexplained,
             ["sempa: p: never said: b"]
         );
     }

@@ -1,5 +1,5 @@
-//! A fake CRIU on the hosts of a testbed. It runs the real CRIU, unless a test has set a command
-//! word for it to misbehave.
+//! A fake CRIU on the hosts of a testbed. It runs the real CRIU unless a test has selected another
+//! behaviour by a command word.
 
 use crate::testbed::Testbed;
 use std::fs;
@@ -10,8 +10,8 @@ use std::os::unix::fs::PermissionsExt;
 const HANG_COMMAND: &str = "sleep 14142";
 
 /// Python program: forwards messages between the real CRIU and the tasker. When all images are
-/// written, and before CRIU's report is forwarded, truncates the images of one kind to half their
-/// size. Without a kind, removes all images.
+/// written, and before the program forwards CRIU's report, it truncates the images of one kind to
+/// half their size. Without a kind, it removes all images.
 const TRUNCATE_IMAGES_PY: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
@@ -33,8 +33,9 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Python program: stops the real CRIU as soon as it has written this number of bytes of memory.
-/// With a megabyte, a part of the memory has already been sent to the other host.
+/// Python program: stops the real CRIU as soon as CRIU has written a number of bytes of memory, the
+/// last argument. If this number is a megabyte, a part of the memory has already been sent to the
+/// target.
 const STALL_DUMP_PY: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
@@ -50,8 +51,9 @@ if status < 0:
 sys.exit(status)
 "#;
 
-/// Python program: reports a restored task without restoring one. With the word `nobody`, first
-/// reports a process number that cannot exist. Passes all other requests to the real CRIU.
+/// Python program: reports a restored task without restoring one. With the argument `nobody`, first
+/// reports a process number that cannot exist. Forwards all requests except restores to the real
+/// CRIU.
 const FALSE_RESTORE_PY: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
@@ -66,9 +68,12 @@ starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
 /// Installs the fake CRIU on all hosts. [`set_behaviour`] selects its behaviour.
-pub fn install(bed: &Testbed) {
-    let link = bed.engine().expect("an engine of its own");
-    let real = fs::read_link(link).expect("a link").display().to_string();
+pub fn install(testbed: &Testbed) {
+    let engine_link = testbed.engine().expect("an engine of its own");
+    let real_criu = fs::read_link(engine_link)
+        .expect("a link")
+        .display()
+        .to_string();
     let script = format!(
         "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n\
          case $1 in swrk) ;; lazy-pages) lie=$1-$lie ;; *) lie= ;; esac\n\
@@ -79,26 +84,26 @@ pub fn install(bed: &Testbed) {
          hang | lazy-pages-lazy-hang) exec {HANG_COMMAND} ;;\n\
          silent | lazy-pages-lazy-silent) exit 0 ;;\n\
          garbage) printf 'neither yes nor no' >&$2; exec {HANG_COMMAND} ;;\n\
-         lazy-pages-lazy-early) {real} \"$@\" & sleep 1; kill -9 $!; exit 0 ;;\n\
+         lazy-pages-lazy-early) {real_criu} \"$@\" & sleep 1; kill -9 $!; exit 0 ;;\n\
          lazy-pages-lazy-garbage)\n\
          while [[ $1 != --ps-socket ]]; do shift; done\n\
          printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANG_COMMAND} ;;\n\
          killed) kill -9 $$ ;;\n\
          wait) while grep -qsx wait {folder}/lie-$(hostname); do sleep 0.02; done ;;\n\
-         stall*) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" \"${{lie#stall }}\" ;;\n\
-         cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
-         empty) exec python3 {folder}/cutter.py {real} \"$2\" '' ;;\n\
-         nothing | nobody) exec python3 {folder}/claimer.py {real} \"$2\" $lie ;;\n\
-         esac\nexec {real} \"$@\"\n",
-        folder = bed.folder().display(),
+         stall*) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real_criu} \"$2\" \"${{lie#stall }}\" ;;\n\
+         cut*) exec python3 {folder}/cutter.py {real_criu} \"$2\" \"${{lie#cut }}\" ;;\n\
+         empty) exec python3 {folder}/cutter.py {real_criu} \"$2\" '' ;;\n\
+         nothing | nobody) exec python3 {folder}/claimer.py {real_criu} \"$2\" $lie ;;\n\
+         esac\nexec {real_criu} \"$@\"\n",
+        folder = testbed.folder().display(),
     );
-    fs::write(bed.folder().join("cutter.py"), TRUNCATE_IMAGES_PY).expect("written");
-    fs::write(bed.folder().join("staller.py"), STALL_DUMP_PY).expect("written");
-    fs::write(bed.folder().join("claimer.py"), FALSE_RESTORE_PY).expect("written");
-    let fresh = link.with_extension("fresh");
-    fs::write(&fresh, script).expect("written");
-    fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
-    fs::rename(&fresh, link).expect("in place");
+    fs::write(testbed.folder().join("cutter.py"), TRUNCATE_IMAGES_PY).expect("written");
+    fs::write(testbed.folder().join("staller.py"), STALL_DUMP_PY).expect("written");
+    fs::write(testbed.folder().join("claimer.py"), FALSE_RESTORE_PY).expect("written");
+    let new_link = engine_link.with_extension("fresh");
+    fs::write(&new_link, script).expect("written");
+    fs::set_permissions(&new_link, fs::Permissions::from_mode(0o755)).expect("executable");
+    fs::rename(&new_link, engine_link).expect("in place");
 }
 
 /// Sets the behaviour of the fake CRIU on a host by a command word:
@@ -107,44 +112,45 @@ pub fn install(bed: &Testbed) {
 /// - `garbage`: answer with bytes that are no message.
 /// - `killed`: die of SIGKILL.
 /// - `hang`: neither answer nor exit.
-/// - `cut KIND`: write all images, then truncate those of one kind to half their size.
+/// - `cut KIND`: write all images, then truncate the images of this kind to half their size.
 /// - `empty`: write all images, then remove them.
 /// - `stall BYTES`: stop once this number of bytes of memory is written, and run the real CRIU the
 ///   next time; a restore is stopped before it begins.
-/// - `wait`: wait for another word, then run the real CRIU.
+/// - `wait`: wait until a test sets another command word, then run the real CRIU.
 /// - `nothing`: report a restored task without restoring one.
 /// - `nobody`: as `nothing`, and report a process that does not exist.
-/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: as the words without `lazy-`, in the process that
-///   fetches the memory of a task in post-copy.
-/// - `lazy-early`: fetch memory for a second, then report that all of it has arrived.
+/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: as the command words without `lazy-`, in the
+///   process that fetches the memory of a task in post-copy.
+/// - `lazy-early`: fetch memory for a second, then exit with success.
 ///
 /// `stall` and `wait` do not affect the tasker's engine probe.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.
-pub fn set_behaviour(bed: &Testbed, host: &str, word: &str) {
-    fs::write(bed.folder().join(format!("lie-{host}")), word).expect("written");
+pub fn set_behaviour(testbed: &Testbed, host: &str, command_word: &str) {
+    fs::write(testbed.folder().join(format!("lie-{host}")), command_word).expect("written");
 }
 
-/// Returns the words by which the fake CRIU of a host has misbehaved since the last call of
+/// Returns the command words that the fake CRIU of a host has obeyed since the last call of
 /// [`take_misbehaviours`], oldest first.
-pub fn misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
-    let lines = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
+pub fn misbehaviours(testbed: &Testbed, host: &str) -> Vec<String> {
+    let lines =
+        fs::read_to_string(testbed.folder().join(format!("lied-{host}"))).unwrap_or_default();
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaviours`]; also clears the record. A line that is added between the read and the
+/// As [`misbehaviours`], and clears the record. A line that is added between the read and the
 /// removal is lost, so a test that waits for a line must call [`misbehaviours`].
-pub fn take_misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
-    let lines = misbehaviours(bed, host);
-    // The file may not exist.
-    let _ = fs::remove_file(bed.folder().join(format!("lied-{host}")));
+pub fn take_misbehaviours(testbed: &Testbed, host: &str) -> Vec<String> {
+    let lines = misbehaviours(testbed, host);
+    // An error is ignored, because the file may not exist.
+    let _ = fs::remove_file(testbed.folder().join(format!("lied-{host}")));
     lines
 }
 
-/// True for the command line of CRIU or of the fake CRIU.
-pub fn is_engine(line: &str) -> bool {
+/// True if `command_line` is the command line of CRIU or of the fake CRIU.
+pub fn is_engine_command_line(command_line: &str) -> bool {
     [" swrk ", " lazy-pages ", HANG_COMMAND]
         .iter()
-        .any(|words| line.contains(words))
+        .any(|part| command_line.contains(part))
 }

@@ -3,22 +3,22 @@
 
 use crate::layout::prefix_in_hosts;
 use crate::limits::HostCgroups;
-use crate::run::{RunningCommand, run_ok, wait_for};
+use crate::run::{RunningCommand, run_successfully, wait_for};
 use crate::testbed::Testbed;
-use crate::vm::{COMMAND_TIMEOUT, Settings, Vm};
+use crate::vm::{COMMAND_TIMEOUT, Vm, VmSettings};
 use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// A testbed whose hosts have different shares of one processor each.
+/// A testbed whose hosts may each use a different share of one processor.
 #[derive(Debug)]
 pub struct UnequalHosts {
-    // The testbed is dropped before the control groups, which can be removed only when they are
-    // empty.
-    bed: Testbed,
-    groups: Vec<HostCgroups>,
-    shares: Vec<f64>,
+    // Field order: the testbed is dropped before the control groups, because only empty control
+    // groups can be removed.
+    testbed: Testbed,
+    cgroups: Vec<HostCgroups>,
+    processor_shares: Vec<f64>,
 }
 
 /// The result of one task of a farm.
@@ -26,7 +26,7 @@ pub struct UnequalHosts {
 pub struct TaskResult {
     /// The tid, as the console prints it.
     pub tid: String,
-    pub units: u32,
+    pub unit_count: u32,
     /// Microseconds from the first spawn of the farm until the result of this task arrived.
     pub elapsed_us: u64,
     /// True if the task's result was correct.
@@ -44,83 +44,90 @@ pub struct FarmResult {
 
 impl UnequalHosts {
     /// Makes hosts h1, h2, …, one for each of these shares of one processor.
-    /// [`crate::limits::lacks`] tells whether the machine can limit processors.
-    pub fn new(prefix: &Path, shares: &[f64]) -> Result<UnequalHosts> {
-        let bed = Testbed::new(shares.len(), Some(prefix), &[])?;
-        let groups = bed
+    /// [`crate::limits::lacks`] returns a reason if the machine cannot limit processors.
+    pub fn new(prefix: &Path, processor_shares: &[f64]) -> Result<Self> {
+        let testbed = Testbed::new(processor_shares.len(), Some(prefix), &[])?;
+        let cgroups = testbed
             .hosts()
             .iter()
             .map(HostCgroups::new)
             .collect::<Result<_>>()?;
-        Ok(UnequalHosts {
-            bed,
-            groups,
-            shares: shares.to_vec(),
+        Ok(Self {
+            testbed,
+            cgroups,
+            processor_shares: processor_shares.to_vec(),
         })
     }
 
-    pub fn bed(&self) -> &Testbed {
-        &self.bed
+    pub fn testbed(&self) -> &Testbed {
+        &self.testbed
     }
 
     /// Returns the control group of host number `i`, counted from 1 as in its name.
-    pub fn group(&self, i: usize) -> &HostCgroups {
-        &self.groups[i - 1]
+    pub fn cgroup(&self, i: usize) -> &HostCgroups {
+        &self.cgroups[i - 1]
     }
 
-    /// Starts a virtual machine on all hosts, without a resource manager. When it runs, limits the
-    /// daemons and their children to the shares of their hosts.
-    pub fn start(&self) -> Result<Vm<'_>> {
+    /// Starts a virtual machine on all hosts, without a resource manager. Then limits the daemons
+    /// and their child processes to the shares of their hosts.
+    pub fn start_vm(&self) -> Result<Vm<'_>> {
         // The hosts are not limited while the virtual machine starts.
-        self.groups.iter().try_for_each(HostCgroups::remove_limit)?;
-        let vm = Vm::start(&self.bed, Settings::default())?;
+        self.cgroups
+            .iter()
+            .try_for_each(HostCgroups::remove_processor_limit)?;
+        let vm = Vm::start(&self.testbed, VmSettings::default())?;
         vm.compile_program("labour")?;
-        let others: Vec<&str> = self.bed.hosts()[1..]
+        let slave_names: Vec<&str> = self.testbed.hosts()[1..]
             .iter()
             .map(|host| host.name())
             .collect();
-        vm.add(&others)?;
-        for ((group, host), share) in self.groups.iter().zip(self.bed.hosts()).zip(&self.shares) {
-            group.add_host(host)?;
-            group.set_share(*share)?;
+        vm.add_hosts(&slave_names)?;
+        for ((cgroup, host), processor_share) in self
+            .cgroups
+            .iter()
+            .zip(self.testbed.hosts())
+            .zip(&self.processor_shares)
+        {
+            cgroup.add_host_processes(host)?;
+            cgroup.set_processor_share(*processor_share)?;
         }
         Ok(vm)
     }
 
-    fn program(&self, name: &str) -> Result<PathBuf> {
+    fn program_path(&self, name: &str) -> Result<PathBuf> {
         Ok(
-            prefix_in_hosts(self.bed.prefix().context("programs are installed")?)
+            prefix_in_hosts(self.testbed.prefix().context("programs are installed")?)
                 .join("bin")
                 .join(name),
         )
     }
 
-    /// Starts a resource manager that rebalances, and waits for the load watchers of all hosts. The
-    /// resource manager ends with the virtual machine.
+    /// Starts a resource manager that rebalances, and waits until the load watchers of all hosts
+    /// run. The resource manager ends with the virtual machine.
     pub fn start_resource_manager(&self, vm: &Vm<'_>) -> Result<RunningCommand> {
-        let mut command = vm.command(self.bed.host(1), self.program("pvm-rm")?);
+        let mut command = vm.user_command(self.testbed.host(1), self.program_path("pvm-rm")?);
         command.arg("--balance");
-        let running = RunningCommand::start(command, Stdio::null())?;
+        let rm = RunningCommand::start(command, Stdio::null())?;
         vm.wait_for_event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
             matches!(entry.kind, EventKind::RmRegistered { .. })
         })?;
         wait_for(COMMAND_TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-            let watchers = tasks
+            let watcher_count = tasks
                 .iter()
                 .filter(|task| task.name.ends_with("pvm-load-watcher"))
                 .count();
-            if watchers == self.shares.len() {
+            if watcher_count == self.processor_shares.len() {
                 Ok(())
             } else {
-                Err(format!("{watchers} load watchers: {tasks:?}"))
+                Err(format!("{watcher_count} load watchers: {tasks:?}"))
             }
         })?;
-        Ok(running)
+        Ok(rm)
     }
 
-    /// Starts a farm from h1, with one task for each number of work units in `units`. The tasks
-    /// declare that a unit takes `unit` seconds on an ordinary processor; if `unit` is `None`, they
+    /// Starts a farm from h1, with one task for each number of work units in `units_per_task`. The tasks
+    /// declare that a unit takes `declared_unit_s` seconds on an ordinary processor. If `declared_unit_s` is `None`, they
     /// declare nothing.
     ///
     /// # Errors
@@ -128,27 +135,36 @@ impl UnequalHosts {
     pub fn start_farm(
         &self,
         vm: &Vm<'_>,
-        unit: Option<f64>,
-        units: &[u32],
+        declared_unit_s: Option<f64>,
+        units_per_task: &[u32],
     ) -> Result<RunningCommand> {
-        let mut command = vm.command(self.bed.host(1), vm.home().join("pvm3/bin/LINUX64/labour"));
+        let mut command = vm.user_command(
+            self.testbed.host(1),
+            vm.user_home().join("pvm3/bin/LINUX64/labour"),
+        );
         command
             .arg("farm")
-            .arg(unit.unwrap_or(0.0).to_string())
-            .args(units.iter().map(u32::to_string));
+            .arg(declared_unit_s.unwrap_or(0.0).to_string())
+            .args(units_per_task.iter().map(u32::to_string));
         RunningCommand::start(command, Stdio::null())
     }
 
     /// Compiles and runs a program that measures a unit of work. Returns the processor time in
     /// seconds that a unit takes on this machine.
-    pub fn measure_unit_seconds(&self) -> Result<f64> {
-        let prefix = self.bed.prefix().context("programs are installed")?;
-        let program =
-            crate::programs::compile("labour", prefix, &self.bed.home().join("pvm3/bin/LINUX64"))?;
-        let mut command = self.bed.desk().command(program);
+    pub fn measure_unit_s(&self) -> Result<f64> {
+        let prefix = self.testbed.prefix().context("programs are installed")?;
+        let program = crate::programs::compile_into(
+            "labour",
+            prefix,
+            &self.testbed.root_home().join("pvm3/bin/LINUX64"),
+        )?;
+        let mut command = self.testbed.outside_host().root_command(program);
         command.arg("unit");
-        let us: f64 = run_ok(command, COMMAND_TIMEOUT)?.out.trim().parse()?;
-        Ok(us / 1e6)
+        let unit_us: f64 = run_successfully(command, COMMAND_TIMEOUT)?
+            .stdout
+            .trim()
+            .parse()?;
+        Ok(unit_us / 1e6)
     }
 }
 
@@ -156,66 +172,67 @@ impl FarmResult {
     /// Parses the output of a farm.
     ///
     /// # Errors
-    /// The output is not that of a farm that has ended.
-    pub fn parse(out: &str) -> Result<FarmResult> {
-        let (mut tasks, mut us) = (Vec::new(), None);
-        for line in out.lines() {
+    /// The output is not the output of a farm that has ended.
+    pub fn parse(output: &str) -> Result<Self> {
+        let (mut tasks, mut elapsed_us) = (Vec::new(), None);
+        for line in output.lines() {
             match *line.split(' ').collect::<Vec<_>>() {
-                ["task", tid, units, us, word] => {
-                    let (units, us) = (units.parse()?, us.parse()?);
+                ["task", tid, units, elapsed_us, word] => {
+                    let (units, elapsed_us) = (units.parse()?, elapsed_us.parse()?);
                     tasks.push(TaskResult {
                         tid: tid.to_string(),
-                        units,
-                        elapsed_us: us,
+                        unit_count: units,
+                        elapsed_us,
                         is_correct: word == "right",
                     });
                 }
-                ["farm", all] => us = Some(all.parse()?),
+                ["farm", all] => elapsed_us = Some(all.parse()?),
                 _ => ensure!(line.starts_with("spawned "), "no line of a farm: {line}"),
             }
         }
-        Ok(FarmResult {
+        Ok(Self {
             tasks,
-            elapsed_us: us.with_context(|| format!("the farm has not ended: {out}"))?,
+            elapsed_us: elapsed_us.with_context(|| format!("the farm has not ended: {output}"))?,
         })
     }
 }
 
-/// Returns the tids of a running farm's tasks, in the order of their spawns; `None` while fewer
-/// than `count` tasks are spawned.
-pub fn spawned_tids(out: &str, count: usize) -> Option<Vec<String>> {
-    let tids = out
+/// Returns the tids of a running farm's tasks, in the order of their spawns; `None` while the farm
+/// has spawned fewer than `task_count` tasks. `output` is the farm's output.
+pub fn spawned_tids(output: &str, task_count: usize) -> Option<Vec<String>> {
+    let tids = output
         .lines()
         .filter_map(|line| line.strip_prefix("spawned ")?.split(' ').next());
     let tids: Vec<String> = tids.map(str::to_string).collect();
-    (tids.len() == count).then_some(tids)
+    (tids.len() == task_count).then_some(tids)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// -
     #[test]
-    fn a_farm_is_read_when_it_has_ended() {
-        let begun = "spawned t40002 3\nspawned t40003 9\n";
+    fn output_of_a_running_farm_is_refused() {
+        let partial_output = "spawned t40002 3\nspawned t40003 9\n";
         assert_eq!(
-            spawned_tids(begun, 2),
+            spawned_tids(partial_output, 2),
             Some(vec!["t40002".to_string(), "t40003".to_string()])
         );
-        assert_eq!(spawned_tids(begun, 3), None);
-        assert!(FarmResult::parse(begun).is_err());
-        let harvest = FarmResult::parse(&format!(
-            "{begun}task t40003 9 70 right\ntask t40002 3 80 wrong\nfarm 81\n"
+        assert_eq!(spawned_tids(partial_output, 3), None);
+        assert!(FarmResult::parse(partial_output).is_err());
+        let result = FarmResult::parse(&format!(
+            "{partial_output}task t40003 9 70 right\ntask t40002 3 80 wrong\nfarm 81\n"
         ));
-        let harvest = harvest.expect("it has ended");
-        assert_eq!((harvest.elapsed_us, harvest.tasks.len()), (81, 2));
-        let last = TaskResult {
+        let result = result.expect("it has ended");
+        assert_eq!((result.elapsed_us, result.tasks.len()), (81, 2));
+        let last_task = TaskResult {
             tid: "t40002".into(),
-            units: 3,
+            unit_count: 3,
             elapsed_us: 80,
             is_correct: false,
         };
-        assert_eq!(harvest.tasks[1], last);
+        assert_eq!(result.tasks[1], last_task);
         assert!(FarmResult::parse("something else\n").is_err());
     }
 }

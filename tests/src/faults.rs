@@ -1,7 +1,7 @@
 //! Faults that tests inject, and the steps at which they inject them.
 //!
-//! A daemon stops itself at a breakpoint: one end of a step of a migration, checkpoint or restart
-//! of one task. The test then injects a fault and resumes the daemon.
+//! A daemon stops itself at a breakpoint: the start or the end of a step of a migration, checkpoint
+//! or restart of one task. The test then injects a fault and resumes the daemon.
 
 use crate::fake_criu;
 use crate::run::wait_for;
@@ -16,53 +16,54 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Duration of a fault that exceeds no lease. Even with the delays before and after the fault, it
-/// is well below the default lease of 10 s.
-pub const SHORT_FAULT: Until = Until::Elapsed(Duration::from_secs(1));
-/// Duration of a fault that also exceeds retries and deadlines shorter than a lease, but no lease.
-pub const LONG_FAULT: Until = Until::Elapsed(Duration::from_secs(5));
-/// Maximum duration of a fault with [`Until::Noticed`].
-const NOTICED_FAULT_MAX: Duration = Duration::from_secs(30);
-/// Time limit for a killed process to die, and for a fault to end.
-const TIMEOUT: Duration = Duration::from_secs(120);
+/// Duration of a fault that does not exceed any lease. Even with the delays before and after the
+/// fault, it is much less than the default lease of 10 s.
+pub const SHORT_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(1));
+/// Duration of a fault that exceeds retry intervals and time limits that are shorter than a lease,
+/// but does not exceed a lease.
+pub const LONG_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(5));
+/// Maximum time for which a fault with [`Until::Noticed`] waits for the reaction. The fault then
+/// ends without it.
+const NOTICED_FAULT_TIME_MAX: Duration = Duration::from_secs(30);
+/// Time limit for the death of a killed process.
+const DEATH_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Environment variable and value that set a lease of 3 s, for tests that wait for the loss of a
-/// host.
-pub const SHORT_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
+/// Name and value of the environment variable that sets a lease of 3 s, for tests that wait for the
+/// loss of a host.
+pub const SHORT_LEASE_ENV: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
 
-/// Environment variable that requests every fault on every victim at every step. Without it, each
-/// fault is tried once per step, and a seed selects the victim.
+/// Environment variable that requests every fault on every victim at every step. Without the
+/// variable each fault is tried once per step, and a seed selects the victim.
 const FULL_ENV: &str = "SEMPA_TEST_FULL";
 
-/// True if all cases are requested, not only a sample.
-pub fn is_full() -> bool {
+/// True if the environment requests all cases instead of a sample.
+pub fn tests_all_cases() -> bool {
     std::env::var_os(FULL_ENV).is_some_and(|value| !value.is_empty())
 }
 
 /// An edge of a step: its start or its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StepEdge {
-    /// No part of the step is done.
+    /// The step has not begun.
     Before,
-    /// The step is done, and no other daemon has been notified.
+    /// The daemon has completed the step and has not notified another daemon.
     After,
 }
 
 impl StepEdge {
     fn prefix(self) -> &'static str {
         match self {
-            StepEdge::Before => "before-",
-            StepEdge::After => "",
+            Self::Before => "before-",
+            Self::After => "",
         }
     }
 
-    /// Returns the edge before a step for an even number, and the one after a step for an odd
-    /// number.
-    pub(crate) fn from_parity(number: usize) -> StepEdge {
+    /// Returns [`StepEdge::Before`] for an even number and [`StepEdge::After`] for an odd number.
+    pub(crate) fn from_parity(number: usize) -> Self {
         if number.is_multiple_of(2) {
-            StepEdge::Before
+            Self::Before
         } else {
-            StepEdge::After
+            Self::After
         }
     }
 }
@@ -71,33 +72,38 @@ impl StepEdge {
 pub type Point = (Step, StepEdge);
 
 /// Returns the points at both edges of each step.
-pub(crate) fn edges(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item = Point> {
-    steps
+pub(crate) fn points_of_steps(
+    all_steps: impl IntoIterator<Item = Step>,
+) -> impl Iterator<Item = Point> {
+    all_steps
         .into_iter()
         .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
 }
 
-/// A file that stops a daemon: the daemon that reaches the point with the task stops itself.
+/// A file that stops a daemon. The daemon that reaches the point in an operation on the task stops
+/// itself.
 #[derive(Debug)]
 pub struct Breakpoint {
-    request: PathBuf,
+    request_file: PathBuf,
 }
 
 impl Breakpoint {
-    /// Sets a breakpoint. `folder` is [`Testbed::breakpoints_folder`].
+    /// Sets a breakpoint for a task. `folder` is [`Testbed::breakpoints_folder`].
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Breakpoint> {
+    pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Self> {
         let request = folder.join(format!("{tid}-{}", point_name(point)));
         fs::write(&request, "")?;
-        Ok(Breakpoint { request })
+        Ok(Self {
+            request_file: request,
+        })
     }
 
-    /// Removes the breakpoint, unless a daemon has reached it.
-    pub fn remove(&self) {
-        // The daemon that reaches the breakpoint renames the file.
-        let _ = fs::remove_file(&self.request);
+    /// Removes the breakpoint. Has no effect if a daemon has reached it.
+    pub fn remove_if_not_reached(&self) {
+        // An error is ignored: the daemon that reaches the breakpoint renames the file.
+        let _ = fs::remove_file(&self.request_file);
     }
 
     /// Returns the daemon, on one of these hosts, that has stopped at the breakpoint; `None` if no
@@ -106,47 +112,48 @@ impl Breakpoint {
     /// # Errors
     /// A daemon has reached the breakpoint and has not stopped yet.
     pub fn stopped_daemon(&self, hosts: &[&Host]) -> Result<Option<Pid>, String> {
-        if !self.request.with_extension("reached").exists() {
+        if !self.request_file.with_extension("reached").exists() {
             return Ok(None);
         }
-        let mut daemons = hosts.iter().filter_map(|host| daemon_of(host));
-        let stopped = daemons
+        let mut daemons = hosts.iter().filter_map(|host| daemon_pid(host));
+        let daemon = daemons
             .find(|pid| is_stopped(*pid))
-            .ok_or(format!("no daemon is stopped at {:?}", self.request))?;
-        Ok(Some(stopped))
+            .ok_or(format!("no daemon is stopped at {:?}", self.request_file))?;
+        Ok(Some(daemon))
     }
 }
 
-/// Records the points that daemons reach with one task.
+/// A record of the points that daemons reach in operations on one task.
 #[derive(Debug)]
 pub struct PointLog {
-    file: PathBuf,
+    record_file: PathBuf,
 }
 
 impl PointLog {
-    /// Starts recording. `folder` is [`Testbed::breakpoints_folder`].
+    /// Starts the record for a task. `folder` is [`Testbed::breakpoints_folder`].
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn new(folder: &Path, tid: &str) -> Result<PointLog> {
+    pub fn new(folder: &Path, tid: &str) -> Result<Self> {
         let file = folder.join(format!("{tid}-places"));
         fs::write(&file, "")?;
-        Ok(PointLog { file })
+        Ok(Self { record_file: file })
     }
 
-    /// Returns the points reached so far, and clears the record.
+    /// Returns the points since the start of the record or the last call, and clears the record.
     ///
     /// # Errors
-    /// The file cannot be read, or names an unknown point.
-    pub fn take(&self) -> Result<BTreeSet<Point>> {
-        let text = fs::read_to_string(&self.file)?;
-        fs::write(&self.file, "")?;
-        let all: BTreeMap<String, Point> = edges(Step::ALL)
+    /// The file cannot be read, or contains an unknown point.
+    pub fn take_points(&self) -> Result<BTreeSet<Point>> {
+        let text = fs::read_to_string(&self.record_file)?;
+        fs::write(&self.record_file, "")?;
+        let points_by_name: BTreeMap<String, Point> = points_of_steps(Step::ALL)
             .map(|point| (point_name(point), point))
             .collect();
         text.lines()
             .map(|line| {
-                all.get(line)
+                points_by_name
+                    .get(line)
                     .copied()
                     .with_context(|| format!("unknown point: {line}"))
             })
@@ -161,23 +168,23 @@ fn point_name((step, edge): Point) -> String {
 
 /// A kind of process that a fault can hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum ProcessRole {
     Daemon,
     Tasker,
-    /// CRIU processes that the tasker has started, or fake ones. There may be none.
+    /// CRIU or fake CRIU processes that the tasker has started. There may be none.
     Engine,
     /// The resource manager, if the host runs it.
     ResourceManager,
 }
 
-/// The condition on which a fault ends.
+/// The condition that ends a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
-    /// After a fixed time.
+pub enum FaultEnd {
+    /// A time has passed since the start of the fault.
     Elapsed(Duration),
-    /// The virtual machine has reacted: the loss of the hosts is known, and the migrations have
-    /// ended.
-    Noticed,
+    /// The virtual machine has reacted: the loss of the hosts is known, and the operations that the
+    /// fault has hit have ended.
+    LossHandled,
 }
 
 /// A kind of fault.
@@ -185,131 +192,143 @@ pub enum Until {
 pub enum Fault {
     /// Sends SIGKILL. This fault does not end.
     Kill,
-    /// Sends SIGSTOP, and SIGCONT at the end.
-    Pause(Until),
+    /// Sends SIGSTOP at the start of the fault and SIGCONT at its end.
+    Pause(FaultEnd),
     /// Disconnects the host from the network until the end of the fault.
-    Disconnect(Until),
-    /// Interrupts the network between two hosts. All other hosts can reach both of them.
-    Partition(Until),
+    Disconnect(FaultEnd),
+    /// Interrupts the connection between two hosts. All other hosts can reach both hosts.
+    Partition(FaultEnd),
 }
 
 impl Fault {
-    fn until(self) -> Option<Until> {
+    fn end_condition(self) -> Option<FaultEnd> {
         match self {
-            Fault::Kill => None,
-            Fault::Pause(until) | Fault::Disconnect(until) | Fault::Partition(until) => Some(until),
+            Self::Kill => None,
+            Self::Pause(until) | Self::Disconnect(until) | Self::Partition(until) => Some(until),
         }
     }
 
-    /// True if the fault lasts until the virtual machine has declared its victim lost.
-    pub fn is_lasting(self) -> bool {
-        matches!(self.until(), None | Some(Until::Noticed))
+    /// True if the fault lasts until the virtual machine has declared its victim lost, or does not
+    /// end.
+    pub fn exceeds_lease(self) -> bool {
+        matches!(self.end_condition(), None | Some(FaultEnd::LossHandled))
     }
 }
 
 /// The victims of a fault.
 #[derive(Clone, Debug, Default)]
 pub struct FaultTargets {
-    /// Kinds of processes, each with the number of its host.
-    pub roles: Vec<(usize, Role)>,
-    /// Pairs of hosts for [`Fault::Partition`].
-    pub pairs: Vec<(usize, usize)>,
+    /// The processes that the fault hits: number of the host, and kind of process.
+    pub hosts_and_roles: Vec<(usize, ProcessRole)>,
+    /// The pairs of host numbers that [`Fault::Partition`] separates.
+    pub host_pairs: Vec<(usize, usize)>,
 }
 
-/// Injects a fault and waits until it is over. While the fault lasts, calls `resume` with the
-/// processes that the fault has hit, which `resume` must not resume. A fault with
-/// [`Until::Noticed`] lasts until `noticed` succeeds. Returns the number of engine processes that
-/// the fault has hit.
-pub fn inject(
-    bed: &Testbed,
+/// Injects a fault and waits until it is over. While the fault lasts, calls `resume_others` once with the
+/// processes that received the fault's signal; `resume_others` must not resume these processes. A fault
+/// with [`Until::Noticed`] lasts until `check_loss_handled` succeeds. Returns the number of engine processes
+/// that received the signal.
+pub fn inject_and_wait(
+    testbed: &Testbed,
     fault: Fault,
     targets: &FaultTargets,
-    resume: impl FnOnce(&[Pid]) -> Result<()>,
-    noticed: impl FnMut() -> Result<(), String>,
+    resume_others: impl FnOnce(&[Pid]) -> Result<()>,
+    check_loss_handled: impl FnMut() -> Result<(), String>,
 ) -> Result<usize> {
-    let signals = matches!(fault, Fault::Kill | Fault::Pause(_));
-    let (victims, engines) = if signals {
-        victims(bed, targets)?
+    let is_signal_fault = matches!(fault, Fault::Kill | Fault::Pause(_));
+    let (victims, engine_count) = if is_signal_fault {
+        find_victims(testbed, targets)?
     } else {
         (Vec::new(), 0)
     };
-    // An engine may exit at any moment.
-    let may_be_gone = targets.roles.iter().all(|(_, role)| *role == Role::Engine);
-    let tell = |pid: Pid, what| {
-        send_signal(pid, what).or_else(|error| if may_be_gone { Ok(()) } else { Err(error) })
+    // An engine process may exit at any moment, so errors of signals are ignored if all targets are
+    // engines.
+    let may_have_exited = targets
+        .hosts_and_roles
+        .iter()
+        .all(|(_, role)| *role == ProcessRole::Engine);
+    let send = |pid: Pid, signal| {
+        send_signal(pid, signal).or_else(|error| if may_have_exited { Ok(()) } else { Err(error) })
     };
-    switch_networks(bed, fault, targets, false)?;
-    let first = if fault == Fault::Kill {
+    set_networks_connected(testbed, fault, targets, false)?;
+    let start_signal = if fault == Fault::Kill {
         Signal::SIGKILL
     } else {
         Signal::SIGSTOP
     };
-    victims.iter().try_for_each(|pid| tell(*pid, first))?;
-    let begun = Instant::now();
-    if fault == Fault::Kill {
-        // On a loaded machine a killed process may die late. If other daemons were resumed before
-        // its death, they could leave the step.
-        victims.iter().copied().try_for_each(wait_for_death)?;
-    }
-    resume(&victims)?;
-    let Some(until) = fault.until() else {
-        return Ok(engines);
-    };
-    wait_until(until, begun, noticed)?;
     victims
         .iter()
-        .try_for_each(|pid| tell(*pid, Signal::SIGCONT))?;
-    switch_networks(bed, fault, targets, true)?;
-    Ok(engines)
+        .try_for_each(|pid| send(*pid, start_signal))?;
+    let started_at = Instant::now();
+    if fault == Fault::Kill {
+        // On a loaded machine a killed process may die late. If other daemons were resumed before
+        // its death, they could complete the step.
+        victims.iter().copied().try_for_each(wait_for_death)?;
+    }
+    resume_others(&victims)?;
+    let Some(end_condition) = fault.end_condition() else {
+        return Ok(engine_count);
+    };
+    wait_for_fault_end(end_condition, started_at, check_loss_handled)?;
+    victims
+        .iter()
+        .try_for_each(|pid| send(*pid, Signal::SIGCONT))?;
+    set_networks_connected(testbed, fault, targets, true)?;
+    Ok(engine_count)
 }
 
-fn victims(bed: &Testbed, targets: &FaultTargets) -> Result<(Vec<Pid>, usize)> {
-    let (mut victims, mut engines) = (Vec::new(), 0);
-    for &(host, role) in &targets.roles {
-        let found = processes_of(bed.host(host), role);
-        let is_engine = role == Role::Engine;
-        ensure!(!found.is_empty() || is_engine, "no {role:?} on h{host}");
-        engines += if is_engine { found.len() } else { 0 };
-        victims.extend(found);
+fn find_victims(testbed: &Testbed, targets: &FaultTargets) -> Result<(Vec<Pid>, usize)> {
+    let (mut victims, mut engine_count) = (Vec::new(), 0);
+    for &(host, role) in &targets.hosts_and_roles {
+        let pids = role_processes(testbed.host(host), role);
+        let is_engine = role == ProcessRole::Engine;
+        ensure!(!pids.is_empty() || is_engine, "no {role:?} on h{host}");
+        engine_count += if is_engine { pids.len() } else { 0 };
+        victims.extend(pids);
     }
-    // Several targets may name the same process.
+    // Several targets may be the same process, which must receive the signal only once.
     victims.sort();
     victims.dedup();
-    Ok((victims, engines))
+    Ok((victims, engine_count))
 }
 
-/// Disconnects the hosts of a network fault, or reconnects them if `on` is true. Does nothing for
-/// other faults.
-fn switch_networks(bed: &Testbed, fault: Fault, targets: &FaultTargets, on: bool) -> Result<()> {
+/// Disconnects the hosts of a network fault if `is_connected` is false; reconnects them if `is_connected` is true. Has
+/// no effect for other faults.
+fn set_networks_connected(
+    testbed: &Testbed,
+    fault: Fault,
+    targets: &FaultTargets,
+    is_connected: bool,
+) -> Result<()> {
     match fault {
         Fault::Disconnect(_) => targets
-            .roles
+            .hosts_and_roles
             .iter()
-            .try_for_each(|(host, _)| bed.set_connected(*host, on)),
+            .try_for_each(|(host, _)| testbed.set_connected(*host, is_connected)),
         Fault::Partition(_) => targets
-            .pairs
+            .host_pairs
             .iter()
-            .try_for_each(|(i, j)| bed.set_partitioned(*i, *j, !on)),
+            .try_for_each(|(i, j)| testbed.set_partitioned(*i, *j, !is_connected)),
         Fault::Kill | Fault::Pause(_) => Ok(()),
     }
 }
 
-fn wait_until(
-    until: Until,
-    begun: Instant,
-    mut noticed: impl FnMut() -> Result<(), String>,
+fn wait_for_fault_end(
+    end_condition: FaultEnd,
+    started_at: Instant,
+    mut check_loss_handled: impl FnMut() -> Result<(), String>,
 ) -> Result<()> {
-    match until {
-        Until::Elapsed(span) => wait_for(span + TIMEOUT, || {
-            if begun.elapsed() >= span {
+    match end_condition {
+        FaultEnd::Elapsed(duration) => wait_for(duration + DEATH_TIMEOUT, || {
+            if started_at.elapsed() >= duration {
                 Ok(())
             } else {
                 Err("the fault is not over".to_string())
             }
         }),
-        Until::Noticed => {
-            // Some faults are noticed only after their end.
-            if let Err(error) = wait_for(NOTICED_FAULT_MAX, &mut noticed) {
+        FaultEnd::LossHandled => {
+            // The virtual machine detects some faults only after their end.
+            if let Err(error) = wait_for(NOTICED_FAULT_TIME_MAX, &mut check_loss_handled) {
                 eprintln!("the fault ends although {error:#}");
             }
             Ok(())
@@ -320,13 +339,13 @@ fn wait_until(
 /// Sends a signal to a process.
 ///
 /// # Errors
-/// The kernel refuses, or the process is gone.
+/// The kernel refuses the signal, or the process has ended.
 pub fn send_signal(pid: Pid, signal: Signal) -> Result<()> {
     kill(pid, signal).with_context(|| format!("{signal} to {pid}"))
 }
 
-/// Returns the daemon of a host.
-pub fn daemon_of(host: &Host) -> Option<Pid> {
+/// Returns the process number, on the machine, of a host's daemon; `None` if no daemon runs.
+pub fn daemon_pid(host: &Host) -> Option<Pid> {
     let daemon = host
         .processes()
         .into_iter()
@@ -334,53 +353,58 @@ pub fn daemon_of(host: &Host) -> Option<Pid> {
     Some(Pid::from_raw(daemon.0.cast_signed()))
 }
 
-/// Returns the processes of a host in a role: at most one, except for engines.
-pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
-    let Some(daemon) = daemon_of(host) else {
+/// Returns the processes of a host that have a role: at most one, except for engines.
+pub fn role_processes(host: &Host, role: ProcessRole) -> Vec<Pid> {
+    let Some(daemon_pid) = daemon_pid(host) else {
         return Vec::new();
     };
-    let those = |is_one: &dyn Fn(Pid, &str) -> bool| {
-        let all = host
+    let matching_pids = |matches_process: &dyn Fn(Pid, &str) -> bool| {
+        let processes = host
             .processes()
             .into_iter()
             .map(|(pid, line)| (Pid::from_raw(pid.cast_signed()), line));
-        all.filter(|(pid, line)| is_one(*pid, line))
+        processes
+            .filter(|(pid, line)| matches_process(*pid, line))
             .map(|(pid, _)| pid)
             .collect::<Vec<_>>()
     };
-    let one = |found: Vec<Pid>| found.into_iter().take(1).collect();
+    let first_only = |pids: Vec<Pid>| pids.into_iter().take(1).collect();
     match role {
-        Role::Daemon => vec![daemon],
-        // The children of the tasker have the same name.
-        Role::Tasker => one(those(&|pid, line| {
+        ProcessRole::Daemon => vec![daemon_pid],
+        // The child processes of the tasker have the tasker's name.
+        ProcessRole::Tasker => first_only(matching_pids(&|pid, line| {
             line.contains("pvm-tasker")
-                && status(pid).is_some_and(|status| status.ppid == daemon.as_raw())
+                && process_status(pid).is_some_and(|status| status.ppid == daemon_pid.as_raw())
         })),
-        Role::ResourceManager => one(those(&|_, line| line.contains("bin/pvm-rm"))),
-        // The link by which the engine is started has another name than the program.
-        Role::Engine => those(&|pid, line| {
+        ProcessRole::ResourceManager => {
+            first_only(matching_pids(&|_, line| line.contains("bin/pvm-rm")))
+        }
+        // The tasker starts the engine by a link with another name, so the path of the executable
+        // is checked.
+        ProcessRole::Engine => matching_pids(&|pid, line| {
             let program = Process::new(pid.as_raw()).and_then(|process| process.exe());
             let program = program.unwrap_or_default();
-            program.ends_with("criu") || (program.ends_with("bash") && fake_criu::is_engine(line))
+            program.ends_with("criu")
+                || (program.ends_with("bash") && fake_criu::is_engine_command_line(line))
         }),
     }
 }
 
 /// Returns the images and resume tokens that remain on a host from migrations, checkpoints and
 /// restarts.
-pub fn leftovers(host: &Host) -> Vec<String> {
+pub fn leftover_names(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.machine_path("/tmp/sempa-0/pvm"))
         .into_iter()
         .flatten()
         .flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let is_left = |name: &String| {
+    let is_leftover = |name: &String| {
         ["images-", "memory-", "resume-", ".tmp-"]
             .iter()
-            .any(|begin| name.starts_with(begin))
+            .any(|prefix| name.starts_with(prefix))
     };
     names
-        .filter(is_left)
+        .filter(is_leftover)
         .map(|name| format!("{name} on {}", host.name()))
         .collect()
 }
@@ -388,14 +412,14 @@ pub fn leftovers(host: &Host) -> Vec<String> {
 /// Kills a process and waits until it is dead.
 ///
 /// # Panics
-/// The process cannot be killed, or does not die in time.
+/// The process cannot be killed, or does not die within the time limit.
 pub fn kill_and_wait(pid: Pid) {
     kill(pid, Signal::SIGKILL).expect("killed");
     wait_for_death(pid).expect("dead");
 }
 
 fn wait_for_death(pid: Pid) -> Result<()> {
-    wait_for(TIMEOUT, || {
+    wait_for(DEATH_TIMEOUT, || {
         if is_dead(pid) {
             Ok(())
         } else {
@@ -404,16 +428,17 @@ fn wait_for_death(pid: Pid) -> Result<()> {
     })
 }
 
-/// True if the process and all its threads are dead, so that all its files are closed.
+/// True if the process and all its threads are dead, so that all its files are closed. A zombie is
+/// dead.
 fn is_dead(pid: Pid) -> bool {
-    status(pid).is_none_or(|status| status.state.starts_with('Z') && status.threads == 1)
+    process_status(pid).is_none_or(|status| status.state.starts_with('Z') && status.threads == 1)
 }
 
 /// True if the process is stopped.
 pub fn is_stopped(pid: Pid) -> bool {
-    status(pid).is_some_and(|status| status.state.starts_with('T'))
+    process_status(pid).is_some_and(|status| status.state.starts_with('T'))
 }
 
-fn status(pid: Pid) -> Option<Status> {
+fn process_status(pid: Pid) -> Option<Status> {
     Process::new(pid.as_raw()).ok()?.status().ok()
 }

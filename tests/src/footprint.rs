@@ -8,9 +8,9 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names of the kinds of processes. The last one is for tasks: a process that belongs to no other
-/// kind.
-pub const KINDS: [&str; 6] = [
+/// Names of the kinds of processes. The last kind is for tasks: all processes that belong to no
+/// other kind.
+pub const KIND_NAMES: [&str; 6] = [
     "master",
     "daemons",
     "taskers",
@@ -18,35 +18,35 @@ pub const KINDS: [&str; 6] = [
     "load watchers",
     "tasks",
 ];
-/// Index in [`KINDS`] for tasks.
-pub const TASKS_KIND: usize = KINDS.len() - 1;
+/// Index in [`KIND_NAMES`] of the kind for tasks.
+pub const TASK_KIND_INDEX: usize = KIND_NAMES.len() - 1;
 
-/// Name of the records' disk space in tables.
+/// Name in tables of the value [`Footprint::records_kib`].
 pub const RECORDS_KIB_NAME: &str = "records: KiB";
-/// Upper bound of the records' disk space in KiB: the resource manager's history, and two files of
-/// 1 MiB each with committed migrations.
+/// Upper bound of [`Footprint::records_kib`]: the resource manager's history, and two files of 1
+/// MiB each with committed migrations.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
-/// The total resources of all processes of one kind.
+/// The total resources of a set of processes: all of one kind, or a single one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessResources {
-    pub processes: u64,
-    pub threads: u64,
-    pub descriptors: u64,
+    pub process_count: u64,
+    pub thread_count: u64,
+    pub descriptor_count: u64,
     /// Memory in KiB. File pages and shared memory count in proportion (the kernel's `Pss`).
-    /// Private pages count in full even while they are shared after a fork; otherwise a process
-    /// would seem to grow when another process writes to its pages or ends.
+    /// Private pages count in full even while they are shared after a fork; otherwise the memory of
+    /// a process would seem to grow when another process writes to its pages or ends.
     pub memory_kib: u64,
 }
 
-/// The resources that a virtual machine used when it was measured.
+/// The resources that a virtual machine uses at the time of the measurement.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// Resources of the processes, in the order of [`KINDS`].
-    pub kinds: [ProcessResources; KINDS.len()],
-    /// Number of files in the daemons' folders and the shared memory of all hosts.
-    pub files: u64,
-    /// Disk space of these files in KiB, without the records and the store.
+    /// Resources of the processes, in the order of [`KIND_NAMES`].
+    pub resources_by_kind: [ProcessResources; KIND_NAMES.len()],
+    /// Number of files in the daemons' folders and the shared memory, on all hosts.
+    pub file_count: u64,
+    /// Disk space in KiB of these files, excluding those in `records_kib` and `store_kib`.
     pub files_kib: u64,
     /// Disk space in KiB of the records: the resource manager's history and the files of committed
     /// migrations. The sizes of these files are bounded.
@@ -56,66 +56,72 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    /// Measures all hosts. A process that ends during the measurement is not counted.
-    pub fn measure(vm: &Vm<'_>) -> Footprint {
-        let mut seen = Footprint::default();
-        let mut kinds = HashMap::new();
-        for host in vm.bed().hosts() {
+    /// Measures the resources on all hosts. A process that ends during the measurement is not
+    /// counted.
+    pub fn measure(vm: &Vm<'_>) -> Self {
+        let mut footprint = Self::default();
+        let mut process_kinds = HashMap::new();
+        for host in vm.testbed().hosts() {
             for (pid, line) in host.processes() {
-                kinds.insert(pid, kind_of(host, &line));
+                process_kinds.insert(pid, kind_index(host, &line));
             }
-            for (path, kib) in host_files(host) {
-                let is_record = path.extension().is_some_and(|ending| ending == "redb")
+            for (path, kib) in daemon_files(host) {
+                let is_record = path
+                    .extension()
+                    .is_some_and(|extension| extension == "redb")
                     || path.ends_with("moves");
-                seen.files += 1;
+                footprint.file_count += 1;
                 *(if is_record {
-                    &mut seen.records_kib
+                    &mut footprint.records_kib
                 } else {
-                    &mut seen.files_kib
+                    &mut footprint.files_kib
                 }) += kib;
             }
         }
-        for (pid, kind) in kinds {
+        for (pid, kind) in process_kinds {
             let Some(kind) = kind else { continue };
             if let Some(sum) = process_resources(pid) {
-                let all = &mut seen.kinds[kind];
-                all.processes += 1;
-                all.threads += sum.threads;
-                all.descriptors += sum.descriptors;
-                all.memory_kib += sum.memory_kib;
+                let total = &mut footprint.resources_by_kind[kind];
+                total.process_count += 1;
+                total.thread_count += sum.thread_count;
+                total.descriptor_count += sum.descriptor_count;
+                total.memory_kib += sum.memory_kib;
             }
         }
-        let mut kept = Vec::new();
-        collect(&vm.home().join(".local/state/sempa/checkpoints"), &mut kept);
-        seen.store_kib = kept.iter().map(|(_, kib)| kib).sum();
-        seen
+        let mut checkpoint_files = Vec::new();
+        collect_files(
+            &vm.user_home().join(".local/state/sempa/checkpoints"),
+            &mut checkpoint_files,
+        );
+        footprint.store_kib = checkpoint_files.iter().map(|(_, kib)| kib).sum();
+        footprint
     }
 
     /// Returns all values with their names, for tables.
-    pub fn figures(&self) -> Vec<(String, u64)> {
-        let mut all = Vec::new();
-        for (name, sum) in KINDS.iter().zip(&self.kinds) {
-            for (what, value) in [
-                ("memory KiB", sum.memory_kib),
-                ("descriptors", sum.descriptors),
-                ("threads", sum.threads),
-                ("processes", sum.processes),
+    pub fn named_values(&self) -> Vec<(String, u64)> {
+        let mut values = Vec::new();
+        for (name, resources) in KIND_NAMES.iter().zip(&self.resources_by_kind) {
+            for (unit, value) in [
+                ("memory KiB", resources.memory_kib),
+                ("descriptors", resources.descriptor_count),
+                ("threads", resources.thread_count),
+                ("processes", resources.process_count),
             ] {
-                all.push((format!("{name}: {what}"), value));
+                values.push((format!("{name}: {unit}"), value));
             }
         }
-        all.push(("files of daemons".to_string(), self.files));
-        all.push(("files of daemons: KiB".to_string(), self.files_kib));
-        all.push((RECORDS_KIB_NAME.to_string(), self.records_kib));
-        all.push(("store: KiB".to_string(), self.store_kib));
-        all
+        values.push(("files of daemons".to_string(), self.file_count));
+        values.push(("files of daemons: KiB".to_string(), self.files_kib));
+        values.push((RECORDS_KIB_NAME.to_string(), self.records_kib));
+        values.push(("store: KiB".to_string(), self.store_kib));
+        values
     }
 }
 
-/// Returns the files in the daemons' folders and the shared memory of a host, each with its disk
-/// space in KiB.
-pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
-    let mut found = Vec::new();
+/// Returns the files in the daemons' folders and in the shared memory of a host: path on the
+/// machine, and disk space in KiB.
+pub fn daemon_files(host: &Host) -> Vec<(PathBuf, u64)> {
+    let mut files = Vec::new();
     for entry in fs::read_dir(host.machine_path("/tmp"))
         .into_iter()
         .flatten()
@@ -123,17 +129,17 @@ pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     {
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.starts_with("sempa-") && !name.starts_with("sempa-testbed-") {
-            collect(&entry.path(), &mut found);
+            collect_files(&entry.path(), &mut files);
         }
     }
-    collect(&host.machine_path("/dev/shm"), &mut found);
-    found
+    collect_files(&host.machine_path("/dev/shm"), &mut files);
+    files
 }
 
-/// Returns the index in [`KINDS`] of the kind of the process with this command line; `None` for
+/// Returns the index in [`KIND_NAMES`] of the kind of the process with this command line; `None` for
 /// processes of the testbed and for the commands that measure.
-fn kind_of(host: &Host, line: &str) -> Option<usize> {
-    let program = line
+fn kind_index(host: &Host, command_line: &str) -> Option<usize> {
+    let program = command_line
         .split(' ')
         .next()
         .unwrap_or_default()
@@ -147,31 +153,33 @@ fn kind_of(host: &Host, line: &str) -> Option<usize> {
         "pvm-rm" => Some(3),
         "pvm-load-watcher" => Some(4),
         "sshd" | "sshd:" | "sempa-host" | "pvm" | "sh" | "env" | "sshd-session" | "criu" => None,
-        _ => Some(TASKS_KIND),
+        _ => Some(TASK_KIND_INDEX),
     }
 }
 
 fn process_resources(pid: u32) -> Option<ProcessResources> {
     let process = Process::new(pid.cast_signed()).ok()?;
-    let rollup = process.smaps_rollup().ok()?.memory_map_rollup;
-    let sizes = &rollup.0.first()?.extension.map;
-    let parts = ["Anonymous", "Pss_File", "Pss_Shmem"].map(|name| sizes.get(name));
+    let memory_map = process.smaps_rollup().ok()?.memory_map_rollup;
+    let memory_sizes = &memory_map.0.first()?.extension.map;
+    let memory_parts = ["Anonymous", "Pss_File", "Pss_Shmem"].map(|name| memory_sizes.get(name));
     Some(ProcessResources {
-        processes: 1,
-        threads: process.status().ok()?.threads,
-        descriptors: process.fd_count().ok()? as u64,
-        memory_kib: parts.into_iter().sum::<Option<u64>>()? / 1024,
+        process_count: 1,
+        thread_count: process.status().ok()?.threads,
+        descriptor_count: process.fd_count().ok()? as u64,
+        memory_kib: memory_parts.into_iter().sum::<Option<u64>>()? / 1024,
     })
 }
 
-fn collect(folder: &Path, found: &mut Vec<(PathBuf, u64)>) {
+fn collect_files(folder: &Path, files: &mut Vec<(PathBuf, u64)>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let Ok(meta) = entry.metadata() else { continue };
-        if meta.is_dir() {
-            collect(&entry.path(), found);
+        let Ok(metadata) = entry.metadata() else {
+            continue;
+        };
+        if metadata.is_dir() {
+            collect_files(&entry.path(), files);
         } else {
             use std::os::unix::fs::MetadataExt;
-            found.push((entry.path(), meta.blocks().div_ceil(2)));
+            files.push((entry.path(), metadata.blocks().div_ceil(2)));
         }
     }
 }

@@ -1,8 +1,9 @@
-//! The first processes of a testbed host; run by the program `sempa-host`.
+//! The first processes of a testbed host, which the program `sempa-host` runs.
 //!
-//! Each host has two. The outer one makes the namespaces and waits. The inner one is process 1 of
-//! the host: it mounts file systems, reports that the host is ready, and reaps orphans. It ends
-//! when standard input closes, and the kernel then kills all processes of the host.
+//! Each host has two first processes. The outer process makes the namespaces and waits. The inner
+//! process is process 1 of the host: it mounts file systems, reports that the host is ready, and
+//! reaps orphans. When its standard input closes, it ends, and the kernel kills all processes of
+//! the host.
 
 use anyhow::{Context, Result, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -17,7 +18,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Folders that are private to each host, with their modes.
+/// Folders that are private to each host: path and mode.
 const PRIVATE_FOLDERS: [(&str, u32); 5] = [
     ("/tmp", 0o1777),
     ("/run", 0o755),
@@ -26,19 +27,20 @@ const PRIVATE_FOLDERS: [(&str, u32); 5] = [
     ("/var/tmp", 0o1777),
 ];
 
-/// The description of one host, which the first processes read from a file.
+/// The description of one host. The first processes read it from a file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HostPlan {
     pub name: String,
-    /// Folders of the machine that stay visible although a private folder covers them, as (folder,
-    /// path in the host).
+    /// Folders of the machine that stay visible although a private folder covers them: path on the
+    /// machine, and path in the host.
     #[serde(rename = "keep")]
     pub visible_folders: Vec<(PathBuf, PathBuf)>,
-    /// Files that are mounted over other files, as (file with the content, path in the host).
+    /// Files that are mounted over other files: path of the file with the content, and path in the
+    /// host.
     #[serde(rename = "over")]
     pub replaced_files: Vec<(PathBuf, PathBuf)>,
-    /// Folder that this host removes when it has ended. Only one host of a testbed has such a
-    /// folder.
+    /// Folder that this host's outer process removes when the host has ended. Only one host of a
+    /// testbed has such a folder.
     pub remove_at_end: Option<PathBuf>,
 }
 
@@ -47,7 +49,7 @@ pub struct HostPlan {
 /// JSON.
 ///
 /// # Errors
-/// The kernel refuses, mostly for lack of privileges.
+/// The kernel refuses a request, in most cases because of missing privileges.
 pub fn run_outer_process(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWPID)
@@ -60,7 +62,7 @@ pub fn run_outer_process(plan_file: &Path) -> Result<()> {
     print_line(&format!("pid {}", init.id()))?;
     init.wait()?;
     if let Some(folder) = &plan.remove_at_end {
-        // Other hosts may still write into the folder.
+        // Other hosts of the testbed may still write into the folder, so the removal is repeated.
         let _ = crate::run::wait_for(
             std::time::Duration::from_secs(5),
             || match fs::remove_dir_all(folder) {
@@ -75,23 +77,23 @@ pub fn run_outer_process(plan_file: &Path) -> Result<()> {
 /// Runs process 1 of the host. Returns only after an error.
 pub fn run_init_process(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
-    let mut children = SigSet::empty();
-    children.add(Signal::SIGCHLD);
-    children.thread_block()?;
-    // The outer process needs the machine's mounts to remove files, so the new mount namespace is
-    // made only here.
+    let mut child_signals = SigSet::empty();
+    child_signals.add(Signal::SIGCHLD);
+    child_signals.thread_block()?;
+    // The outer process needs the machine's mounts to remove files, so only process 1 makes a new
+    // mount namespace.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
-    mount_all(&plan)?;
-    let up = Command::new("ip")
+    mount_file_systems(&plan)?;
+    let loopback_status = Command::new("ip")
         .args(["link", "set", "lo", "up"])
         .status()?;
-    if !up.success() {
+    if !loopback_status.success() {
         bail!("the loopback device does not come up");
     }
     print_line("ready")?;
     std::thread::spawn(|| {
-        let mut rest = Vec::new();
-        let _ = std::io::stdin().read_to_end(&mut rest);
+        let mut input = Vec::new();
+        let _ = std::io::stdin().read_to_end(&mut input);
         std::process::exit(0);
     });
     loop {
@@ -99,7 +101,7 @@ pub fn run_init_process(plan_file: &Path) -> Result<()> {
             waitpid(None, Some(WaitPidFlag::WNOHANG)),
             Err(_) | Ok(WaitStatus::StillAlive)
         ) {}
-        children.wait()?;
+        child_signals.wait()?;
     }
 }
 
@@ -111,7 +113,7 @@ fn print_line(line: &str) -> Result<()> {
 
 const NO_MOUNT_ARG: Option<&str> = None;
 
-fn mount_all(plan: &HostPlan) -> Result<()> {
+fn mount_file_systems(plan: &HostPlan) -> Result<()> {
     mount(
         NO_MOUNT_ARG,
         "/",
@@ -120,7 +122,7 @@ fn mount_all(plan: &HostPlan) -> Result<()> {
         NO_MOUNT_ARG,
     )
     .context("private mounts")?;
-    leave_chroot()?;
+    set_root_to_namespace_root()?;
     mount(
         Some("proc"),
         "/proc",
@@ -129,25 +131,25 @@ fn mount_all(plan: &HostPlan) -> Result<()> {
         NO_MOUNT_ARG,
     )
     .context("/proc")?;
-    let keep: Vec<(File, &PathBuf)> = plan
+    let visible_folders: Vec<(File, &PathBuf)> = plan
         .visible_folders
         .iter()
-        .filter(|(_, place)| {
+        .filter(|(_, target)| {
             PRIVATE_FOLDERS
                 .iter()
-                .any(|(covered, _)| place.starts_with(covered))
+                .any(|(private_folder, _)| target.starts_with(private_folder))
         })
-        .map(|(folder, place)| {
+        .map(|(folder, target)| {
             Ok((
                 File::open(folder).with_context(|| folder.display().to_string())?,
-                place,
+                target,
             ))
         })
         .collect::<Result<_>>()?;
-    let over: Vec<(File, &PathBuf)> = plan
+    let replacing_files: Vec<(File, &PathBuf)> = plan
         .replaced_files
         .iter()
-        .map(|(content, place)| Ok((File::open(content)?, place)))
+        .map(|(content, target)| Ok((File::open(content)?, target)))
         .collect::<Result<_>>()?;
     for (path, mode) in PRIVATE_FOLDERS {
         let options = format!("mode={mode:o}");
@@ -160,60 +162,61 @@ fn mount_all(plan: &HostPlan) -> Result<()> {
         )
         .context(path)?;
     }
-    let terminals = "newinstance,gid=5,mode=620,ptmxmode=666";
+    let devpts_options = "newinstance,gid=5,mode=620,ptmxmode=666";
     mount(
         Some("devpts"),
         "/dev/pts",
         Some("devpts"),
         MsFlags::empty(),
-        Some(terminals),
+        Some(devpts_options),
     )
     .context("/dev/pts")?;
-    for (open, path) in &keep {
+    for (source, path) in &visible_folders {
         fs::create_dir_all(path)?;
-        bind(open, path)?;
+        bind_mount(source, path)?;
     }
-    for (open, place) in &over {
-        bind(open, place)?;
+    for (source, target) in &replacing_files {
+        bind_mount(source, target)?;
     }
     fs::create_dir("/run/sshd")?;
-    for records in [
+    for file in [
         "/run/utmp",
         "/var/log/wtmp",
         "/var/log/btmp",
         "/var/log/lastlog",
     ] {
-        File::create(records)?;
-        fs::set_permissions(records, fs::Permissions::from_mode(0o664))?;
+        File::create(file)?;
+        fs::set_permissions(file, fs::Permissions::from_mode(0o664))?;
     }
     Ok(())
 }
 
-fn bind(open: &File, place: &Path) -> Result<()> {
-    let source = format!("/proc/self/fd/{}", open.as_raw_fd());
+fn bind_mount(source_file: &File, target: &Path) -> Result<()> {
+    let source_path = format!("/proc/self/fd/{}", source_file.as_raw_fd());
     mount(
-        Some(source.as_str()),
-        place,
+        Some(source_path.as_str()),
+        target,
         NO_MOUNT_ARG,
         MsFlags::MS_BIND | MsFlags::MS_REC,
         NO_MOUNT_ARG,
     )
-    .with_context(|| format!("{} over {}", source, place.display()))
+    .with_context(|| format!("{} over {}", source_path, target.display()))
 }
 
-/// Makes the root of this process the root of its mount namespace. In a chroot the two differ: a
-/// process that enters the namespace would be outside of the chroot, and CRIU would find no parent
-/// of a mount.
-fn leave_chroot() -> Result<()> {
-    let root = || fs::metadata("/").map(|meta| (meta.dev(), meta.ino()));
-    // Entering a mount namespace, even one's own, changes the root of the process to that of the
-    // namespace.
-    let own = File::open("/proc/self/ns/mnt")?;
-    let to_the_top = || setns(&own, CloneFlags::CLONE_NEWNS).context("own mount namespace");
-    let (seen, inside) = (root()?, File::open("/")?);
-    to_the_top()?;
-    if root()? != seen {
-        nix::unistd::fchdir(&inside)?;
+/// Makes the root of this process the root of its mount namespace. In a chroot the two roots are
+/// different: a process that enters the namespace would be outside of the chroot, and CRIU would
+/// not find the parent of a mount.
+fn set_root_to_namespace_root() -> Result<()> {
+    let root_id = || fs::metadata("/").map(|metadata| (metadata.dev(), metadata.ino()));
+    // When a process enters a mount namespace, even its own, the kernel changes the root of the
+    // process to the root of the namespace.
+    let own_namespace = File::open("/proc/self/ns/mnt")?;
+    let enter_own_namespace =
+        || setns(&own_namespace, CloneFlags::CLONE_NEWNS).context("own mount namespace");
+    let (old_root, chroot_folder) = (root_id()?, File::open("/")?);
+    enter_own_namespace()?;
+    if root_id()? != old_root {
+        nix::unistd::fchdir(&chroot_folder)?;
         nix::unistd::chroot(".")?;
         mount(
             Some("/"),
@@ -223,9 +226,9 @@ fn leave_chroot() -> Result<()> {
             NO_MOUNT_ARG,
         )
         .context("root onto /mnt")?;
-        let copy = File::open("/mnt")?;
-        to_the_top()?;
-        nix::unistd::fchdir(&copy)?;
+        let mounted_root = File::open("/mnt")?;
+        enter_own_namespace()?;
+        nix::unistd::fchdir(&mounted_root)?;
         nix::unistd::pivot_root(".", ".").context("pivot_root")?;
         umount2(".", MntFlags::MNT_DETACH).context("the root outside")?;
     }

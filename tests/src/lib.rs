@@ -1,14 +1,14 @@
 //! The testbed: hosts of a virtual machine on one machine, and tools for tests and the demo.
 //!
 //! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`,
-//! `/run`, terminals and `sshd`. It does not change the network or the files of the machine. It
-//! ends with the process that made it, even if that process is killed. A testbed needs root;
-//! [`lacks`] returns what the machine lacks.
+//! `/run`, terminals and `sshd`. It does not change the network or the files of the machine. The
+//! host ends with the process that made it, even if that process is killed. A testbed needs root;
+//! the functions of [`requirements`] report what the machine lacks.
 
+pub mod all_to_all;
 pub mod assignment;
 pub mod checkpoint_steps;
 pub mod conformance;
-pub mod crowd;
 pub mod fake_criu;
 pub mod farm;
 pub mod faults;
@@ -39,7 +39,7 @@ pub mod timetable;
 pub mod utmp;
 pub mod vm;
 
-pub use requirements::{lacks, prefix};
+pub use requirements::{installed_prefix, unmet_requirement};
 pub use run::{CommandResult, wait_for};
 pub use testbed::{Host, Testbed};
 pub use vm::{OrPanicWithLogs, Vm};

@@ -1,5 +1,5 @@
-//! A fake systemd-logind on a bus in a host. The bus is D-Bus's own daemon; the interfaces are
-//! those of org.freedesktop.login1(5).
+//! A fake systemd-logind on a system bus in a host. The bus is D-Bus's own daemon; the interfaces
+//! are those of org.freedesktop.login1(5).
 
 use crate::Host;
 use crate::run::{RunningCommand, wait_for};
@@ -15,128 +15,151 @@ use zbus::zvariant::{OwnedObjectPath, Value};
 use zbus::{Connection, connection, fdo, interface};
 
 const DBUS_DAEMON: &str = "/usr/bin/dbus-daemon";
-/// The socket of the system bus.
-const SOCKET: &str = "/run/dbus/system_bus_socket";
-/// Path in the host of the bus configuration, which permits everything.
-const CONFIG: &str = "/run/dbus/all.conf";
+/// Path in the host of the system bus's socket.
+const SOCKET_PATH: &str = "/run/dbus/system_bus_socket";
+/// Path in the host of the bus configuration, which permits every message and name.
+const CONFIG_PATH: &str = "/run/dbus/all.conf";
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 const BUS_NAME: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const SESSION_PATH: &str = "/org/freedesktop/login1/session/c1";
 
-/// Returns why no bus can run on this machine; `None` if one can.
-pub fn lacks() -> Option<String> {
+/// Returns which requirement of a system bus this machine does not meet; `None` if it meets all.
+pub fn unmet_requirement() -> Option<String> {
     (!Path::new(DBUS_DAEMON).exists())
         .then(|| format!("{DBUS_DAEMON} is missing: install dbus-daemon"))
 }
 
-/// The state of the fake's only session: a desktop on terminal 2.
+/// The state of the fake logind's only session: a desktop on terminal 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DesktopSession {
     /// The name of the session's user.
     pub user: String,
     /// True if the desktop reports that it is idle.
-    pub idle: bool,
-    /// Time of the desktop's last report about idleness, in microseconds since 1970; zero if there
-    /// was none.
-    pub idle_since: u64,
-    pub locked: bool,
+    pub is_idle: bool,
+    /// Time of the desktop's last report about idleness, in microseconds since 1970; zero if the
+    /// desktop has not reported.
+    pub idle_changed_us: u64,
+    pub is_locked: bool,
 }
 
 type SharedSession = Arc<Mutex<Option<DesktopSession>>>;
 /// An entry in the list of sessions: session name, user number, user name, seat, and object path.
-type ListedSession = (String, u32, String, String, OwnedObjectPath);
+type SessionListEntry = (String, u32, String, String, OwnedObjectPath);
 
-fn current_session(seat: &SharedSession) -> Option<DesktopSession> {
-    seat.lock().unwrap_or_else(PoisonError::into_inner).clone()
+fn session_state(session: &SharedSession) -> Option<DesktopSession> {
+    session
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone()
 }
 
 /// The fake logind on the bus of a host. The bus ends with the host at the latest.
 #[derive(Debug)]
-pub struct Logind {
+pub struct FakeLogind {
     bus: RunningCommand,
     runtime: Runtime,
     connection: Connection,
-    seat: SharedSession,
+    session: SharedSession,
 }
 
-impl Logind {
+impl FakeLogind {
     /// Starts the bus and the fake logind, without a session.
-    pub fn start(host: &Host) -> Result<Logind> {
+    pub fn start(host: &Host) -> Result<Self> {
         fs::create_dir_all(host.machine_path("/run/dbus"))?;
-        let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
-        let listen = format!("<listen>unix:path={SOCKET}</listen><auth>EXTERNAL</auth>");
-        let config =
-            format!("<busconfig>{listen}<policy context='default'>{rules}</policy></busconfig>");
-        fs::write(host.machine_path(CONFIG), config)?;
-        let mut command = host.command(DBUS_DAEMON);
+        let policy_rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
+        let listen_element =
+            format!("<listen>unix:path={SOCKET_PATH}</listen><auth>EXTERNAL</auth>");
+        let config = format!(
+            "<busconfig>{listen_element}<policy context='default'>{policy_rules}</policy></busconfig>"
+        );
+        fs::write(host.machine_path(CONFIG_PATH), config)?;
+        let mut command = host.root_command(DBUS_DAEMON);
         command.args([
             "--nofork",
             "--print-address=1",
-            &format!("--config-file={CONFIG}"),
+            &format!("--config-file={CONFIG_PATH}"),
         ]);
         let bus = RunningCommand::start(command, Stdio::null())?;
-        wait_for(STARTUP_TIMEOUT, || match bus.out_so_far() {
+        wait_for(STARTUP_TIMEOUT, || match bus.stdout_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(()),
             other => Err(format!(
                 "the bus names no address: {other:?}, {:?}",
-                bus.err_so_far()
+                bus.stderr_so_far()
             )),
         })?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()?;
-        let seat = SharedSession::default();
-        let address = format!("unix:path={}", host.machine_path(SOCKET).display());
+        let session = SharedSession::default();
+        let address = format!("unix:path={}", host.machine_path(SOCKET_PATH).display());
         let builder = connection::Builder::address(address.as_str())?.name(BUS_NAME)?;
-        let builder = builder.serve_at(MANAGER_PATH, Manager(Arc::clone(&seat)))?;
-        let builder = builder.serve_at(SESSION_PATH, Session(Arc::clone(&seat)))?;
+        let builder = builder.serve_at(MANAGER_PATH, ManagerInterface(Arc::clone(&session)))?;
+        let builder = builder.serve_at(SESSION_PATH, SessionInterface(Arc::clone(&session)))?;
         let connection = runtime.block_on(builder.build()).context("on the bus")?;
-        Ok(Logind {
+        Ok(Self {
             bus,
             runtime,
             connection,
-            seat,
+            session,
         })
     }
 
-    /// Sets the state of the session, or removes the session if `desk` is `None`. Notifies all
-    /// listeners.
+    /// Sets the state of the session, or removes the session if `new_session` is `None`. Sends the D-Bus
+    /// signals for the change.
     ///
     /// # Errors
     /// The bus has ended.
-    pub fn set_session(&self, desk: Option<DesktopSession>) -> Result<()> {
-        let before = std::mem::replace(
-            &mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner),
-            desk.clone(),
+    pub fn set_session(&self, new_session: Option<DesktopSession>) -> Result<()> {
+        let old_session = std::mem::replace(
+            &mut *self.session.lock().unwrap_or_else(PoisonError::into_inner),
+            new_session.clone(),
         );
         let session = ("c1", OwnedObjectPath::try_from(SESSION_PATH)?);
-        let manager = format!("{BUS_NAME}.Manager");
-        let to = None::<zbus::names::BusName<'_>>;
+        let manager_interface = format!("{BUS_NAME}.Manager");
+        let destination = None::<zbus::names::BusName<'_>>;
         self.runtime.block_on(async {
-            match (before.is_some(), desk.is_some()) {
+            match (old_session.is_some(), new_session.is_some()) {
                 (false, true) => {
                     self.connection
-                        .emit_signal(to, MANAGER_PATH, manager, "SessionNew", &session)
+                        .emit_signal(
+                            destination,
+                            MANAGER_PATH,
+                            manager_interface,
+                            "SessionNew",
+                            &session,
+                        )
                         .await
                 }
                 (true, false) => {
                     self.connection
-                        .emit_signal(to, MANAGER_PATH, manager, "SessionRemoved", &session)
+                        .emit_signal(
+                            destination,
+                            MANAGER_PATH,
+                            manager_interface,
+                            "SessionRemoved",
+                            &session,
+                        )
                         .await
                 }
                 _ => {
-                    let properties = "org.freedesktop.DBus.Properties";
-                    let changed = HashMap::<&str, Value<'_>>::new();
+                    let properties_interface = "org.freedesktop.DBus.Properties";
+                    let changed_properties = HashMap::<&str, Value<'_>>::new();
                     let body = (
                         format!("{BUS_NAME}.Session"),
-                        changed,
+                        changed_properties,
                         vec!["IdleHint", "IdleSinceHint", "LockedHint"],
                     );
                     self.connection
-                        .emit_signal(to, SESSION_PATH, properties, "PropertiesChanged", &body)
+                        .emit_signal(
+                            destination,
+                            SESSION_PATH,
+                            properties_interface,
+                            "PropertiesChanged",
+                            &body,
+                        )
                         .await
                 }
             }
@@ -145,38 +168,46 @@ impl Logind {
     }
 
     /// Ends the bus and the fake logind.
-    pub fn end(self) -> Result<()> {
+    pub fn stop(self) -> Result<()> {
         self.runtime.block_on(self.connection.close())?;
-        self.bus.end_inside()
+        self.bus.kill_children_and_wait()
     }
 }
 
 #[derive(Debug)]
-struct Manager(SharedSession);
+struct ManagerInterface(SharedSession);
 
 #[interface(name = "org.freedesktop.login1.Manager")]
-impl Manager {
-    fn list_sessions(&self) -> fdo::Result<Vec<ListedSession>> {
+impl ManagerInterface {
+    fn list_sessions(&self) -> fdo::Result<Vec<SessionListEntry>> {
         let path = OwnedObjectPath::try_from(SESSION_PATH)
             .map_err(|error| fdo::Error::Failed(error.to_string()))?;
-        Ok(current_session(&self.0)
+        Ok(session_state(&self.0)
             .into_iter()
-            .map(|desk| ("c1".into(), 1000, desk.user, "seat0".into(), path.clone()))
+            .map(|session| {
+                (
+                    "c1".into(),
+                    1000,
+                    session.user,
+                    "seat0".into(),
+                    path.clone(),
+                )
+            })
             .collect())
     }
 }
 
 #[derive(Debug)]
-struct Session(SharedSession);
+struct SessionInterface(SharedSession);
 
-impl Session {
-    fn desk(&self) -> fdo::Result<DesktopSession> {
-        current_session(&self.0).ok_or_else(|| fdo::Error::UnknownObject("it has ended".into()))
+impl SessionInterface {
+    fn state_or_error(&self) -> fdo::Result<DesktopSession> {
+        session_state(&self.0).ok_or_else(|| fdo::Error::UnknownObject("it has ended".into()))
     }
 }
 
 #[interface(name = "org.freedesktop.login1.Session")]
-impl Session {
+impl SessionInterface {
     #[zbus(property)]
     fn class(&self) -> &str {
         "user"
@@ -194,7 +225,7 @@ impl Session {
 
     #[zbus(property)]
     fn name(&self) -> fdo::Result<String> {
-        Ok(self.desk()?.user)
+        Ok(self.state_or_error()?.user)
     }
 
     #[zbus(property, name = "TTY")]
@@ -214,16 +245,16 @@ impl Session {
 
     #[zbus(property)]
     fn idle_hint(&self) -> fdo::Result<bool> {
-        Ok(self.desk()?.idle)
+        Ok(self.state_or_error()?.is_idle)
     }
 
     #[zbus(property)]
     fn idle_since_hint(&self) -> fdo::Result<u64> {
-        Ok(self.desk()?.idle_since)
+        Ok(self.state_or_error()?.idle_changed_us)
     }
 
     #[zbus(property)]
     fn locked_hint(&self) -> fdo::Result<bool> {
-        Ok(self.desk()?.locked)
+        Ok(self.state_or_error()?.is_locked)
     }
 }

@@ -1,9 +1,9 @@
 //! Runs Debian's PVM programs, and the examples built from Debian's sources, on PVM 3.4.6 and on
-//! Sempa. Compares their output without times and tids.
+//! Sempa. Compares their output; times and tids are masked.
 
 use crate::real_pvm::RealVm;
-use crate::run::{CommandResult, RunningCommand, run, wait_for};
-use crate::vm::{Settings, Vm};
+use crate::run::{CommandResult, RunningCommand, run_to_end, wait_for};
+use crate::vm::{Vm, VmSettings};
 use crate::{Host, Testbed, pvm_examples, requirements};
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -14,80 +14,80 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Time limit for one program on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(40);
-/// Number of times a run on PVM is tried, because PVM itself sometimes fails.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(40);
+/// Maximum number of runs on PVM. A run is repeated because PVM itself sometimes fails.
 const PVM_ATTEMPTS_MAX: usize = 3;
 /// Number of hosts of each virtual machine.
-const HOSTS: usize = 3;
+const HOST_COUNT: usize = 3;
 /// The smallest number that counts as a tid.
 const TID_MIN: u64 = 0x40000;
 
-/// The output of a case, or the reason why there is no output.
+/// The output of a case; an error contains the reason why there is no output.
 pub type CaseOutput = Result<String, String>;
 
-/// A system, and the programs that run on it.
+/// A system, and the set of programs that runs on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
     /// PVM 3.4.6 with Debian's programs.
     Pvm,
     /// Sempa with Debian's programs.
     SempaDebianPrograms,
-    /// Sempa with PVM's examples, built with our headers and libraries, and with Debian's other
-    /// programs.
+    /// Sempa with PVM's examples, built with our headers and libraries, and with the remaining
+    /// programs of Debian.
     SempaBuiltPrograms,
 }
 
-/// A virtual machine of three hosts.
+/// A virtual machine of three hosts, of PVM or of Sempa.
 #[derive(Debug)]
 pub struct ComparedVm<'a> {
-    bed: &'a Testbed,
-    vm: RealOrSempa<'a>,
-    /// The folder that is searched for programs first.
-    programs: PathBuf,
+    testbed: &'a Testbed,
+    vm: PvmOrSempa<'a>,
+    /// The folder that is searched first for programs.
+    program_folder: PathBuf,
 }
 
 #[derive(Debug)]
-enum RealOrSempa<'a> {
-    Real(RealVm<'a>),
-    Ours(Vm<'a>),
+enum PvmOrSempa<'a> {
+    Pvm(RealVm<'a>),
+    Sempa(Vm<'a>),
 }
 
-/// A program with arguments and standard input, to be run on a host.
+/// A program with arguments and standard input, which runs on a host.
 #[derive(Clone, Copy, Debug)]
 pub struct ProgramRun<'a> {
     /// Number of the host, counted from 1.
-    pub host: usize,
-    /// Name of the program, found in the search path.
+    pub host_number: usize,
+    /// Name of the program, which is in the search path.
     pub program: &'a str,
-    pub words: &'a [&'a str],
+    pub arguments: &'a [&'a str],
     pub input: &'a str,
 }
 
 /// Returns a run of `program` on h1 without arguments and input.
 pub fn without_arguments(program: &str) -> ProgramRun<'_> {
     ProgramRun {
-        host: 1,
+        host_number: 1,
         program,
-        words: &[],
+        arguments: &[],
         input: "",
     }
 }
 
 /// Returns a run of `program` on h1 with these arguments and without input.
-pub fn with_arguments<'a>(program: &'a str, words: &'a [&'a str]) -> ProgramRun<'a> {
+pub fn with_arguments<'a>(program: &'a str, arguments: &'a [&'a str]) -> ProgramRun<'a> {
     ProgramRun {
-        words,
+        arguments,
         ..without_arguments(program)
     }
 }
 
 impl ComparedVm<'_> {
-    /// Returns a command that runs `program` on a host with the environment of this virtual
-    /// machine.
+    /// Returns a command that runs `program` on a host with the environment variables of this
+    /// virtual machine.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         match &self.vm {
-            RealOrSempa::Real(vm) => vm.command(host, program),
-            RealOrSempa::Ours(vm) => vm.command(host, program),
+            PvmOrSempa::Pvm(vm) => vm.command(host, program),
+            PvmOrSempa::Sempa(vm) => vm.user_command(host, program),
         }
     }
 
@@ -96,113 +96,118 @@ impl ComparedVm<'_> {
         let mut command = self.command(host, "/usr/bin/stdbuf");
         command
             .arg("-oL")
-            .arg(program_path(&self.programs, program));
+            .arg(program_path(&self.program_folder, program));
         command
     }
 
-    pub fn bed(&self) -> &Testbed {
-        self.bed
+    pub fn testbed(&self) -> &Testbed {
+        self.testbed
     }
 
     /// Starts a program and returns without waiting for its end.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(&self, shell: ProgramRun) -> Result<RunningCommand> {
-        self.start_with(shell, |_| {})
+    pub fn start(&self, program_run: ProgramRun) -> Result<RunningCommand> {
+        self.start_prepared(program_run, |_| {})
     }
 
-    /// As [`ComparedVm::start`]. Calls `change` with the command before the start.
+    /// As [`ComparedVm::start`]. Calls `prepare` with the command before the program starts.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start_with(
+    pub fn start_prepared(
         &self,
-        shell: ProgramRun,
-        change: impl FnOnce(&mut Command),
+        program_run: ProgramRun,
+        prepare: impl FnOnce(&mut Command),
     ) -> Result<RunningCommand> {
-        let mut command = self.line_buffered_command(self.bed.host(shell.host), shell.program);
-        command.args(shell.words);
-        change(&mut command);
-        if shell.input.is_empty() {
+        let mut command = self.line_buffered_command(
+            self.testbed.host(program_run.host_number),
+            program_run.program,
+        );
+        command.args(program_run.arguments);
+        prepare(&mut command);
+        if program_run.input.is_empty() {
             return RunningCommand::start(command, Stdio::null());
         }
-        let mut running = RunningCommand::start(command, Stdio::piped())?;
-        let mut pipe = running.take_stdin().context("its input is piped")?;
-        pipe.write_all(shell.input.as_bytes())?;
-        Ok(running)
+        let mut running_program = RunningCommand::start(command, Stdio::piped())?;
+        let mut input_pipe = running_program.take_stdin().context("its input is piped")?;
+        input_pipe.write_all(program_run.input.as_bytes())?;
+        Ok(running_program)
     }
 
     /// Runs a program to its end. Returns its output, exit status and error output as one text.
     ///
     /// # Errors
     /// The program does not start or does not end.
-    pub fn run(&self, shell: ProgramRun) -> Result<String> {
-        Ok(self.text(&self.start(shell)?.finish(TIMEOUT)?))
+    pub fn run_to_end(&self, program_run: ProgramRun) -> Result<String> {
+        Ok(self.result_text(&self.start(program_run)?.wait_or_kill(PROGRAM_TIMEOUT)?))
     }
 
     /// Returns output, exit status and error output as one text. The path of the testbed's folder
-    /// is masked, and paths of built programs are replaced by Debian's.
-    pub fn text(&self, done: &CommandResult) -> String {
-        let status = done
+    /// is masked, and the folder of built programs is replaced by `/usr/bin`.
+    pub fn result_text(&self, result: &CommandResult) -> String {
+        let status = result
             .status
             .code()
-            .map_or_else(|| done.status.to_string(), |code| format!("exit {code}"));
-        let all = format!("{}\n[{status}]\n{}", done.out, done.err);
-        let all = all.replace(&format!("{}/", self.programs.display()), "/usr/bin/");
-        all.replace(&self.bed.folder().display().to_string(), "FOLDER")
+            .map_or_else(|| result.status.to_string(), |code| format!("exit {code}"));
+        let text = format!("{}\n[{status}]\n{}", result.stdout, result.stderr);
+        let text = text.replace(&format!("{}/", self.program_folder.display()), "/usr/bin/");
+        text.replace(&self.testbed.folder().display().to_string(), "FOLDER")
     }
 
-    /// Passes commands to Debian's console, waits until its output contains `until`, and passes
-    /// `quit`. Returns all output.
+    /// Writes commands to the input of Debian's console, waits until its output contains `awaited_text`,
+    /// and writes `quit`. Returns all output.
     ///
     /// # Errors
-    /// The output never contains `until`, or the console fails.
-    pub fn console(&self, commands: &str, until: &str) -> Result<String> {
-        let command = self.line_buffered_command(self.bed.host(1), "pvm");
-        let mut running = RunningCommand::start(command, Stdio::piped())?;
-        let mut pipe = running.take_stdin().context("its input is piped")?;
-        pipe.write_all(commands.as_bytes())?;
-        wait_for(TIMEOUT, || match running.out_so_far() {
-            Ok(out) if out.contains(until) => Ok(()),
-            other => Err(format!("no {until:?} in: {other:?}")),
+    /// The output does not contain `awaited_text` within the time limit, or the console fails.
+    pub fn run_console(&self, commands: &str, awaited_text: &str) -> Result<String> {
+        let command = self.line_buffered_command(self.testbed.host(1), "pvm");
+        let mut running_console = RunningCommand::start(command, Stdio::piped())?;
+        let mut input_pipe = running_console.take_stdin().context("its input is piped")?;
+        input_pipe.write_all(commands.as_bytes())?;
+        wait_for(PROGRAM_TIMEOUT, || match running_console.stdout_so_far() {
+            Ok(out) if out.contains(awaited_text) => Ok(()),
+            other => Err(format!("no {awaited_text:?} in: {other:?}")),
         })?;
-        if let Err(error) = pipe.write_all(b"quit\n") {
+        if let Err(error) = input_pipe.write_all(b"quit\n") {
             bail!(
                 "the console takes nothing more: {error}; {:?}",
-                running.finish(TIMEOUT)?
+                running_console.wait_or_kill(PROGRAM_TIMEOUT)?
             );
         }
-        drop(pipe);
-        Ok(self.text(&running.finish(TIMEOUT)?))
+        drop(input_pipe);
+        Ok(self.result_text(&running_console.wait_or_kill(PROGRAM_TIMEOUT)?))
     }
 
-    /// Waits until a running program has printed `words`.
+    /// Waits until the output of a running program contains `text`.
     ///
     /// # Errors
-    /// The words are not printed within the time limit.
-    pub fn wait_until_printed(&self, running: &RunningCommand, words: &str) -> Result<()> {
-        wait_for(TIMEOUT, || match running.out_so_far() {
-            Ok(out) if out.contains(words) => Ok(()),
-            other => Err(format!("no {words:?} in {other:?}")),
+    /// The output does not contain them within the time limit.
+    pub fn wait_until_printed(&self, running_program: &RunningCommand, text: &str) -> Result<()> {
+        wait_for(PROGRAM_TIMEOUT, || match running_program.stdout_so_far() {
+            Ok(out) if out.contains(text) => Ok(()),
+            other => Err(format!("no {text:?} in {other:?}")),
         })
     }
 
-    /// Waits until a program that was started from a command line has connected. The console that
-    /// checks this does not count.
+    /// Waits until a program that was started from a command line has connected to the virtual
+    /// machine. The console that lists the tasks does not count.
     ///
     /// # Errors
     /// No program connects within the time limit.
     pub fn wait_for_connection(&self) -> Result<()> {
-        wait_for(TIMEOUT, || match self.console("ps -ax\n", "\n") {
-            Ok(out)
-                if out
-                    .lines()
-                    .any(|line| line.contains("4/c -") && !line.contains("(cons)")) =>
-            {
-                Ok(())
+        wait_for(PROGRAM_TIMEOUT, || {
+            match self.run_console("ps -ax\n", "\n") {
+                Ok(out)
+                    if out
+                        .lines()
+                        .any(|line| line.contains("4/c -") && !line.contains("(cons)")) =>
+                {
+                    Ok(())
+                }
+                other => Err(format!("nothing has connected: {other:?}")),
             }
-            other => Err(format!("nothing has connected: {other:?}")),
         })
     }
 
@@ -211,51 +216,53 @@ impl ComparedVm<'_> {
     /// # Errors
     /// The name is not in the mailbox within the time limit.
     pub fn wait_until_in_mailbox(&self, name: &str) -> Result<()> {
-        wait_for(TIMEOUT, || match self.run(without_arguments("gmbi")) {
-            Ok(out) if out.contains(name) => Ok(()),
-            other => Err(format!("no {name:?} in {other:?}")),
+        wait_for(PROGRAM_TIMEOUT, || {
+            match self.run_to_end(without_arguments("gmbi")) {
+                Ok(out) if out.contains(name) => Ok(()),
+                other => Err(format!("no {name:?} in {other:?}")),
+            }
         })
     }
 
-    /// Waits until a command of Debian's console prints `words`. The command is repeated.
+    /// Repeats a command of Debian's console until the output contains `text`.
     ///
     /// # Errors
-    /// The words are not printed within the time limit.
-    pub fn wait_until_console_shows(&self, command: &str, words: &str) -> Result<()> {
-        wait_for(TIMEOUT, || match self.console(command, "\n") {
+    /// The output does not contain them within the time limit.
+    pub fn wait_until_console_shows(&self, command: &str, text: &str) -> Result<()> {
+        wait_for(PROGRAM_TIMEOUT, || match self.run_console(command, "\n") {
             Ok(out)
                 if out
                     .split_whitespace()
                     .collect::<Vec<_>>()
                     .join(" ")
-                    .contains(words) =>
+                    .contains(text) =>
             {
                 Ok(())
             }
-            other => Err(format!("no {words:?} in {other:?}")),
+            other => Err(format!("no {text:?} in {other:?}")),
         })
     }
 
-    fn halt(self) -> Result<()> {
+    fn halt_and_wait(self) -> Result<()> {
         match self.vm {
-            RealOrSempa::Real(vm) => vm.halt(),
-            RealOrSempa::Ours(vm) => vm.halt(),
+            PvmOrSempa::Pvm(vm) => vm.halt_or_kill(),
+            PvmOrSempa::Sempa(vm) => vm.halt_and_wait(),
         }
     }
 }
 
-/// Runs the cases of `what` on several systems in parallel, each on three hosts. Returns the
-/// results of each system.
+/// Runs cases, by a call of `what`, on several systems in parallel, each on three hosts. Returns
+/// the outputs of the cases by system.
 ///
 /// # Panics
-/// The machine lacks something, a system does not start, or `what` fails.
+/// The machine does not meet a requirement, a system does not start, or `what` fails.
 pub fn run_on_systems<const N: usize>(
     systems: [System; N],
     what: impl Fn(&ComparedVm) -> Result<Vec<CaseOutput>> + Sync,
 ) -> [Vec<CaseOutput>; N] {
-    requirements::require(requirements::lacks());
+    requirements::panic_if_unmet(requirements::unmet_requirement());
     if systems.contains(&System::SempaBuiltPrograms) {
-        requirements::require(pvm_examples::lacks());
+        requirements::panic_if_unmet(pvm_examples::unmet_requirement());
     }
     std::thread::scope(|scope| {
         let what = &what;
@@ -271,245 +278,260 @@ pub fn run_on_systems<const N: usize>(
 
 fn run_on_system(
     system: System,
-    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+    run_cases: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
 ) -> Result<Vec<CaseOutput>> {
     if system == System::Pvm {
-        return run_on_pvm_with_retries(what);
+        return run_on_pvm_with_retries(run_cases);
     }
-    let prefix = requirements::prefix()?;
-    let bed = Testbed::new(HOSTS, Some(&prefix), &[])?;
+    let prefix = requirements::installed_prefix()?;
+    let testbed = Testbed::new(HOST_COUNT, Some(&prefix), &[])?;
     if system == System::SempaBuiltPrograms {
-        pvm_examples::build(&prefix, &own_programs(&bed))?;
+        pvm_examples::build_all(&prefix, &built_program_folder(&testbed))?;
     }
-    let programs = link_programs(&bed)?;
-    let vm = Vm::start(&bed, Settings::default())?;
-    vm.add(&["h2", "h3"])?;
+    let program_folder = link_programs_for_spawn(&testbed)?;
+    let vm = Vm::start(&testbed, VmSettings::default())?;
+    vm.add_hosts(&["h2", "h3"])?;
     run_and_halt(
         ComparedVm {
-            bed: &bed,
-            vm: RealOrSempa::Ours(vm),
-            programs,
+            testbed: &testbed,
+            vm: PvmOrSempa::Sempa(vm),
+            program_folder,
         },
-        what,
+        run_cases,
     )
 }
 
-/// Runs the cases on PVM; repeats the run if PVM fails.
+/// Runs the cases on PVM, at most [`PVM_ATTEMPTS_MAX`] times until no case fails.
 ///
 /// The first task that joins a group starts PVM's group server. On a loaded machine tasks that join
-/// at the same time start several servers. All but one of the servers end, and the tasks that have
-/// sent requests to those fail ("Could not join group").
+/// at the same time start several servers. All servers but one end, and a task that has sent a
+/// request to a server that ends fails ("Could not join group").
 fn run_on_pvm_with_retries(
-    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+    run_cases: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
 ) -> Result<Vec<CaseOutput>> {
     for _ in 1..PVM_ATTEMPTS_MAX {
-        let error = match run_on_pvm(what) {
-            Ok(heard) => match heard.iter().find_map(|case| case.as_ref().err()) {
+        let error = match run_on_pvm(run_cases) {
+            Ok(outputs) => match outputs.iter().find_map(|output| output.as_ref().err()) {
                 Some(error) => error.clone(),
-                None => return Ok(heard),
+                None => return Ok(outputs),
             },
             Err(error) => format!("{error:#}"),
         };
         eprintln!("PVM 3.4.6 failed itself, it is run again: {error}");
     }
-    run_on_pvm(what)
+    run_on_pvm(run_cases)
 }
 
-fn run_on_pvm(what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>) -> Result<Vec<CaseOutput>> {
-    let bed = Testbed::new(HOSTS, None, &[])?;
-    let programs = link_programs(&bed)?;
-    let vm = RealVm::start(&bed)?;
-    let mut add = RunningCommand::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
-    add.take_stdin()
+fn run_on_pvm(
+    run_cases: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+) -> Result<Vec<CaseOutput>> {
+    let testbed = Testbed::new(HOST_COUNT, None, &[])?;
+    let program_folder = link_programs_for_spawn(&testbed)?;
+    let vm = RealVm::start(&testbed)?;
+    let mut console =
+        RunningCommand::start(vm.command(testbed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
+    console
+        .take_stdin()
         .context("its input is piped")?
         .write_all(b"add h2 h3\n")?;
-    let added = add.finish(TIMEOUT)?;
-    if !added.out.contains("2 successful") {
-        bail!("{added:?}");
+    let add_result = console.wait_or_kill(PROGRAM_TIMEOUT)?;
+    if !add_result.stdout.contains("2 successful") {
+        bail!("{add_result:?}");
     }
     run_and_halt(
         ComparedVm {
-            bed: &bed,
-            vm: RealOrSempa::Real(vm),
-            programs,
+            testbed: &testbed,
+            vm: PvmOrSempa::Pvm(vm),
+            program_folder,
         },
-        what,
+        run_cases,
     )
 }
 
 fn run_and_halt(
-    machine: ComparedVm,
-    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+    compared_vm: ComparedVm,
+    run_cases: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
 ) -> Result<Vec<CaseOutput>> {
-    let result = what(&machine);
-    if let (Err(error), RealOrSempa::Ours(vm)) = (&result, &machine.vm) {
-        eprintln!("{error:#}\n{}", vm.logs());
+    let result = run_cases(&compared_vm);
+    if let (Err(error), PvmOrSempa::Sempa(vm)) = (&result, &compared_vm.vm) {
+        eprintln!("{error:#}\n{}", vm.events_and_logs());
     }
-    let halted = machine.halt();
+    let halt_result = compared_vm.halt_and_wait();
     let result = result?;
-    halted.map(|()| result)
+    halt_result.map(|()| result)
 }
 
-/// Returns the folder of the programs that are built here. The folder may not exist.
-fn own_programs(bed: &Testbed) -> PathBuf {
-    bed.folder().join("built")
+/// Returns the folder of the examples that the tests build. The folder may not exist.
+fn built_program_folder(testbed: &Testbed) -> PathBuf {
+    testbed.folder().join("built")
 }
 
-/// Returns the path of a program: in `programs` if it exists there, otherwise Debian's.
-fn program_path(programs: &Path, name: &str) -> PathBuf {
-    let own = programs.join(name);
-    if own.exists() {
-        own
+/// Returns the path of a program: in `program_folder` if it exists there, otherwise Debian's.
+fn program_path(program_folder: &Path, name: &str) -> PathBuf {
+    let built_program = program_folder.join(name);
+    if built_program.exists() {
+        built_program
     } else {
         Path::new("/usr/bin").join(name)
     }
 }
 
-fn link_programs(bed: &Testbed) -> Result<PathBuf> {
-    let (place, programs) = (bed.home().join("pvm3/bin/LINUX64"), own_programs(bed));
-    let listed = run(
+fn link_programs_for_spawn(testbed: &Testbed) -> Result<PathBuf> {
+    let (link_folder, program_folder) = (
+        testbed.root_home().join("pvm3/bin/LINUX64"),
+        built_program_folder(testbed),
+    );
+    let package_files = run_to_end(
         {
-            let mut list = Command::new("dpkg-query");
-            list.args(["-L", "pvm-examples"]);
-            list
+            let mut list_command = Command::new("dpkg-query");
+            list_command.args(["-L", "pvm-examples"]);
+            list_command
         },
-        TIMEOUT,
+        PROGRAM_TIMEOUT,
     )?;
-    let own = listed
-        .out
+    let program_names = package_files
+        .stdout
         .lines()
         .filter_map(|line| line.strip_prefix("/usr/bin/"));
-    for name in own.chain(["pvmgs"]) {
-        symlink(program_path(&programs, name), place.join(name))
+    for name in program_names.chain(["pvmgs"]) {
+        symlink(program_path(&program_folder, name), link_folder.join(name))
             .with_context(|| name.to_string())?;
     }
-    let slang = Path::new("/usr/share/doc/slang-pvm/examples");
+    let slang_folder = Path::new("/usr/share/doc/slang-pvm/examples");
     for name in ["hello_master", "hello_slave", "master", "slave"] {
-        let Ok(script) = fs::read_to_string(slang.join(name)) else {
+        let Ok(script) = fs::read_to_string(slang_folder.join(name)) else {
             continue;
         };
-        let copy = bed.home().join(name);
+        let script_copy = testbed.root_home().join(name);
         // The script contains the name of its author's host.
-        fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
-        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
+        fs::write(&script_copy, script.replace("\"pirx\"", "\"h2\""))?;
+        fs::set_permissions(&script_copy, fs::Permissions::from_mode(0o755))?;
     }
-    Ok(programs)
+    Ok(program_folder)
 }
 
-/// The form in which two texts are compared.
+/// The part of two texts that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Comparison {
+pub enum ComparedForm {
     /// All lines in order; tids are masked.
-    Lines,
+    OrderedLines,
     /// All lines in any order; tids are masked.
-    Sorted,
+    SortedLines,
     /// All lines in order; all numbers are masked.
-    Shapes,
-    /// The set of lines; all numbers are masked.
-    Kinds,
+    OrderedShapes,
+    /// The set of different lines; all numbers are masked.
+    ShapeSet,
 }
 
-/// Returns a text in the form in which `how` compares it.
-pub fn normalize(text: &str, how: Comparison) -> String {
-    let all = matches!(how, Comparison::Shapes | Comparison::Kinds);
-    let any_order = matches!(how, Comparison::Sorted | Comparison::Kinds);
-    // The console's prompt may precede output that arrives at any time.
-    let bare = |line: String| {
-        if any_order {
+/// Converts a text to the form in which `form` compares it. Removes empty lines and prompts.
+pub fn normalize_output(text: &str, form: ComparedForm) -> String {
+    let masks_all_numbers = matches!(form, ComparedForm::OrderedShapes | ComparedForm::ShapeSet);
+    let ignores_order = matches!(form, ComparedForm::SortedLines | ComparedForm::ShapeSet);
+    // The console's prompt may precede output that arrives at any time, so it is removed if the
+    // order does not matter.
+    let strip_prompt = |line: String| {
+        if ignores_order {
             line.trim_start_matches("pvm> ").to_string()
         } else {
             line
         }
     };
-    let lines = text.lines().map(|line| bare(mask_numbers(line, all)));
+    let lines = text
+        .lines()
+        .map(|line| strip_prompt(mask_numbers(line, masks_all_numbers)));
     let mut lines: Vec<String> = lines
         .filter(|line| !line.is_empty() && line != "pvm>")
         .collect();
-    if any_order {
+    if ignores_order {
         lines.sort();
     }
-    if how == Comparison::Kinds {
+    if form == ComparedForm::ShapeSet {
         lines.dedup();
     }
     lines.join("\n")
 }
 
 /// Returns a line with single blanks and masked tids. A tid is `t` or `0x` with hexadecimal digits,
-/// or a large decimal number. If `all` is true, masks all numbers.
-fn mask_numbers(line: &str, all: bool) -> String {
+/// hexadecimal digits after `id: `, or a decimal number of at least [`TID_MIN`]. If `masks_all` is true,
+/// masks all numbers.
+fn mask_numbers(line: &str, masks_all: bool) -> String {
     let mut out = String::new();
-    let bytes: Vec<char> = line
+    let chars: Vec<char> = line
         .split_whitespace()
         .collect::<Vec<_>>()
         .join(" ")
         .chars()
         .collect();
-    let mut at = 0;
-    while at < bytes.len() {
-        let before = if at == 0 { ' ' } else { bytes[at - 1] };
-        let rest = &bytes[at..];
-        let hex = |skip: usize| {
-            rest[skip..]
+    let mut index = 0;
+    while index < chars.len() {
+        let previous_char = if index == 0 { ' ' } else { chars[index - 1] };
+        let rest = &chars[index..];
+        let count_hex_digits = |prefix_length: usize| {
+            rest[prefix_length..]
                 .iter()
-                .take_while(|one| one.is_ascii_hexdigit())
+                .take_while(|c| c.is_ascii_hexdigit())
                 .count()
         };
-        let (skip, digits) = match rest {
-            ['0', 'x', first, ..] if *first != '0' && hex(2) >= 5 => (2, hex(2)),
-            _ if out.ends_with("id: ") && hex(0) >= 5 => (0, hex(0)),
-            ['t', ..] if !before.is_alphanumeric() && hex(1) >= 5 => (1, hex(1)),
+        let (prefix_length, digit_count) = match rest {
+            ['0', 'x', first, ..] if *first != '0' && count_hex_digits(2) >= 5 => {
+                (2, count_hex_digits(2))
+            }
+            _ if out.ends_with("id: ") && count_hex_digits(0) >= 5 => (0, count_hex_digits(0)),
+            ['t', ..] if !previous_char.is_alphanumeric() && count_hex_digits(1) >= 5 => {
+                (1, count_hex_digits(1))
+            }
             _ => (0, 0),
         };
-        if digits > 0 {
+        if digit_count > 0 {
             out.push_str("TID");
-            at += skip + digits;
+            index += prefix_length + digit_count;
             continue;
         }
-        let decimal = rest.iter().take_while(|one| one.is_ascii_digit()).count();
-        if decimal > 0 && !before.is_alphabetic() {
-            let number: String = rest[..decimal].iter().collect();
-            let fraction = if all {
-                fraction_length(&rest[decimal..])
+        let decimal_length = rest.iter().take_while(|c| c.is_ascii_digit()).count();
+        if decimal_length > 0 && !previous_char.is_alphabetic() {
+            let number: String = rest[..decimal_length].iter().collect();
+            let fraction = if masks_all {
+                fraction_length(&rest[decimal_length..])
             } else {
                 0
             };
             let is_tid = number
                 .parse::<u64>()
                 .is_ok_and(|value| (TID_MIN..1 << 30).contains(&value));
-            out.push_str(if all {
+            out.push_str(if masks_all {
                 "N"
             } else if is_tid {
                 "TID"
             } else {
                 &number
             });
-            at += decimal + fraction;
+            index += decimal_length + fraction;
             continue;
         }
-        out.push(bytes[at]);
-        at += 1;
+        out.push(chars[index]);
+        index += 1;
     }
     out
 }
 
-/// Returns the length of the fraction and exponent after the integer part of a number: `.5`,
-/// `.5e-03`.
+/// Returns the length of the fraction and exponent that follow the integer digits of a number, such
+/// as `.5` or `.5e-03`. `rest` is the text after these digits.
 fn fraction_length(rest: &[char]) -> usize {
-    let digits = |from: usize| {
-        rest.get(from..)
+    let count_digits = |start: usize| {
+        rest.get(start..)
             .unwrap_or(&[])
             .iter()
-            .take_while(|one| one.is_ascii_digit())
+            .take_while(|c| c.is_ascii_digit())
             .count()
     };
-    let point = if rest.first() == Some(&'.') {
-        1 + digits(1)
+    let fraction_end = if rest.first() == Some(&'.') {
+        1 + count_digits(1)
     } else {
         0
     };
-    match rest.get(point..) {
-        Some(['e' | 'E', '+' | '-', ..]) => point + 2 + digits(point + 2),
-        _ => point,
+    match rest.get(fraction_end..) {
+        Some(['e' | 'E', '+' | '-', ..]) => fraction_end + 2 + count_digits(fraction_end + 2),
+        _ => fraction_end,
     }
 }
 
@@ -521,7 +543,7 @@ mod tests {
     fn tids_are_masked_and_other_numbers_stay() {
         let line = "from t80001:  hello 0x40003 262146 tid: 4000a from h2, 700.5 of 0x2 time";
         assert_eq!(
-            normalize(line, Comparison::Lines),
+            normalize_output(line, ComparedForm::OrderedLines),
             "from TID: hello TID TID tid: TID from h2, 700.5 of 0x2 time"
         );
     }
@@ -529,9 +551,9 @@ mod tests {
     #[test]
     fn shapes_have_no_numbers_but_names_keep_theirs() {
         assert_eq!(
-            normalize(
+            normalize_output(
                 "  0:  1 bytes  77 times --> 1.5e-03 Mbps h2",
-                Comparison::Shapes
+                ComparedForm::OrderedShapes
             ),
             "N: N bytes N times --> N Mbps h2"
         );
@@ -539,6 +561,9 @@ mod tests {
 
     #[test]
     fn kinds_are_each_line_once_in_any_order() {
-        assert_eq!(normalize("b 1\na 2\nb 3\n", Comparison::Kinds), "a N\nb N");
+        assert_eq!(
+            normalize_output("b 1\na 2\nb 3\n", ComparedForm::ShapeSet),
+            "a N\nb N"
+        );
     }
 }

@@ -1,12 +1,15 @@
 //! Injects faults at the steps of migrations, with real processes.
 //!
 //! A round holds several migrations at breakpoints, each between another pair of hosts. Then it
-//! injects one fault and judges the outcome for every task.
+//! injects one fault and checks the outcome for every task.
 
-use crate::faults::{self, Breakpoint, Fault, FaultTargets, Point, Role, StepEdge, edges, is_full};
-use crate::faults::{leftovers, send_signal};
+use crate::faults::{
+    self, Breakpoint, Fault, FaultTargets, Point, ProcessRole, StepEdge, points_of_steps,
+    tests_all_cases,
+};
+use crate::faults::{leftover_names, send_signal};
 use crate::oracle::Oracle;
-use crate::rng::seed;
+use crate::rng::print_seed;
 use crate::run::{RunningCommand, wait_for};
 use crate::testbed::Host;
 use crate::vm::{EventEntry, Vm};
@@ -18,263 +21,293 @@ use sempa_proto::migration::Step;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit for a migration to reach a step, for a migration to end, and for the virtual machine
-/// to notice a lost host.
-const STEP_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time limit for each wait: for a migration to reach a step, for a migration to end, and for the
+/// virtual machine to detect a lost host.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of migrations that are held at the same time.
 const HELD_MIGRATIONS_MAX: usize = 4;
-/// Hosts of the testbed: the master's host, and two for each held migration.
+/// Number of hosts of the testbed: the master's host, and two for each held migration.
 pub const HOST_COUNT: usize = 1 + 2 * HELD_MIGRATIONS_MAX;
 
 /// The process that a fault hits, by its role in the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Victim {
     /// The daemon of the source.
-    Source,
+    SourceDaemon,
     /// The daemon of the target.
-    Target,
+    TargetDaemon,
     /// The daemon of the master.
-    Master,
+    MasterDaemon,
     /// The tasker of the source.
     SourceTasker,
     /// The tasker of the target.
     TargetTasker,
     ResourceManager,
-    /// CRIU at the target, if it runs for the migration at that point. At the source CRIU runs only
-    /// within a step, so no breakpoint can hit it there.
+    /// CRIU at the target, if it runs for the migration at the point of the fault. At the source
+    /// CRIU runs only within a step, so no breakpoint can stop it.
     TargetEngine,
 }
 
 impl Victim {
-    fn host(self, held: &HeldMigration) -> usize {
+    fn host_number(self, migration: &HeldMigration) -> usize {
         match self {
-            Victim::Source | Victim::SourceTasker => held.source,
-            Victim::Target | Victim::TargetTasker | Victim::TargetEngine => held.target,
-            Victim::Master | Victim::ResourceManager => 1,
+            Self::SourceDaemon | Self::SourceTasker => migration.source_host,
+            Self::TargetDaemon | Self::TargetTasker | Self::TargetEngine => migration.target_host,
+            Self::MasterDaemon | Self::ResourceManager => 1,
         }
     }
 
-    fn role(self) -> Role {
+    fn process_role(self) -> ProcessRole {
         match self {
-            Victim::Source | Victim::Target | Victim::Master => Role::Daemon,
-            Victim::SourceTasker | Victim::TargetTasker => Role::Tasker,
-            Victim::ResourceManager => Role::ResourceManager,
-            Victim::TargetEngine => Role::Engine,
+            Self::SourceDaemon | Self::TargetDaemon | Self::MasterDaemon => ProcessRole::Daemon,
+            Self::SourceTasker | Self::TargetTasker => ProcessRole::Tasker,
+            Self::ResourceManager => ProcessRole::ResourceManager,
+            Self::TargetEngine => ProcessRole::Engine,
         }
     }
 }
 
 /// A point of a migration and the victim of the fault at that point.
-pub type Case = (Point, Victim);
+pub type FaultCase = (Point, Victim);
 
-/// The cases that are tried for one fault. With [`is_full`] all cases are tried instead.
+/// The sample of cases that are tried for one fault. If [`is_full`] is true, all cases are tried
+/// instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sampling {
-    /// Each step once: at one edge, with one victim.
+pub enum StepSample {
+    /// Each step once, at one of its edges, with one victim.
     EachStep,
-    /// Every third step, at one edge, with one victim.
+    /// Every third step once, at one of its edges, with one victim.
     EachThirdStep,
 }
 
-/// Returns the steps of which several can be held at the same time. [`Step::PreCopy`] is included
-/// only if `pre_copies`.
-fn early_steps(pre_copies: bool) -> impl Iterator<Item = Step> {
+/// Returns the steps at which several migrations can be held at the same time. [`Step::PreCopy`] is
+/// included only if `uses_pre_copy` is true.
+fn early_steps(uses_pre_copy: bool) -> impl Iterator<Item = Step> {
     Step::ALL
         .into_iter()
-        .filter(move |step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy))
+        .filter(move |step| *step < Step::Commit && (uses_pre_copy || *step != Step::PreCopy))
 }
 
-/// Returns the steps that are held one at a time. Each needs answers of all daemons, so no daemon
-/// may be stopped for another migration.
+/// Returns the steps at which only one migration at a time is held. Each of these steps needs
+/// answers of all daemons, so no daemon may be stopped for another migration.
 fn late_steps() -> impl Iterator<Item = Step> {
     Step::ALL.into_iter().filter(|step| *step >= Step::Commit)
 }
 
-fn steps(pre_copies: bool) -> impl Iterator<Item = Step> {
-    early_steps(pre_copies).chain(late_steps())
+fn all_steps(uses_pre_copy: bool) -> impl Iterator<Item = Step> {
+    early_steps(uses_pre_copy).chain(late_steps())
 }
 
 /// Distributes cases to rounds: up to [`HELD_MIGRATIONS_MAX`] cases with early steps in one round,
 /// and one round for each case with a late step.
-fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
-    let (early, late): (Vec<Case>, Vec<Case>) = cases
+fn group_into_rounds(cases: impl IntoIterator<Item = FaultCase>) -> Vec<Vec<FaultCase>> {
+    let (early_cases, late_cases): (Vec<FaultCase>, Vec<FaultCase>) = cases
         .into_iter()
         .partition(|((step, _), _)| *step < Step::Commit);
-    let early = early.chunks(HELD_MIGRATIONS_MAX).map(<[Case]>::to_vec);
-    early
-        .chain(late.into_iter().map(|case| vec![case]))
+    let early_cases = early_cases
+        .chunks(HELD_MIGRATIONS_MAX)
+        .map(<[FaultCase]>::to_vec);
+    early_cases
+        .chain(late_cases.into_iter().map(|case| vec![case]))
         .collect()
 }
 
 /// Returns the cases of each victim at each point.
-fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
+fn all_cases(victims: &[Victim], uses_pre_copy: bool) -> Vec<FaultCase> {
     victims
         .iter()
-        .flat_map(|victim| edges(steps(pre_copies)).map(|point| (point, *victim)))
+        .flat_map(|victim| points_of_steps(all_steps(uses_pre_copy)).map(|point| (point, *victim)))
         .collect()
 }
 
-/// Returns the sample of one turn. Successive turns combine each step with all victims and both
-/// edges.
-fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool) -> Vec<Case> {
-    let case = |(i, step): (usize, Step)| {
-        let number = turn + i;
-        let edge = StepEdge::from_parity(number / victims.len());
-        ((step, edge), victims[number % victims.len()])
+/// Returns the sample with the number `sample_number`. Successive samples combine each step with all victims
+/// and both edges.
+fn sample_cases(
+    sample_number: usize,
+    step_sample: StepSample,
+    victims: &[Victim],
+    uses_pre_copy: bool,
+) -> Vec<FaultCase> {
+    let case_of_step = |(i, step): (usize, Step)| {
+        let case_number = sample_number + i;
+        let edge = StepEdge::from_parity(case_number / victims.len());
+        ((step, edge), victims[case_number % victims.len()])
     };
-    // If the choice of steps and the choice of victims rotated in step, some combinations would
+    // If the choice of steps and the choice of victims had the same period, some combinations would
     // never be tried.
-    let is_chosen = |i: usize| match sampling {
-        Sampling::EachStep => true,
-        Sampling::EachThirdStep => (i + turn + turn / 3).is_multiple_of(3),
+    let is_chosen = |i: usize| match step_sample {
+        StepSample::EachStep => true,
+        StepSample::EachThirdStep => (i + sample_number + sample_number / 3).is_multiple_of(3),
     };
-    steps(pre_copies)
+    all_steps(uses_pre_copy)
         .enumerate()
         .filter(|(i, _)| is_chosen(*i))
-        .map(case)
+        .map(case_of_step)
         .collect()
 }
 
-/// Returns points for a test that needs each step at least once, grouped into rounds.
-pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
-    let cases = if is_full() {
-        all_cases(&[Victim::Source], false)
+/// Returns points for a test that needs each step at least once, grouped into rounds. `sample_number`
+/// selects the sample.
+pub fn sampled_points(sample_number: usize) -> Vec<Vec<Point>> {
+    let cases = if tests_all_cases() {
+        all_cases(&[Victim::SourceDaemon], false)
     } else {
-        sample(turn, Sampling::EachStep, &[Victim::Source], false)
+        sample_cases(
+            sample_number,
+            StepSample::EachStep,
+            &[Victim::SourceDaemon],
+            false,
+        )
     };
-    let points = |round: Vec<Case>| round.into_iter().map(|(point, _)| point).collect();
-    rounds(cases).into_iter().map(points).collect()
+    let points_of_round =
+        |round: Vec<FaultCase>| round.into_iter().map(|(point, _)| point).collect();
+    group_into_rounds(cases)
+        .into_iter()
+        .map(points_of_round)
+        .collect()
 }
 
-/// A migration that is held at a breakpoint, or has ended since.
+/// A migration that a breakpoint holds, or that has ended after a fault.
 #[derive(Debug)]
 pub struct HeldMigration {
     pub point: Point,
-    /// The name by which the oracle knows the task.
+    /// The task's name in the oracle.
     pub task_name: String,
     pub tid: String,
-    /// Number of its source host.
-    pub source: usize,
-    /// Number of its target host.
-    pub target: usize,
+    /// Number of the migration's source host.
+    pub source_host: usize,
+    /// Number of the migration's target host.
+    pub target_host: usize,
     breakpoint: Breakpoint,
     /// The daemon that is stopped at the breakpoint; `None` before the breakpoint is reached.
     stopped_daemon: Option<Pid>,
     console: Option<RunningCommand>,
     /// Output of the console; empty until the migration has ended.
-    output: String,
+    console_output: String,
 }
 
-/// Function that returns true if a fault on this victim at this point may end the task.
-pub type MayBeLost = fn(Fault, Victim, Point) -> bool;
+/// Function that returns true if this fault on this victim at this point may end the task.
+pub type LossPredicate = fn(Fault, Victim, Point) -> bool;
 
-/// Injects faults into migrations on one virtual machine, and judges the outcomes.
+/// Injects faults into migrations on one virtual machine, and checks the outcomes.
 #[derive(Debug)]
 pub struct MigrationFaults<'a> {
     pub vm: &'a Vm<'a>,
     /// The director process that checks the tasks.
     pub oracle: Oracle,
     /// True if the migrations use pre-copy, so that [`Step::PreCopy`] is one of the steps.
-    pub pre_copies: bool,
-    may_be_lost: MayBeLost,
-    breakpoints: PathBuf,
-    /// Number of rounds that were held so far.
-    round: usize,
-    /// Selects the sample of the next fault; incremented by each fault.
-    turn: usize,
-    /// Number of engine processes that faults have hit so far.
-    engines_hit: usize,
+    pub uses_pre_copy: bool,
+    task_may_be_lost: LossPredicate,
+    breakpoints_folder: PathBuf,
+    /// Number of rounds so far, including the current round.
+    round_count: usize,
+    /// Number of the sample for the next fault; incremented by each fault.
+    sample_number: usize,
+    /// Number of engine processes into which faults were injected so far.
+    engine_hit_count: usize,
     /// Number of the first event of the current round.
     first_event: u64,
-    /// Number of the host that is the source of all migrations; `None` if each migration has
-    /// another source.
+    /// Number of the host that is the source of all migrations; `None` if each migration in a round
+    /// has another source.
     fixed_source: Option<usize>,
 }
 
 impl<'a> MigrationFaults<'a> {
-    /// Prepares faults on a virtual machine. Its testbed must have its own engine.
-    pub fn new(vm: &'a Vm<'a>, may_be_lost: MayBeLost) -> Result<MigrationFaults<'a>> {
-        MigrationFaults::with_oracle(vm, Oracle::start(vm)?, may_be_lost, None)
+    /// Prepares faults on a virtual machine. Its testbed must have been made by
+    /// [`crate::testbed::Testbed::with_own_engine`].
+    pub fn new(vm: &'a Vm<'a>, task_may_be_lost: LossPredicate) -> Result<Self> {
+        MigrationFaults::with_oracle(vm, Oracle::start(vm)?, task_may_be_lost, None)
     }
 
-    /// As [`MigrationFaults::new`], with another oracle. With `home`, all tasks migrate from this
-    /// host, and only one migration at a time can be held.
+    /// As [`MigrationFaults::new`], with the given oracle. If `fixed_source` is a host number, all tasks
+    /// migrate from this host, and only one migration at a time can be held.
     pub fn with_oracle(
         vm: &'a Vm<'a>,
         oracle: Oracle,
-        may_be_lost: MayBeLost,
-        home: Option<usize>,
-    ) -> Result<MigrationFaults<'a>> {
+        task_may_be_lost: LossPredicate,
+        fixed_source: Option<usize>,
+    ) -> Result<Self> {
         let breakpoints = vm
-            .bed()
+            .testbed()
             .breakpoints_folder()
             .context("a testbed with breakpoints")?
             .to_path_buf();
         Ok(MigrationFaults {
             vm,
             oracle,
-            pre_copies: false,
-            may_be_lost,
-            breakpoints,
-            round: 0,
-            turn: usize::try_from(seed())?,
-            engines_hit: 0,
+            uses_pre_copy: false,
+            task_may_be_lost,
+            breakpoints_folder: breakpoints,
+            round_count: 0,
+            sample_number: usize::try_from(print_seed())?,
+            engine_hit_count: 0,
             first_event: 0,
-            fixed_source: home,
+            fixed_source,
         })
     }
 
-    /// Returns the number of engine processes that faults have hit so far.
-    pub fn engines(&self) -> usize {
-        self.engines_hit
+    /// Returns the number of engine processes into which faults were injected so far.
+    pub fn engine_hit_count(&self) -> usize {
+        self.engine_hit_count
     }
 
-    /// Injects one fault into a sample of migrations. With [`is_full`], injects the fault at every
-    /// point and into each of these victims.
-    pub fn run(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
-        let cases = if is_full() {
-            all_cases(victims, self.pre_copies)
+    /// Injects one fault into a sample of migrations. If [`is_full`] is true, injects the fault at
+    /// every point and into each of these victims.
+    ///
+    /// # Panics
+    /// An outcome is wrong.
+    pub fn inject_sample(&mut self, step_sample: StepSample, victims: &[Victim], fault: Fault) {
+        let cases = if tests_all_cases() {
+            all_cases(victims, self.uses_pre_copy)
         } else {
-            sample(self.turn, sampling, victims, self.pre_copies)
+            sample_cases(self.sample_number, step_sample, victims, self.uses_pre_copy)
         };
-        self.turn += 1;
+        self.sample_number += 1;
         let rounds = if self.fixed_source.is_some() {
             cases.into_iter().map(|case| vec![case]).collect()
         } else {
-            rounds(cases)
+            group_into_rounds(cases)
         };
         for round in rounds {
-            self.run_round(&round, fault);
+            self.inject_round(&round, fault);
         }
     }
 
-    /// Injects one fault into all of these cases at the same time.
+    /// Holds one migration for each case and injects the fault into all of them at the same time.
+    /// Checks the outcomes.
     ///
     /// # Panics
     /// As [`MigrationFaults::run`].
-    pub fn run_round(&mut self, cases: &[Case], fault: Fault) {
+    pub fn inject_round(&mut self, cases: &[FaultCase], fault: Fault) {
         let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
-        let begun = Instant::now();
-        let done = self.hold(&points).and_then(|mut moves| {
-            let held = begun.elapsed();
-            self.inject(&mut moves, &victims, fault)?;
-            let over = begun.elapsed();
-            let may_be_lost = self.may_be_lost;
-            let lost = cases
-                .iter()
-                .filter(|(point, victim)| may_be_lost(fault, *victim, *point))
-                .map(|(point, _)| *point)
-                .collect::<Vec<Point>>();
-            let alive = self.judge(moves, |held| lost.contains(&held.point))?;
-            Ok((alive, held, over))
-        });
-        match done {
-            Ok((alive, held, over)) => eprintln!(
-                "{fault:?}, {cases:?}: {alive} live on; held {held:.1?}, over {over:.1?}, judged {:.1?}",
-                begun.elapsed()
+        let started_at = Instant::now();
+        let result = self
+            .start_and_hold(&points)
+            .and_then(|mut held_migrations| {
+                let hold_time = started_at.elapsed();
+                self.inject_and_wait(&mut held_migrations, &victims, fault)?;
+                let fault_time = started_at.elapsed();
+                let task_may_be_lost = self.task_may_be_lost;
+                let losable_points = cases
+                    .iter()
+                    .filter(|(point, victim)| task_may_be_lost(fault, *victim, *point))
+                    .map(|(point, _)| *point)
+                    .collect::<Vec<Point>>();
+                let survivor_count = self.wait_and_check(held_migrations, |hold_time| {
+                    losable_points.contains(&hold_time.point)
+                })?;
+                Ok((survivor_count, hold_time, fault_time))
+            });
+        match result {
+            Ok((survivor_count, hold_time, fault_time)) => eprintln!(
+                "{fault:?}, {cases:?}: {survivor_count} live on; held {hold_time:.1?}, over {fault_time:.1?}, judged {:.1?}",
+                started_at.elapsed()
             ),
-            Err(error) => panic!("{fault:?}, {cases:?}: {error:#}\n{}", self.vm.logs()),
+            Err(error) => panic!(
+                "{fault:?}, {cases:?}: {error:#}\n{}",
+                self.vm.events_and_logs()
+            ),
         }
     }
 
@@ -283,264 +316,291 @@ impl<'a> MigrationFaults<'a> {
     ///
     /// # Errors
     /// A point is not reached.
-    pub fn hold(&mut self, points: &[Point]) -> Result<Vec<HeldMigration>> {
-        self.round += 1;
+    pub fn start_and_hold(&mut self, points: &[Point]) -> Result<Vec<HeldMigration>> {
+        self.round_count += 1;
         ensure!(
             self.fixed_source.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
-        // A daemon delays the second restart of a tasker, so the next round uses other hosts.
-        let first = if points.len() == 1 {
-            self.round % HELD_MIGRATIONS_MAX
+        // A daemon delays the second restart of its tasker, so the next round uses other hosts.
+        let first_pair = if points.len() == 1 {
+            self.round_count % HELD_MIGRATIONS_MAX
         } else {
             0
         };
-        let home = self.fixed_source;
-        let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
-        let hosts = self.vm.bed().hosts();
-        let needed = (0..points.len()).flat_map(|i| <[usize; 2]>::from(pair(i)));
-        let needed: Vec<&Host> = needed.map(|number| &hosts[number - 1]).collect();
-        self.vm.add_missing(&needed)?;
+        let fixed_source = self.fixed_source;
+        let source_and_target = |i: usize| {
+            (
+                fixed_source.unwrap_or(2 + 2 * (first_pair + i)),
+                3 + 2 * (first_pair + i),
+            )
+        };
+        let hosts = self.vm.testbed().hosts();
+        let needed_hosts = (0..points.len()).flat_map(|i| <[usize; 2]>::from(source_and_target(i)));
+        let needed_hosts: Vec<&Host> = needed_hosts
+            .map(|host_number| &hosts[host_number - 1])
+            .collect();
+        self.vm.add_missing_hosts(&needed_hosts)?;
         // A master that is stopped at a breakpoint cannot answer, so the events are read before the
         // migrations start.
         let events = self.vm.events()?;
         self.first_event = events.last().map_or(0, |entry| entry.number + 1);
-        let named = |(i, (step, _)): (usize, &Point)| {
-            (format!("h{}", pair(i).0), format!("r{}-{step}", self.round))
+        let host_and_name = |(i, (step, _)): (usize, &Point)| {
+            (
+                format!("h{}", source_and_target(i).0),
+                format!("r{}-{step}", self.round_count),
+            )
         };
-        let names: Vec<(String, String)> = points.iter().enumerate().map(named).collect();
-        let tids = self.oracle.spawn(&names)?;
-        let mut moves = Vec::new();
+        let names: Vec<(String, String)> = points.iter().enumerate().map(host_and_name).collect();
+        let tids = self.oracle.spawn_and_wait(&names)?;
+        let mut held_migrations = Vec::new();
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
-            let (source, target) = pair(i);
-            let breakpoint = Breakpoint::new(&self.breakpoints, &tid, points[i])?;
-            let console = self.vm.start_migrate(&tid, &format!("h{target}"))?;
-            moves.push(HeldMigration {
+            let (source, target) = source_and_target(i);
+            let breakpoint = Breakpoint::new(&self.breakpoints_folder, &tid, points[i])?;
+            let console = self.vm.start_migration(&tid, &format!("h{target}"))?;
+            held_migrations.push(HeldMigration {
                 point: points[i],
                 task_name: name,
                 tid,
-                source,
-                target,
+                source_host: source,
+                target_host: target,
                 breakpoint,
                 stopped_daemon: None,
                 console: Some(console),
-                output: String::new(),
+                console_output: String::new(),
             });
         }
-        moves
+        held_migrations
             .iter_mut()
-            .try_for_each(|held| self.wait_until_held(held))?;
-        Ok(moves)
+            .try_for_each(|migration| self.wait_until_held(migration))?;
+        Ok(held_migrations)
     }
 
-    fn wait_until_held(&self, held: &mut HeldMigration) -> Result<()> {
-        let hosts = [held.source, held.target, 1].map(|i| self.vm.bed().host(i));
-        let pid = wait_for(STEP_TIMEOUT, || {
-            held.breakpoint.stopped_daemon(&hosts)?.ok_or_else(|| {
-                let console = held.console.as_mut();
-                let ended = console.and_then(|console| console.poll().ok().flatten());
-                format!("{} has not reached {:?}: {ended:?}", held.tid, held.point)
+    fn wait_until_held(&self, migration: &mut HeldMigration) -> Result<()> {
+        let hosts =
+            [migration.source_host, migration.target_host, 1].map(|i| self.vm.testbed().host(i));
+        let pid = wait_for(WAIT_TIMEOUT, || {
+            migration.breakpoint.stopped_daemon(&hosts)?.ok_or_else(|| {
+                let console = migration.console.as_mut();
+                let console_status =
+                    console.and_then(|console| console.poll_status().ok().flatten());
+                format!(
+                    "{} has not reached {:?}: {console_status:?}",
+                    migration.tid, migration.point
+                )
             })
         })?;
-        held.stopped_daemon = Some(pid);
+        migration.stopped_daemon = Some(pid);
         Ok(())
     }
 
-    /// Injects a fault into held migrations, with one victim each, and waits until the fault is
-    /// over.
-    pub fn inject(
+    /// Injects a fault into one victim of each held migration, and waits until the fault is over.
+    pub fn inject_and_wait(
         &mut self,
-        moves: &mut [HeldMigration],
+        held_migrations: &mut [HeldMigration],
         victims: &[Victim],
         fault: Fault,
     ) -> Result<()> {
-        let from = self.first_event;
-        let each = || moves.iter().zip(victims);
+        let first_event = self.first_event;
+        let migrations_and_victims = || held_migrations.iter().zip(victims);
         let targets = FaultTargets {
-            roles: each()
-                .map(|(held, victim)| (victim.host(held), victim.role()))
+            hosts_and_roles: migrations_and_victims()
+                .map(|(migration, victim)| (victim.host_number(migration), victim.process_role()))
                 .collect(),
-            pairs: moves
+            host_pairs: held_migrations
                 .iter()
-                .map(|held| (held.source, held.target))
+                .map(|migration| (migration.source_host, migration.target_host))
                 .collect(),
         };
-        let stopped: Vec<Pid> = moves
+        let stopped_daemons: Vec<Pid> = held_migrations
             .iter()
-            .filter_map(|held| held.stopped_daemon)
+            .filter_map(|migration| migration.stopped_daemon)
             .collect();
-        let resume = |hit: &[Pid]| {
-            let others = stopped.iter().filter(|pid| !hit.contains(pid));
-            others
+        let resume_others = |victim_pids: &[Pid]| {
+            let other_daemons = stopped_daemons
+                .iter()
+                .filter(|pid| !victim_pids.contains(pid));
+            other_daemons
                 .into_iter()
                 .try_for_each(|pid| send_signal(*pid, Signal::SIGCONT))
         };
-        let (vm, bed, begun) = (self.vm, self.vm.bed(), Instant::now());
-        let noticed = || {
-            if victims.contains(&Victim::Master) {
-                return slaves_have_ended(vm);
+        let (vm, testbed, started_at) = (self.vm, self.vm.testbed(), Instant::now());
+        let check_loss_handled = || {
+            if victims.contains(&Victim::MasterDaemon) {
+                return check_slaves_ended(vm);
             }
-            for (held, victim) in moves.iter_mut().zip(victims) {
-                let is_host =
-                    victim.role() == Role::Daemon && !matches!(fault, Fault::Partition(_));
+            for (migration, victim) in held_migrations.iter_mut().zip(victims) {
+                let is_host = victim.process_role() == ProcessRole::Daemon
+                    && !matches!(fault, Fault::Partition(_));
                 if is_host {
-                    host_is_lost(vm, from, victim.host(held))?;
-                } else if begun.elapsed() < beyond_leases() {
-                    has_ended(held)?;
+                    check_host_lost(vm, first_event, victim.host_number(migration))?;
+                } else if started_at.elapsed() < leaseless_fault_time() {
+                    check_console_ended(migration)?;
                 }
             }
             Ok(())
         };
-        self.engines_hit += faults::inject(bed, fault, &targets, resume, noticed)?;
+        self.engine_hit_count +=
+            faults::inject_and_wait(testbed, fault, &targets, resume_others, check_loss_handled)?;
         Ok(())
     }
 
-    /// Resumes the daemons that are stopped for these migrations.
+    /// Resumes the daemons that breakpoints have stopped for these migrations.
     ///
     /// # Errors
-    /// The kernel refuses.
-    pub fn resume(&self, moves: &[HeldMigration]) -> Result<()> {
-        moves
+    /// The kernel refuses the signal.
+    pub fn resume_daemons(&self, held_migrations: &[HeldMigration]) -> Result<()> {
+        held_migrations
             .iter()
-            .filter_map(|held| held.stopped_daemon)
+            .filter_map(|migration| migration.stopped_daemon)
             .try_for_each(|pid| send_signal(pid, Signal::SIGCONT))
     }
 
-    /// Waits for the end of all migrations of a round and judges them. Then ends the tasks. Returns
-    /// the number of tasks that have survived. The checks are:
+    /// Waits for the end of all migrations of a round and checks their outcomes. Then ends the
+    /// tasks. Returns the number of tasks that have survived. The checks are:
     ///
-    /// - Each task runs once and exchanges messages. If `may_be_lost` allows it, the task may
-    ///   instead have ended; then nothing of the task is left, and the oracle was notified.
-    /// - No task has ever run twice, no message was lost, and the event log has the outcome.
-    /// - After the end of the tasks, no files or processes of the migrations are left on any host.
+    /// - Each task runs once and exchanges messages. If `task_may_be_lost` allows it, the task may
+    ///   instead have ended; in that case no process of the task remains, and the oracle was
+    ///   notified.
+    /// - No task has ever run twice, no message was lost, and the event log contains the outcome.
+    /// - After the end of the tasks, no files or processes of the migrations remain on any host.
     ///
     /// # Errors
-    /// A migration had another outcome; the error describes the first one.
-    pub fn judge(
+    /// A migration had another outcome; the error describes the first such migration.
+    pub fn wait_and_check(
         &mut self,
-        moves: Vec<HeldMigration>,
-        may_be_lost: impl Fn(&HeldMigration) -> bool,
+        held_migrations: Vec<HeldMigration>,
+        task_may_be_lost: impl Fn(&HeldMigration) -> bool,
     ) -> Result<usize> {
-        let ended = self.wait_for_end(moves)?;
-        self.judge_ended(ended, may_be_lost)
+        let ended_migrations = self.wait_for_migration_ends(held_migrations)?;
+        self.check_ended_migrations(ended_migrations, task_may_be_lost)
     }
 
     /// Waits for the end of all migrations of a round.
     ///
     /// # Errors
     /// A migration does not end.
-    pub fn wait_for_end(&self, mut moves: Vec<HeldMigration>) -> Result<Vec<HeldMigration>> {
-        for held in &mut moves {
-            let console = held.console.take().context("a move")?;
-            let done = console.finish(STEP_TIMEOUT)?;
-            held.output = format!("{:?} {:?}", done.out, done.err);
+    pub fn wait_for_migration_ends(
+        &self,
+        mut migrations: Vec<HeldMigration>,
+    ) -> Result<Vec<HeldMigration>> {
+        for migration in &mut migrations {
+            let console = migration.console.take().context("a move")?;
+            let result = console.wait_or_kill(WAIT_TIMEOUT)?;
+            migration.console_output = format!("{:?} {:?}", result.stdout, result.stderr);
         }
-        Ok(moves)
+        Ok(migrations)
     }
 
-    /// As [`MigrationFaults::judge`], for migrations that have ended.
+    /// As [`MigrationFaults::judge`], for migrations that have already ended.
     ///
     /// # Errors
     /// As [`MigrationFaults::judge`].
-    pub fn judge_ended(
+    pub fn check_ended_migrations(
         &mut self,
-        moves: Vec<HeldMigration>,
-        may_be_lost: impl Fn(&HeldMigration) -> bool,
+        ended_migrations: Vec<HeldMigration>,
+        task_may_be_lost: impl Fn(&HeldMigration) -> bool,
     ) -> Result<usize> {
-        let mut alive = Vec::new();
-        for held in moves {
+        let mut survivors = Vec::new();
+        for migration in ended_migrations {
             let HeldMigration {
                 point,
                 task_name: name,
                 tid,
-                output,
+                console_output: output,
                 ..
-            } = &held;
-            let what = format!("held at {point:?}: {name} ({tid}), console: {output}");
+            } = &migration;
+            let description = format!("held at {point:?}: {name} ({tid}), console: {output}");
             if self
-                .judge_one(&held, may_be_lost(&held))
-                .with_context(|| what)?
+                .check_migration(&migration, task_may_be_lost(&migration))
+                .with_context(|| description)?
             {
-                alive.push(held);
+                survivors.push(migration);
             }
         }
-        for held in &alive {
-            self.oracle.end_task(&held.tid)?;
-            self.oracle.check_ran_once(&held.task_name)?;
+        for migration in &survivors {
+            self.oracle.end_task_and_wait(&migration.tid)?;
+            self.oracle.check_ran_once(&migration.task_name)?;
         }
-        self.check_nothing_is_left()?;
-        Ok(alive.len())
+        self.check_nothing_remains()?;
+        Ok(survivors.len())
     }
 
-    /// Judges one migration. Returns true if its task has survived.
-    fn judge_one(&mut self, held: &HeldMigration, may_be_lost: bool) -> Result<bool> {
+    /// Checks that the task runs exactly once with all messages, or, if `task_may_be_lost`, that its end
+    /// was reported. Returns true if the task has survived.
+    fn check_migration(
+        &mut self,
+        migration: &HeldMigration,
+        task_may_be_lost: bool,
+    ) -> Result<bool> {
         let (oracle, vm) = (&mut self.oracle, self.vm);
-        let lives = wait_for(STEP_TIMEOUT, || {
+        let has_survived = wait_for(WAIT_TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| error.to_string())?;
             let processes = oracle
                 .process_counts()
-                .get(&held.task_name)
+                .get(&migration.task_name)
                 .copied()
                 .unwrap_or(0);
-            let notified = oracle.was_notified_of_end(&held.tid)?;
-            let listed = tasks.iter().find(|task| task.tid == held.tid);
-            match (listed, processes, notified) {
+            let was_notified = oracle.was_notified_of_end(&migration.tid)?;
+            let listed_task = tasks.iter().find(|task| task.tid == migration.tid);
+            match (listed_task, processes, was_notified) {
                 (Some(task), 1, false) if !task.moving => Ok(true),
-                (None, 0, true) if may_be_lost => Ok(false),
+                (None, 0, true) if task_may_be_lost => Ok(false),
                 other => Err(format!("listed, processes, notified: {other:?}")),
             }
         })?;
-        if lives {
-            self.oracle.wait_for_messages(&held.tid)?;
+        if has_survived {
+            self.oracle.wait_for_messages(&migration.tid)?;
         }
-        self.oracle.check_ran_once(&held.task_name)?;
-        let account = self.oracle.account(&held.tid)?;
-        ensure!(account.faults == 0, "{account:?}");
-        self.check_end_is_logged(held, lives)?;
-        Ok(lives)
+        self.oracle.check_ran_once(&migration.task_name)?;
+        let report = self.oracle.request_message_counts(&migration.tid)?;
+        ensure!(report.fault_count == 0, "{report:?}");
+        self.check_end_is_logged(migration, has_survived)?;
+        Ok(has_survived)
     }
 
-    /// Checks that the event log has the end of the migration and, if the task has not survived,
-    /// the end of the task or of its host.
-    fn check_end_is_logged(&self, held: &HeldMigration, lives: bool) -> Result<()> {
-        let move_ended = |entry: &EventEntry| match &entry.kind {
+    /// Checks that the event log contains the end of the migration. If the task has not survived,
+    /// the event log must also contain the end of the task or of its host.
+    fn check_end_is_logged(&self, migration: &HeldMigration, has_survived: bool) -> Result<()> {
+        let is_migration_end = |entry: &EventEntry| match &entry.kind {
             EventKind::Migrated { tid, .. } | EventKind::MigrationFailed { tid, .. } => {
-                tid.to_string() == held.tid
+                tid.to_string() == migration.tid
             }
             _ => false,
         };
         self.vm
-            .wait_for_event(STEP_TIMEOUT, "end of the move", move_ended)?;
-        if lives {
+            .wait_for_event(WAIT_TIMEOUT, "end of the move", is_migration_end)?;
+        if has_survived {
             return Ok(());
         }
-        let ends = [held.source, held.target].map(|i| self.vm.bed().host(i).name());
-        let task_ended = |entry: &EventEntry| match &entry.kind {
-            EventKind::TaskEnded { tid, .. } => tid.to_string() == held.tid,
-            EventKind::HostGone { name, .. } => ends.contains(&name.as_str()),
+        let host_names = [migration.source_host, migration.target_host]
+            .map(|i| self.vm.testbed().host(i).name());
+        let is_task_end = |entry: &EventEntry| match &entry.kind {
+            EventKind::TaskEnded { tid, .. } => tid.to_string() == migration.tid,
+            EventKind::HostGone { name, .. } => host_names.contains(&name.as_str()),
             _ => false,
         };
         self.vm
-            .wait_for_event(STEP_TIMEOUT, "end of the task, or of its host", task_ended)
+            .wait_for_event(WAIT_TIMEOUT, "end of the task, or of its host", is_task_end)
             .map(drop)
     }
 
     /// Checks that no host has images, resume tokens or a process of a task.
-    fn check_nothing_is_left(&self) -> Result<()> {
-        wait_for(STEP_TIMEOUT, || {
-            let here = self.vm.hosts().map_err(|error| error.to_string())?;
-            let mut left: Vec<String> = self.oracle.process_counts().into_keys().collect();
+    fn check_nothing_remains(&self) -> Result<()> {
+        wait_for(WAIT_TIMEOUT, || {
+            let member_names = self.vm.host_names().map_err(|error| error.to_string())?;
+            let mut remains: Vec<String> = self.oracle.process_counts().into_keys().collect();
             let hosts = self
                 .vm
-                .bed()
+                .testbed()
                 .hosts()
                 .iter()
-                .filter(|host| here.iter().any(|name| name == host.name()));
-            left.extend(hosts.flat_map(leftovers));
-            if left.is_empty() {
+                .filter(|host| member_names.iter().any(|name| name == host.name()));
+            remains.extend(hosts.flat_map(leftover_names));
+            if remains.is_empty() {
                 Ok(())
             } else {
-                Err(left.join(", "))
+                Err(remains.join(", "))
             }
         })
     }
@@ -548,41 +608,44 @@ impl<'a> MigrationFaults<'a> {
     /// Waits until no host has a process of the virtual machine or of its tasks.
     ///
     /// # Errors
-    /// A process remains; the error names it.
+    /// A process remains; the error identifies it.
     pub fn wait_until_all_ended(&self) -> Result<()> {
-        self.vm.wait_until_gone(STEP_TIMEOUT)?;
-        wait_for(STEP_TIMEOUT, || {
-            let left = self.oracle.process_counts();
-            if left.is_empty() {
+        self.vm.wait_until_ended(WAIT_TIMEOUT)?;
+        wait_for(WAIT_TIMEOUT, || {
+            let process_counts = self.oracle.process_counts();
+            if process_counts.is_empty() {
                 Ok(())
             } else {
-                Err(format!("{left:?}"))
+                Err(format!("{process_counts:?}"))
             }
         })
     }
 }
 
-/// Returns a duration that exceeds two short leases. No migration waits longer for a process that
-/// no lease guards.
-fn beyond_leases() -> Duration {
-    Duration::from_secs(if is_full() { 30 } else { 7 })
+/// Returns a duration of more than two short leases. A fault in a process without a lease, for
+/// example a tasker, ends at the latest after this duration, even if the migration still waits for
+/// the process.
+fn leaseless_fault_time() -> Duration {
+    Duration::from_secs(if tests_all_cases() { 30 } else { 7 })
 }
 
 /// Succeeds if the console that migrates the task has ended.
-fn has_ended(held: &mut HeldMigration) -> Result<(), String> {
-    let console = held.console.as_mut().ok_or("no move")?;
-    match console.poll() {
+fn check_console_ended(migration: &mut HeldMigration) -> Result<(), String> {
+    let console = migration.console.as_mut().ok_or("no move")?;
+    match console.poll_status() {
         Ok(Some(_)) => Ok(()),
-        other => Err(format!("{} is still being moved: {other:?}", held.tid)),
+        other => Err(format!("{} is still being moved: {other:?}", migration.tid)),
     }
 }
 
-/// Succeeds if the master has lost the host since event number `from`.
-fn host_is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
-    let name = vm.bed().host(host).name();
-    let events = vm.events_from(from).map_err(|error| error.to_string())?;
-    let is_it = |entry: &EventEntry| matches!(&entry.kind, EventKind::HostGone { name: gone, .. } if gone == name);
-    if events.iter().any(is_it) {
+/// Succeeds if the event log contains the loss of the host, as event number `first_event` or later.
+fn check_host_lost(vm: &Vm<'_>, first_event: u64, host: usize) -> Result<(), String> {
+    let name = vm.testbed().host(host).name();
+    let events = vm
+        .events_from(first_event)
+        .map_err(|error| error.to_string())?;
+    let is_loss = |entry: &EventEntry| matches!(&entry.kind, EventKind::HostGone { name: lost_name, .. } if lost_name == name);
+    if events.iter().any(is_loss) {
         Ok(())
     } else {
         Err(format!("{name} is not lost"))
@@ -590,45 +653,48 @@ fn host_is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
 }
 
 /// Succeeds if all daemons except the master's have ended.
-pub fn slaves_have_ended(vm: &Vm<'_>) -> Result<(), String> {
-    let others = vm.bed().hosts()[1..].iter();
-    match others
+pub fn check_slaves_ended(vm: &Vm<'_>) -> Result<(), String> {
+    let slave_hosts = vm.testbed().hosts()[1..].iter();
+    match slave_hosts
         .clone()
-        .find(|host| faults::daemon_of(host).is_some())
+        .find(|host| faults::daemon_pid(host).is_some())
     {
         Some(host) => Err(format!("{} has a daemon", host.name())),
         None => Ok(()),
     }
 }
 
-/// True while only the source has the whole task. The master may learn that the source is lost
-/// before it learns that the target has the task.
-pub fn only_source_has_task(point: Point) -> bool {
+/// True before the end of the restore step, while only the source has the complete task. The master
+/// may detect the loss of the source before it receives the target's report that it has the task.
+pub fn is_before_restore_end(point: Point) -> bool {
     point < (Step::Restore, StepEdge::After)
 }
 
-/// True before the commit. The master learns of the death of a tasker at once, even just before a
-/// commit.
-pub fn not_committed(point: Point) -> bool {
+/// True before the end of the commit step. The master receives the report of a tasker's death at
+/// once, even just before a commit.
+pub fn is_before_commit(point: Point) -> bool {
     point < (Step::Commit, StepEdge::After)
 }
 
-/// True if a fault may end a task whose memory is in its images.
-pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
+/// True if a fault may end a task whose complete memory is in its images, that is, without
+/// post-copy.
+pub fn task_may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
-        _ if !fault.is_lasting() => false,
+        _ if !fault.exceeds_lease() => false,
         (_, Fault::Partition(_)) => false,
-        (Victim::Source, _) => only_source_has_task(point),
-        (Victim::Target, _) => !not_committed(point),
-        (Victim::SourceTasker, Fault::Kill) => not_committed(point),
-        (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
+        (Victim::SourceDaemon, _) => is_before_restore_end(point),
+        (Victim::TargetDaemon, _) => !is_before_commit(point),
+        (Victim::SourceTasker, Fault::Kill) => is_before_commit(point),
+        (Victim::TargetTasker, Fault::Kill) => !is_before_commit(point),
         _ => false,
     }
 }
 
-/// Returns the process of a host that is this victim; `None` if there is none.
-pub fn process_of(host: &Host, victim: Victim) -> Option<Pid> {
-    faults::processes_of(host, victim.role()).into_iter().next()
+/// Returns the process on `host` with the victim's role; `None` if there is none.
+pub fn victim_process(host: &Host, victim: Victim) -> Option<Pid> {
+    faults::role_processes(host, victim.process_role())
+        .into_iter()
+        .next()
 }
 
 #[cfg(test)]
@@ -637,27 +703,27 @@ mod tests {
     use std::collections::BTreeSet;
 
     const VICTIMS: [Victim; 5] = [
-        Victim::Source,
-        Victim::Target,
+        Victim::SourceDaemon,
+        Victim::TargetDaemon,
         Victim::SourceTasker,
         Victim::TargetTasker,
         Victim::ResourceManager,
     ];
 
-    fn all(pre_copies: bool, victims: &[Victim]) -> BTreeSet<Case> {
+    fn case_set(pre_copies: bool, victims: &[Victim]) -> BTreeSet<FaultCase> {
         all_cases(victims, pre_copies).into_iter().collect()
     }
 
-    /// All rounds together have each case once, and each round has at most as many cases as the
+    /// All rounds together contain each case once. Each round has at most as many cases as the
     /// testbed has pairs of hosts.
     #[test]
     fn rounds_have_each_case_once_and_fit_on_the_testbed() {
         for pre_copies in [false, true] {
             let cases = all_cases(&VICTIMS, pre_copies);
-            let rounds = rounds(cases.clone());
+            let rounds = group_into_rounds(cases.clone());
             assert_eq!(rounds.concat().len(), cases.len());
-            let distinct: BTreeSet<Case> = rounds.concat().into_iter().collect();
-            assert_eq!(distinct, all(pre_copies, &VICTIMS));
+            let distinct: BTreeSet<FaultCase> = rounds.concat().into_iter().collect();
+            assert_eq!(distinct, case_set(pre_copies, &VICTIMS));
             assert!(
                 rounds
                     .iter()
@@ -668,27 +734,31 @@ mod tests {
 
     #[test]
     fn a_sample_has_each_step_once() {
-        for turn in 0..20 {
-            let sample = sample(turn, Sampling::EachStep, &VICTIMS, true);
-            let tried: Vec<Step> = sample.iter().map(|((step, _), _)| *step).collect();
-            assert_eq!(tried, Step::ALL);
+        for sample_number in 0..20 {
+            let sample = sample_cases(sample_number, StepSample::EachStep, &VICTIMS, true);
+            let tried_steps: Vec<Step> = sample.iter().map(|((step, _), _)| *step).collect();
+            assert_eq!(tried_steps, Step::ALL);
         }
     }
 
-    /// Successive turns combine each step with each victim at both edges, whatever the first turn
-    /// is.
+    /// Successive turns combine each step with each victim at both edges, independently of the
+    /// first turn.
     #[test]
     fn successive_samples_cover_all_cases() {
-        let cases = [(Sampling::EachStep, 1), (Sampling::EachThirdStep, 9)];
-        for (sampling, longer) in cases {
-            for count in 1..=VICTIMS.len() {
-                let victims = &VICTIMS[..count];
-                for begin in [0, 7, 20_000] {
-                    let turns = begin..begin + 2 * count * longer;
-                    let tried: BTreeSet<Case> = turns
-                        .flat_map(|turn| sample(turn, sampling, victims, false))
+        let cases = [(StepSample::EachStep, 1), (StepSample::EachThirdStep, 9)];
+        for (sampling, turn_factor) in cases {
+            for victim_count in 1..=VICTIMS.len() {
+                let victims = &VICTIMS[..victim_count];
+                for first_turn in [0, 7, 20_000] {
+                    let turns = first_turn..first_turn + 2 * victim_count * turn_factor;
+                    let tried_cases: BTreeSet<FaultCase> = turns
+                        .flat_map(|turn| sample_cases(turn, sampling, victims, false))
                         .collect();
-                    assert_eq!(tried, all(false, victims), "{sampling:?}, {count} victims");
+                    assert_eq!(
+                        tried_cases,
+                        case_set(false, victims),
+                        "{sampling:?}, {victim_count} victims"
+                    );
                 }
             }
         }

@@ -1,28 +1,30 @@
 //! Builds PVM's examples from Debian's copy of their sources, with our headers and libraries.
 
 use crate::requirements::find_in_path;
-use crate::run::run_ok;
+use crate::run::run_successfully;
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time for one compilation on a loaded machine.
+/// Time limit for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Folder in which Debian's package installs the archives.
 const ARCHIVE_FOLDER: &str = "/usr/share/doc/pvm-examples";
-/// The archives; each contains one folder.
-const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
+/// Names of the archives without `.tar.gz`. Each archive contains one folder.
+const ARCHIVE_NAMES: [&str; 2] = ["examples", "gexamples"];
 
-/// A program, as (name, source file, further arguments of the compiler).
-type Program = (&'static str, &'static str, &'static [&'static str]);
+/// A program: name, source file, and further arguments of the compiler.
+type ExampleProgram = (&'static str, &'static str, &'static [&'static str]);
 
-/// Source file that all examples of the mailbox need in addition to their own.
+/// Argument for the compiler: source file that all examples of the mailbox need in addition to
+/// their own.
 const MAILBOX_SOURCE: &[&str] = &["examples/taskf.c"];
 
-/// All examples. Debian has no binaries of the last two, so tests only build these two.
-const PROGRAMS: [Program; 44] = [
+/// All examples. Debian has no binaries of the last two, so the tests build these two but do not
+/// run them.
+const EXAMPLE_PROGRAMS: [ExampleProgram; 44] = [
     ("hello.pvm", "examples/hello.c", &[]),
     ("hello_other", "examples/hello_other.c", &[]),
     ("master1", "examples/master1.c", &[]),
@@ -81,39 +83,41 @@ const PROGRAMS: [Program; 44] = [
     ("ptest", "examples/ptest.c", &[]),
 ];
 
-/// Returns why the examples cannot be built on this machine; `None` if they can.
-pub fn lacks() -> Option<String> {
-    let compiler = ["gcc", "gfortran"]
+/// Returns which requirement of the examples this machine does not meet; `None` if it meets all.
+pub fn unmet_requirement() -> Option<String> {
+    let missing_compiler = ["gcc", "gfortran"]
         .into_iter()
         .find(|name| find_in_path(name).is_none());
-    if let Some(name) = compiler {
+    if let Some(name) = missing_compiler {
         return Some(format!("{name} is missing: install {name}"));
     }
-    let archives = ARCHIVES.map(|name| Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")));
-    let missing = archives.iter().find(|path| !path.exists());
-    missing.map(|path| format!("{} is missing: install pvm-examples", path.display()))
+    let archives =
+        ARCHIVE_NAMES.map(|name| Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")));
+    let missing_archive = archives.iter().find(|path| !path.exists());
+    missing_archive.map(|path| format!("{} is missing: install pvm-examples", path.display()))
 }
 
 /// Builds all examples into `folder`, with the headers and libraries under `prefix`.
-pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
+pub fn build_all(prefix: &Path, folder: &Path) -> Result<()> {
     let sources = folder.join("sources");
     fs::create_dir_all(&sources)?;
-    for name in ARCHIVES {
-        let mut tar = Command::new("tar");
-        tar.arg("-xzf")
+    for name in ARCHIVE_NAMES {
+        let mut extract_command = Command::new("tar");
+        extract_command
+            .arg("-xzf")
             .arg(Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")))
             .arg("-C")
             .arg(&sources);
-        run_ok(tar, COMPILE_TIMEOUT)?;
+        run_successfully(extract_command, COMPILE_TIMEOUT)?;
     }
     // The Fortran sources search for the header next to their own folder.
     std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
-    for (name, source, more) in PROGRAMS {
-        let fortran = source.ends_with(".f");
-        let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
-        // These are Debian's options. The sources do not declare the types of functions, and some
-        // functions return nothing.
-        compiler
+    for (name, source, extra_arguments) in EXAMPLE_PROGRAMS {
+        let is_fortran = source.ends_with(".f");
+        let mut compile_command = Command::new(if is_fortran { "gfortran" } else { "gcc" });
+        // These are Debian's options. They are needed because the sources do not declare the types
+        // of functions, and some functions return nothing.
+        compile_command
             .args([
                 "-O2",
                 "-w",
@@ -121,30 +125,32 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
                 "-fstack-protector-strong",
                 "-D_FORTIFY_SOURCE=2",
             ])
-            .args(if fortran {
+            .args(if is_fortran {
                 ["-fallow-argument-mismatch"]
             } else {
                 ["-std=gnu89"]
             });
-        compiler
+        compile_command
             .current_dir(&sources)
-            .args(more)
+            .args(extra_arguments)
             .arg(source)
             .arg("-o")
             .arg(folder.join(name));
-        // Fortran compilers resolve relative names of headers from the source's folder.
-        compiler
+        // A Fortran compiler searches for a header with a relative name in the source's folder.
+        compile_command
             .arg("-I")
             .arg(Path::new(source).parent().unwrap_or(Path::new(".")));
-        compiler
+        compile_command
             .arg("-I")
             .arg(prefix.join("include"))
             .arg("-L")
             .arg(prefix.join("lib"));
-        compiler
-            .args(fortran.then_some("-lfpvm3"))
-            .args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
-        run_ok(compiler, COMPILE_TIMEOUT)
+        compile_command.args(is_fortran.then_some("-lfpvm3")).args([
+            "-Wl,--as-needed",
+            "-lgpvm3",
+            "-lpvm3",
+        ]);
+        run_successfully(compile_command, COMPILE_TIMEOUT)
             .with_context(|| format!("building {name} from {source}"))?;
     }
     Ok(())

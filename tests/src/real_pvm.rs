@@ -1,6 +1,6 @@
 //! Runs Debian's PVM 3.4.6 on the hosts of a testbed, for comparisons with Sempa.
 
-use crate::run::{RunningCommand, run, wait_for};
+use crate::run::{RunningCommand, run_to_end, wait_for};
 use crate::ssh;
 use crate::testbed::{Host, Testbed, wait_until_no_process};
 use anyhow::{Context, Result};
@@ -10,20 +10,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time limit for daemons to start, and for them to end.
-const STARTUP_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time limit for the start and for the end of daemons.
+const DAEMON_TIMEOUT: Duration = Duration::from_secs(30);
 /// File on each host to which PVM's daemon writes its address.
-const ADDRESS: &str = "/tmp/pvmd.0";
+const ADDRESS_PATH: &str = "/tmp/pvmd.0";
 /// File on each host to which PVM's daemon writes its log.
-const LOG: &str = "/tmp/pvml.0";
+const LOG_PATH: &str = "/tmp/pvml.0";
 
 /// A virtual machine of PVM's own daemons, with its master on h1. The testbed must be made without
 /// the programs of Sempa.
 #[derive(Debug)]
 pub struct RealVm<'a> {
-    bed: &'a Testbed,
-    rsh: PathBuf,
-    daemon: RunningCommand,
+    testbed: &'a Testbed,
+    rsh_script: PathBuf,
+    master: RunningCommand,
 }
 
 impl<'a> RealVm<'a> {
@@ -31,67 +31,70 @@ impl<'a> RealVm<'a> {
     ///
     /// # Errors
     /// PVM is not installed or does not start.
-    pub fn start(bed: &'a Testbed) -> Result<RealVm<'a>> {
+    pub fn start(testbed: &'a Testbed) -> Result<Self> {
         // PVM_RSH must be a single word, so a script is needed.
-        let rsh = bed.folder().join("rsh");
+        let rsh_script = testbed.folder().join("rsh");
         fs::write(
-            &rsh,
+            &rsh_script,
             format!(
                 "#!/bin/sh\nexec {} \"$@\"\n",
-                ssh::remote_shell(bed.folder(), "root")
+                ssh::remote_shell_command(testbed.folder(), "root")
             ),
         )?;
-        fs::set_permissions(&rsh, fs::Permissions::from_mode(0o755))?;
-        let daemon = RunningCommand::start(
-            in_host(bed.host(1), &rsh, Path::new("/usr/bin/pvmd")),
+        fs::set_permissions(&rsh_script, fs::Permissions::from_mode(0o755))?;
+        let master = RunningCommand::start(
+            pvm_command(testbed.host(1), &rsh_script, Path::new("/usr/bin/pvmd")),
             Stdio::null(),
         )?;
-        let vm = RealVm { bed, rsh, daemon };
-        wait_for(STARTUP_TIMEOUT, || {
-            if vm.bed.host(1).machine_path(ADDRESS).exists() {
+        let vm = RealVm {
+            testbed,
+            rsh_script,
+            master,
+        };
+        wait_for(DAEMON_TIMEOUT, || {
+            if vm.testbed.host(1).machine_path(ADDRESS_PATH).exists() {
                 return Ok(());
             }
             Err(format!(
                 "PVM's daemon gives no address: {:?}",
-                vm.daemon.out_so_far()
+                vm.master.stdout_so_far()
             ))
         })?;
         Ok(vm)
     }
 
-    /// Returns a command that runs `program` on a host with the environment of the virtual
-    /// machine's user.
+    /// Returns a command that runs `program` on a host with the environment variables of PVM.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
-        in_host(host, &self.rsh, program.as_ref())
+        pvm_command(host, &self.rsh_script, program.as_ref())
     }
 
-    /// Returns the path of a program that takes the arguments of ssh and reaches the hosts of the
-    /// testbed.
-    pub fn remote_shell(&self) -> &Path {
-        &self.rsh
+    /// Returns the path of the script that PVM runs instead of ssh. It accepts ssh's arguments and
+    /// reaches the hosts of the testbed.
+    pub fn rsh_script(&self) -> &Path {
+        &self.rsh_script
     }
 
     /// Returns the master's log.
-    pub fn log(&self) -> String {
-        fs::read_to_string(self.bed.host(1).machine_path(LOG)).unwrap_or_default()
+    pub fn master_log(&self) -> String {
+        fs::read_to_string(self.testbed.host(1).machine_path(LOG_PATH)).unwrap_or_default()
     }
 
-    /// Ends the virtual machine. Kills every process that remains on the hosts, because PVM's own
-    /// `halt` is not reliable.
+    /// Ends the virtual machine. Kills every PVM process that remains on the hosts, because PVM's
+    /// own `halt` is not reliable.
     ///
     /// # Errors
     /// A process cannot be ended.
-    pub fn halt(self) -> Result<()> {
-        let master = self.bed.host(1);
-        let mut end = master.command("/bin/sh");
-        end.args(["-c", "kill -TERM $(pidof pvmd)"]);
-        run(end, STARTUP_TIMEOUT)?;
-        for host in self.bed.hosts() {
-            // The master requests the slaves to end. Those that do not end are killed.
-            let asked = wait_until_no_process(host, "pvm", Duration::from_secs(3));
-            if asked.is_err() {
-                host.kill_all();
-                wait_until_no_process(host, "pvm", STARTUP_TIMEOUT)?;
+    pub fn halt_or_kill(self) -> Result<()> {
+        let master = self.testbed.host(1);
+        let mut end_command = master.root_command("/bin/sh");
+        end_command.args(["-c", "kill -TERM $(pidof pvmd)"]);
+        run_to_end(end_command, DAEMON_TIMEOUT)?;
+        for host in self.testbed.hosts() {
+            // The master requests the slaves to end. A slave that does not end is killed.
+            let slave_end = wait_until_no_process(host, "pvm", Duration::from_secs(3));
+            if slave_end.is_err() {
+                host.kill_all_processes();
+                wait_until_no_process(host, "pvm", DAEMON_TIMEOUT)?;
             }
             for entry in fs::read_dir(host.machine_path("/tmp"))
                 .context("/tmp of a host")?
@@ -106,8 +109,10 @@ impl<'a> RealVm<'a> {
     }
 }
 
-fn in_host(host: &Host, rsh: &Path, program: &Path) -> Command {
-    let mut command = host.command(program);
-    command.env("PVM_ALLOW_ROOT", "1").env("PVM_RSH", rsh);
+fn pvm_command(host: &Host, rsh_script: &Path, program: &Path) -> Command {
+    let mut command = host.root_command(program);
+    command
+        .env("PVM_ALLOW_ROOT", "1")
+        .env("PVM_RSH", rsh_script);
     command
 }

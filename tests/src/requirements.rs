@@ -1,6 +1,9 @@
-//! Checks for tests what they need of the machine, and makes their testbeds.
+//! Checks that the machine meets the requirements of tests, and makes the testbeds of tests.
 
-pub use crate::machine::{build_folder, engine, find_in_path, is_root, lacks, lacks_disk, prefix};
+pub use crate::machine::{
+    build_folder, find_engine, find_in_path, installed_prefix, is_root, missing_disk_reason,
+    unmet_requirement,
+};
 
 use crate::Testbed;
 use crate::layout::prefix_in_hosts;
@@ -11,59 +14,61 @@ use std::path::{Path, PathBuf};
 ///
 /// # Panics
 /// The programs are not installed.
-pub fn prefix_in_bed() -> PathBuf {
-    let prefix = prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
+pub fn require_prefix_in_hosts() -> PathBuf {
+    let prefix = installed_prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
     prefix_in_hosts(&prefix)
 }
 
-/// Stops a test if the machine lacks what the test needs. `lack` is what is missing.
+/// Panics if the machine does not meet a requirement of the test, which `unmet_requirement` describes.
 ///
 /// Such a test must fail, because a test that returns early counts as passed. `cargo xtask test`
 /// excludes such tests and reports them as skipped.
 ///
 /// # Panics
-/// `lack` is not `None`.
-pub fn require(lack: Option<String>) {
-    if let Some(lack) = lack {
-        panic!("cannot run here: {lack}");
+/// `unmet_requirement` is not `None`.
+pub fn panic_if_unmet(unmet_requirement: Option<String>) {
+    if let Some(unmet_requirement) = unmet_requirement {
+        panic!("cannot run here: {unmet_requirement}");
     }
 }
 
-/// Requires a program in PATH. `package` is the Debian package that installs it.
+/// Requires a program: `name` is its name in PATH, or its absolute path. `package` is the Debian
+/// package that installs it.
 ///
 /// # Panics
 /// The program is missing.
 pub fn require_program(name: &str, package: &str) {
-    let found = if name.starts_with('/') {
+    let is_installed = if name.starts_with('/') {
         Path::new(name).exists()
     } else {
         find_in_path(name).is_some()
     };
-    require((!found).then(|| format!("{name} is missing: install {package}")));
+    panic_if_unmet((!is_installed).then(|| format!("{name} is missing: install {package}")));
 }
 
-/// Makes a testbed of `count` hosts for a test.
+/// Makes a testbed of `host_count` hosts for a test.
 ///
 /// # Panics
-/// The machine lacks something, the programs are not installed, or a host does not start.
-pub fn testbed(count: usize) -> Testbed {
-    require_and_make(|prefix| Testbed::new(count, Some(prefix), &[]))
+/// The machine does not meet a requirement, the programs are not installed, or a host does not
+/// start.
+pub fn require_testbed(host_count: usize) -> Testbed {
+    require_and_make(|prefix| Testbed::new(host_count, Some(prefix), &[]))
 }
 
-/// As [`testbed`], with a testbed that has its own engine ([`Testbed::with_own_engine`]).
-pub fn testbed_with_own_engine(count: usize) -> Testbed {
-    require_and_make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
+/// As [`testbed`], with [`Testbed::with_own_engine`].
+pub fn require_testbed_with_own_engine(host_count: usize) -> Testbed {
+    require_and_make(|prefix| Testbed::with_own_engine(host_count, Some(prefix)))
 }
 
-/// As [`testbed`], with additional environment variables for all daemons except the first one
-/// ([`Testbed::with_env`]).
-pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Testbed {
-    require_and_make(|prefix| Testbed::with_env(count, Some(prefix), env))
+/// As [`testbed`], with [`Testbed::with_env`]: `env` contains additional environment variables for
+/// all daemons except the first one.
+pub fn require_testbed_with_env(host_count: usize, env: &[(&str, &str)]) -> Testbed {
+    require_and_make(|prefix| Testbed::with_env(host_count, Some(prefix), env))
 }
 
-fn require_and_make(new: impl FnOnce(&Path) -> Result<Testbed>) -> Testbed {
-    require(lacks());
-    prefix()
-        .and_then(|prefix| new(&prefix))
+fn require_and_make(make: impl FnOnce(&Path) -> Result<Testbed>) -> Testbed {
+    panic_if_unmet(unmet_requirement());
+    installed_prefix()
+        .and_then(|prefix| make(&prefix))
         .unwrap_or_else(|error| panic!("no testbed: {error:#}"))
 }

@@ -1,4 +1,4 @@
-//! Runs commands with a deadline, and waits for conditions.
+//! Runs commands with a time limit, and waits for conditions.
 //!
 //! The output of commands is written to files instead of pipes, because a daemon that a command
 //! starts could keep a pipe open.
@@ -12,21 +12,21 @@ use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Minimum pause between two checks of a condition. The pause is a sixteenth of the time waited so
-/// far, between this minimum and [`CHECK_INTERVAL_MAX`]. Many checks start a console, and frequent
-/// checks would slow down the work that the test waits for.
+/// Minimum pause between two checks of a condition. A pause is a sixteenth of the time since the
+/// first check, but at least this minimum and at most [`CHECK_INTERVAL_MAX`]. Many checks start a
+/// console, so frequent checks would slow down the virtual machine.
 const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 const CHECK_INTERVAL_MAX: Duration = Duration::from_millis(100);
 
 /// Time limit for a killed process to end.
-const END_TIMEOUT: Duration = Duration::from_secs(20);
+const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Exit status and output of a command that has ended.
 #[derive(Debug, Clone)]
 pub struct CommandResult {
     pub status: ExitStatus,
-    pub out: String,
-    pub err: String,
+    pub stdout: String,
+    pub stderr: String,
 }
 
 impl CommandResult {
@@ -35,129 +35,138 @@ impl CommandResult {
         self.status.success()
     }
 
-    /// Returns the result if the command has succeeded. `what` describes the command in the error.
+    /// Returns the result if the command has succeeded. `description` describes the command in the error.
     ///
     /// # Errors
-    /// The command has failed; the error has its output.
-    pub fn expect_success(self, what: &str) -> Result<CommandResult> {
+    /// The command has failed; the error contains its output.
+    pub fn expect_success(self, description: &str) -> Result<Self> {
         if self.succeeded() {
             return Ok(self);
         }
         bail!(
-            "{what}: {}\nstdout: {}\nstderr: {}",
+            "{description}: {}\nstdout: {}\nstderr: {}",
             self.status,
-            self.out.trim(),
-            self.err.trim()
+            self.stdout.trim(),
+            self.stderr.trim()
         )
     }
 }
 
-/// Repeats `check` until it succeeds or `deadline` has passed. An error of `check` says what is
-/// still missing.
+/// Repeats `check` until it succeeds or the time `timeout` has passed since the call. An error of
+/// `check` describes what is missing.
 ///
 /// # Errors
-/// The deadline has passed; the error is the last one of `check`.
-pub fn wait_for<T>(deadline: Duration, mut check: impl FnMut() -> Result<T, String>) -> Result<T> {
-    let begun = Instant::now();
+/// The time has passed; the error is the last error of `check`.
+pub fn wait_for<T>(timeout: Duration, mut check: impl FnMut() -> Result<T, String>) -> Result<T> {
+    let started_at = Instant::now();
     loop {
         match check() {
             Ok(value) => return Ok(value),
-            Err(missing) if begun.elapsed() >= deadline => {
-                bail!("not within {} s: {missing}", deadline.as_secs_f32())
+            Err(error) if started_at.elapsed() >= timeout => {
+                bail!("not within {} s: {error}", timeout.as_secs_f32())
             }
             Err(_) => {
-                let pause = (begun.elapsed() / 16).clamp(CHECK_INTERVAL_MIN, CHECK_INTERVAL_MAX);
+                let pause =
+                    (started_at.elapsed() / 16).clamp(CHECK_INTERVAL_MIN, CHECK_INTERVAL_MAX);
                 std::thread::park_timeout(pause);
             }
         }
     }
 }
 
-/// A running command, with its output in files.
+/// A running command, whose output is written to files. Dropping the value kills the process.
 #[derive(Debug)]
 pub struct RunningCommand {
     description: String,
-    child: Child,
-    out: File,
-    err: File,
+    process: Child,
+    stdout_file: File,
+    stderr_file: File,
 }
 
 impl RunningCommand {
     /// Starts a command with `stdin` as its standard input.
-    pub fn start(mut command: Command, stdin: Stdio) -> Result<RunningCommand> {
-        let what = format!("{command:?}");
-        let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
+    pub fn start(mut command: Command, stdin: Stdio) -> Result<Self> {
+        let description = format!("{command:?}");
+        let (stdout, stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
         command
             .stdin(stdin)
-            .stdout(out.try_clone()?)
-            .stderr(err.try_clone()?);
+            .stdout(stdout.try_clone()?)
+            .stderr(stderr.try_clone()?);
         let child = command
             .spawn()
-            .with_context(|| format!("cannot start {what}"))?;
-        Ok(RunningCommand {
-            description: what,
-            child,
-            out,
-            err,
+            .with_context(|| format!("cannot start {description}"))?;
+        Ok(Self {
+            description,
+            process: child,
+            stdout_file: stdout,
+            stderr_file: stderr,
         })
     }
 
     /// Returns the standard output of the command so far.
-    pub fn out_so_far(&self) -> Result<String> {
-        read_all(&self.out)
+    pub fn stdout_so_far(&self) -> Result<String> {
+        read_from_start(&self.stdout_file)
     }
 
     /// Returns the standard error of the command so far.
-    pub fn err_so_far(&self) -> Result<String> {
-        read_all(&self.err)
+    pub fn stderr_so_far(&self) -> Result<String> {
+        read_from_start(&self.stderr_file)
     }
 
-    /// Returns the process number on the machine.
-    pub fn id(&self) -> u32 {
-        self.child.id()
+    /// Returns the command's process number on the machine.
+    pub fn process_id(&self) -> u32 {
+        self.process.id()
     }
 
-    /// Returns the write end of the standard input; `None` if it is not piped or was taken before.
+    /// Returns the pipe to the command's standard input; `None` if standard input is no pipe or an
+    /// earlier call has returned the pipe.
     pub fn take_stdin(&mut self) -> Option<std::process::ChildStdin> {
-        self.child.stdin.take()
+        self.process.stdin.take()
     }
 
-    /// Returns the exit status; `None` while the command runs.
-    pub fn poll(&mut self) -> Result<Option<ExitStatus>> {
-        Ok(self.child.try_wait()?)
+    /// Returns the exit status if the command has ended; `None` while it runs. Does not wait.
+    pub fn poll_status(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.process.try_wait()?)
     }
 
-    /// Kills the children of the process and waits until the process ends. For a program that
-    /// `nsenter` has started in a host: the process is `nsenter`, and the program is its child.
+    /// Kills the child processes of the process and waits until the process ends. A command in a
+    /// host needs this: its process is `nsenter`, and the program is the child process.
     ///
     /// # Errors
     /// A process cannot be found or ended.
-    pub fn end_inside(self) -> Result<()> {
-        let outer = Process::new(self.id().cast_signed())?;
-        for child in outer.task_main_thread()?.children()? {
+    pub fn kill_children_and_wait(self) -> Result<()> {
+        let parent = Process::new(self.process_id().cast_signed())?;
+        for child in parent.task_main_thread()?.children()? {
             kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL)?;
         }
-        self.finish(END_TIMEOUT).map(|_| ())
+        self.wait_or_kill(KILL_TIMEOUT).map(|_| ())
     }
 
-    /// Waits until the command ends. Kills it at the deadline.
+    /// Waits until the command ends. Kills the command when the time `timeout` has passed.
     ///
     /// # Errors
-    /// The command did not end before the deadline; the error has its output.
-    pub fn finish(mut self, deadline: Duration) -> Result<CommandResult> {
-        let ended = wait_for(deadline, || match self.child.try_wait() {
+    /// The command did not end in time; the error contains its output.
+    pub fn wait_or_kill(mut self, timeout: Duration) -> Result<CommandResult> {
+        let exit_status = wait_for(timeout, || match self.process.try_wait() {
             Ok(Some(status)) => Ok(status),
             Ok(None) => Err("it still runs".to_string()),
             Err(error) => Err(error.to_string()),
         });
-        let (out, err) = (read_all(&self.out)?, read_all(&self.err)?);
-        match ended {
-            Ok(status) => Ok(CommandResult { status, out, err }),
-            Err(late) => bail!(
-                "{}: {late}\nstdout: {}\nstderr: {}",
+        let (stdout, stderr) = (
+            read_from_start(&self.stdout_file)?,
+            read_from_start(&self.stderr_file)?,
+        );
+        match exit_status {
+            Ok(status) => Ok(CommandResult {
+                status,
+                stdout,
+                stderr,
+            }),
+            Err(timeout_error) => bail!(
+                "{}: {timeout_error}\nstdout: {}\nstderr: {}",
                 self.description,
-                out.trim(),
-                err.trim()
+                stdout.trim(),
+                stderr.trim()
             ),
         }
     }
@@ -165,37 +174,37 @@ impl RunningCommand {
 
 impl Drop for RunningCommand {
     fn drop(&mut self) {
-        // Both calls do nothing if the process has ended.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // Both calls have no effect if the process has ended.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
-fn read_all(file: &File) -> Result<String> {
-    // A duplicate of the descriptor would share the file offset with the writer, so the file is
+fn read_from_start(file: &File) -> Result<String> {
+    // A duplicate of the descriptor would share the file offset with the command, so the file is
     // opened again.
     use std::os::fd::AsRawFd;
-    let mut fresh = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-    fresh.rewind()?;
+    let mut reopened_file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    reopened_file.rewind()?;
     let mut bytes = Vec::new();
-    fresh.read_to_end(&mut bytes)?;
+    reopened_file.read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Runs a command to its end, without input.
+/// Runs a command without input and waits for its end.
 ///
 /// # Errors
-/// The command does not start, or does not end before the deadline. A failure of the command is no
-/// error.
-pub fn run(command: Command, deadline: Duration) -> Result<CommandResult> {
-    RunningCommand::start(command, Stdio::null())?.finish(deadline)
+/// The command does not start, or does not end within the time limit. A failure of the command is
+/// no error.
+pub fn run_to_end(command: Command, timeout: Duration) -> Result<CommandResult> {
+    RunningCommand::start(command, Stdio::null())?.wait_or_kill(timeout)
 }
 
-/// Runs a command to its end. The command must succeed.
+/// Runs a command without input and waits for its end. The command must succeed.
 ///
 /// # Errors
-/// As [`run`]; also if the exit status is not 0.
-pub fn run_ok(command: Command, deadline: Duration) -> Result<CommandResult> {
-    let what = format!("{command:?}");
-    run(command, deadline)?.expect_success(&what)
+/// As [`run`], or the exit status is not 0.
+pub fn run_successfully(command: Command, timeout: Duration) -> Result<CommandResult> {
+    let description = format!("{command:?}");
+    run_to_end(command, timeout)?.expect_success(&description)
 }

@@ -1,6 +1,6 @@
-//! Logins on hosts of a testbed over ssh, with a terminal.
+//! Logins to hosts of a testbed over ssh, with a terminal.
 
-pub use crate::ssh_settings::{client_config, remote_shell};
+pub use crate::ssh_settings::{client_config_path, remote_shell_command};
 
 use crate::run::{RunningCommand, wait_for};
 use crate::testbed::{Host, Testbed};
@@ -10,46 +10,46 @@ use std::time::Duration;
 
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A login on a host, with a terminal, from the desk. Dropping ends the login.
+/// A login from the outside host to another host of the testbed, with a terminal. Dropping the
+/// value ends the login.
 #[derive(Debug)]
-pub struct Login {
-    session: RunningCommand,
-    input: Option<ChildStdin>,
+pub struct SshLogin {
+    ssh: RunningCommand,
+    shell_input: Option<ChildStdin>,
 }
 
-impl Login {
-    /// Logs in a user on a host with `ssh -tt`, and waits until the record of the login is in the
-    /// host's utmp.
-    pub fn new(testbed: &Testbed, user: &str, host: &Host) -> Result<Login> {
-        let before = crate::utmp::logins(host)?.len();
-        let mut command = testbed.desk().command("ssh");
+impl SshLogin {
+    /// Logs in a user on a host with `ssh -tt`, and waits until the login is in the host's utmp.
+    pub fn log_in(testbed: &Testbed, user: &str, host: &Host) -> Result<Self> {
+        let login_count = crate::utmp::read_logins(host)?.len();
+        let mut command = testbed.outside_host().root_command("ssh");
         command
             .arg("-F")
-            .arg(client_config(testbed.folder(), "root"))
+            .arg(client_config_path(testbed.folder(), "root"))
             .arg("-tt")
             .arg(format!("{user}@{}", host.name()));
         let mut session = RunningCommand::start(command, Stdio::piped())?;
         let input = session.take_stdin().context("its input is piped")?;
-        let mut login = Login {
-            session,
-            input: Some(input),
+        let mut login = Self {
+            ssh: session,
+            shell_input: Some(input),
         };
         wait_for(STARTUP_TIMEOUT, || {
-            if crate::utmp::logins(host).is_ok_and(|logins| logins.len() > before) {
+            if crate::utmp::read_logins(host).is_ok_and(|logins| logins.len() > login_count) {
                 return Ok(());
             }
-            let ended = login
-                .session
-                .poll()
+            let has_ended = login
+                .ssh
+                .poll_status()
                 .ok()
                 .flatten()
                 .map(|status| format!(", ssh ended: {status}"));
-            let words = login.session.err_so_far().unwrap_or_default();
+            let error_text = login.ssh.stderr_so_far().unwrap_or_default();
             Err(format!(
                 "no login of {user} on {}{} {}",
                 host.name(),
-                ended.unwrap_or_default(),
-                words.trim()
+                has_ended.unwrap_or_default(),
+                error_text.trim()
             ))
         })?;
         Ok(login)
@@ -61,12 +61,12 @@ impl Login {
     /// ssh does not end.
     pub fn log_out(mut self) -> Result<()> {
         use std::io::Write;
-        if let Some(mut input) = self.input.take() {
-            // The shell may have ended before, so an error is ignored.
+        if let Some(mut input) = self.shell_input.take() {
+            // The shell may have ended already, so an error is ignored.
             let _ = input.write_all(b"exit\n");
         }
-        let session = &mut self.session;
-        wait_for(STARTUP_TIMEOUT, || match session.poll() {
+        let session = &mut self.ssh;
+        wait_for(STARTUP_TIMEOUT, || match session.poll_status() {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err("the login session does not end".to_string()),
             Err(error) => Err(error.to_string()),

@@ -1,48 +1,49 @@
 //! Generates a school's timetable as a problem for tablix2, and checks the solution.
 //!
 //! The generator makes a valid timetable and removes its times and rooms, so a solution exists. Two
-//! soft constraints (no holes, free first lessons) conflict, so the search ends only when there has
-//! been no improvement for some time.
+//! soft constraints (no holes, free first lessons) conflict, so no solution satisfies all
+//! constraints. The search ends only after a number of populations without improvement.
 
 use crate::rng::Rng;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
 
-/// The size of the school.
+/// The numbers that determine the size of the problem.
 #[derive(Clone, Copy, Debug)]
 pub struct School {
     /// Number of classes; also the number of rooms.
-    pub classes: usize,
-    pub teachers: usize,
+    pub class_count: usize,
+    pub teacher_count: usize,
     /// Days of a school week.
-    pub days: usize,
+    pub day_count: usize,
     /// Number of lessons per day.
     pub lessons_per_day: usize,
     /// Number of lessons that take place at the same time, at most `classes`.
-    pub concurrent_lessons: usize,
+    pub concurrent_lesson_count: usize,
 }
 
 /// The school of the demo. With [`FINISH_OPTION`] the search takes 30 to 60 seconds on two cores.
 pub const DEMO_SCHOOL: School = School {
-    classes: 14,
-    teachers: 18,
-    days: 5,
+    class_count: 14,
+    teacher_count: 18,
+    day_count: 5,
     lessons_per_day: 7,
-    concurrent_lessons: 10,
+    concurrent_lesson_count: 10,
 };
-/// tablix2's option `finish`: number of populations without improvement after which a kernel stops.
+/// tablix2's option `finish`: number of populations without improvement after which a kernel of
+/// tablix2 stops.
 pub const FINISH_OPTION: &str = "finish=1300";
 
-/// Returns the problem as XML for tablix2.
-pub fn problem(school: School, seed: u64) -> String {
+/// Returns a problem as XML for tablix2. The same school and seed give the same problem.
+pub fn problem_xml(school: School, seed: u64) -> String {
     let mut rng = Rng::new(seed);
-    let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
-    for _ in 0..school.days * school.lessons_per_day {
-        let classes = rng.choose(school.classes, school.concurrent_lessons);
-        let teachers = rng.choose(school.teachers, school.concurrent_lessons);
-        for pair in classes.into_iter().zip(teachers) {
-            *events.entry(pair).or_default() += 1;
+    let mut lesson_counts: BTreeMap<(usize, usize), u32> = BTreeMap::new();
+    for _ in 0..school.day_count * school.lessons_per_day {
+        let classes = rng.choose_different(school.class_count, school.concurrent_lesson_count);
+        let teachers = rng.choose_different(school.teacher_count, school.concurrent_lesson_count);
+        for class_and_teacher in classes.into_iter().zip(teachers) {
+            *lesson_counts.entry(class_and_teacher).or_default() += 1;
         }
     }
     let mut xml = String::from(
@@ -56,33 +57,35 @@ pub fn problem(school: School, seed: u64) -> String {
         );
     }
     for module in ["holes", "freemorning"] {
-        let wish = "<option name=\"resourcetype\">class</option></module>";
+        let class_option = "<option name=\"resourcetype\">class</option></module>";
         write_line(
             &mut xml,
-            &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{wish}"),
+            &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{class_option}"),
         );
     }
     write_line(&mut xml, "</modules>\n<resources>\n<constant>");
-    write_resources(&mut xml, "teacher", school.teachers);
-    write_resources(&mut xml, "class", school.classes);
+    write_resources(&mut xml, "teacher", school.teacher_count);
+    write_resources(&mut xml, "class", school.class_count);
     write_line(&mut xml, "</constant>\n<variable>");
-    let matrix = format!(
+    let day_and_period_options = format!(
         "<matrix width=\"{}\" height=\"{}\"/>",
-        school.days, school.lessons_per_day
+        school.day_count, school.lessons_per_day
     );
     write_line(
         &mut xml,
-        &format!("<resourcetype type=\"time\">{matrix}</resourcetype>"),
+        &format!("<resourcetype type=\"time\">{day_and_period_options}</resourcetype>"),
     );
-    write_resources(&mut xml, "room", school.classes);
+    write_resources(&mut xml, "room", school.class_count);
     write_line(&mut xml, "</variable>\n</resources>\n<events>");
-    for ((class, teacher), repeats) in events {
-        let who = format!(
+    for ((class, teacher), lesson_count) in lesson_counts {
+        let resources = format!(
             "<resource type=\"teacher\" name=\"teacher{teacher}\"/><resource type=\"class\" name=\"class{class}\"/>"
         );
         write_line(
             &mut xml,
-            &format!("<event name=\"lesson{class}-{teacher}\" repeats=\"{repeats}\">{who}</event>"),
+            &format!(
+                "<event name=\"lesson{class}-{teacher}\" repeats=\"{lesson_count}\">{resources}</event>"
+            ),
         );
     }
     xml.push_str("</events>\n</ttm>\n");
@@ -94,8 +97,8 @@ fn write_line(xml: &mut String, text: &str) {
     let _ = writeln!(xml, "{text}");
 }
 
-fn write_resources(xml: &mut String, kind: &str, count: usize) {
-    let names: String = (0..count)
+fn write_resources(xml: &mut String, kind: &str, resource_count: usize) {
+    let names: String = (0..resource_count)
         .map(|i| format!("<resource name=\"{kind}{i}\"/>"))
         .collect();
     write_line(
@@ -109,15 +112,16 @@ fn write_resources(xml: &mut String, kind: &str, count: usize) {
 pub struct Solution {
     /// tablix2's measure of the violated soft constraints; lower is better.
     pub fitness: u64,
-    /// The number of lessons in the table.
-    pub lessons: usize,
+    /// Number of lessons in the timetable.
+    pub lesson_count: usize,
 }
 
 /// Parses the CSV of `tablix2_output` and checks the hard constraints: no teacher, class or room is
 /// used twice at the same time.
 ///
 /// # Errors
-/// The file is malformed, or a hard constraint is violated; the error names it.
+/// The file is malformed, or a hard constraint is violated; the error describes the first
+/// violation.
 pub fn check_solution(csv: &str) -> Result<Solution> {
     let mut rows = csv.lines().map(|line| {
         line.split(',')
@@ -135,20 +139,23 @@ pub fn check_solution(csv: &str) -> Result<Solution> {
     rows.by_ref()
         .find(|row| row[0] == "Event name")
         .context("no lessons in the result")?;
-    let mut taken = HashSet::new();
-    let mut lessons = 0;
+    let mut used_slots = HashSet::new();
+    let mut lesson_count = 0;
     for row in rows.filter(|row| row.len() > 1) {
         let [name, teacher, class, time, room] = row[..] else {
             bail!("not a lesson: {row:?}")
         };
-        for who in [teacher, class, room] {
-            if !taken.insert((time.to_string(), who.to_string())) {
-                bail!("{who} is needed twice at time {time} ({name})");
+        for resource in [teacher, class, room] {
+            if !used_slots.insert((time.to_string(), resource.to_string())) {
+                bail!("{resource} is needed twice at time {time} ({name})");
             }
         }
-        lessons += 1;
+        lesson_count += 1;
     }
-    Ok(Solution { fitness, lessons })
+    Ok(Solution {
+        fitness,
+        lesson_count,
+    })
 }
 
 #[cfg(test)]
@@ -157,35 +164,35 @@ mod tests {
 
     #[test]
     fn a_problem_has_every_lesson_of_its_timetable() {
-        let xml = problem(DEMO_SCHOOL, 1);
+        let xml = problem_xml(DEMO_SCHOOL, 1);
         let repeats = xml
             .split("repeats=\"")
             .skip(1)
             .map(|rest| rest.split('"').next().expect("closed"));
-        let lessons: usize = repeats
-            .map(|number| number.parse::<usize>().expect("a number"))
+        let lesson_count: usize = repeats
+            .map(|count| count.parse::<usize>().expect("a number"))
             .sum();
-        assert_eq!(lessons, 5 * 7 * 10);
-        assert_eq!(xml, problem(DEMO_SCHOOL, 1));
-        assert_ne!(xml, problem(DEMO_SCHOOL, 2));
+        assert_eq!(lesson_count, 5 * 7 * 10);
+        assert_eq!(xml, problem_xml(DEMO_SCHOOL, 1));
+        assert_ne!(xml, problem_xml(DEMO_SCHOOL, 2));
     }
 
     #[test]
     fn teacher_used_twice_is_no_solution() {
-        let head = "\"Title\",\"x\"\n\"Fitness\",18\n\"Event name\",\"teacher\",\"class\",\"time\",\"room\"\n";
-        let good = format!(
-            "{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n"
+        let header = "\"Title\",\"x\"\n\"Fitness\",18\n\"Event name\",\"teacher\",\"class\",\"time\",\"room\"\n";
+        let valid_csv = format!(
+            "{header}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n"
         );
         assert_eq!(
-            check_solution(&good).expect("good"),
+            check_solution(&valid_csv).expect("good"),
             Solution {
                 fitness: 18,
-                lessons: 2
+                lesson_count: 2
             }
         );
-        let bad = format!("{good}\"c\",\"t0\",\"c2\",\"0 2\",\"r3\"\n");
+        let invalid_csv = format!("{valid_csv}\"c\",\"t0\",\"c2\",\"0 2\",\"r3\"\n");
         assert!(
-            check_solution(&bad)
+            check_solution(&invalid_csv)
                 .expect_err("twice")
                 .to_string()
                 .contains("t0")

@@ -2,7 +2,7 @@
 
 use crate::layout::home_of;
 use crate::programs;
-use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
+use crate::run::{CommandResult, RunningCommand, run_successfully, run_to_end, wait_for};
 use crate::testbed::{ALICE_UID, Host, Testbed};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
@@ -16,66 +16,69 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time limit for one command of the console on a loaded machine. Migrations with much memory
-/// finish within it.
+/// Time limit for one command of the console on a loaded machine. It is sufficient for migrations
+/// with much memory.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time limit for lost hosts to become members again.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Number of lines of a host's log that are shown when a test fails.
-const LOG_LINES_SHOWN: usize = 150;
+/// Number of lines at the end of a host's log that are shown when a test fails.
+const LOG_LINES_SHOWN_MAX: usize = 150;
 
-/// Part of the message with which the console refuses a task that has been spawned and is not
-/// enrolled yet. The refusal is temporary.
+/// Part of the message with which the console refuses to migrate a task that has been spawned and
+/// is not enrolled yet. The refusal is temporary.
 const NOT_CONNECTED_TEXT: &str = "it is not connected to its daemon";
 
-/// Number of events that are shown when a test fails.
-const EVENTS_SHOWN: usize = 100;
+/// Number of newest events that are shown when a test fails.
+const EVENTS_SHOWN_MAX: usize = 100;
 
-/// Formats the newest events. Omits those of consoles, because a test that waits starts many
-/// consoles.
+/// Formats the newest events, one per line. Omits the starts and ends of consoles, because a test
+/// that waits starts many consoles.
 fn format_newest_events(events: &[EventEntry]) -> String {
-    let asking = |entry: &EventEntry| match &entry.kind {
+    let console_tid = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
         _ => None,
     };
-    let asking: BTreeSet<Tid> = events.iter().filter_map(asking).collect();
-    let asks = |entry: &&EventEntry| match &entry.kind {
+    let console_tid: BTreeSet<Tid> = events.iter().filter_map(console_tid).collect();
+    let is_console_event = |entry: &&EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, .. } | EventKind::TaskEnded { tid, .. } => {
-            asking.contains(tid)
+            console_tid.contains(tid)
         }
         _ => false,
     };
-    let others: Vec<&EventEntry> = events.iter().filter(|entry| !asks(entry)).collect();
-    let line = |entry: &&EventEntry| {
+    let shown_events: Vec<&EventEntry> = events
+        .iter()
+        .filter(|entry| !is_console_event(entry))
+        .collect();
+    let format_event = |entry: &&EventEntry| {
         let host = entry.host.as_deref().unwrap_or("?");
         format!("{:.3} {host} {}", entry.at_us as f64 / 1e6, entry.text)
     };
-    let lines: Vec<String> = others[others.len().saturating_sub(EVENTS_SHOWN)..]
+    let lines: Vec<String> = shown_events[shown_events.len().saturating_sub(EVENTS_SHOWN_MAX)..]
         .iter()
-        .map(line)
+        .map(format_event)
         .collect();
     lines.join("\n")
 }
 
 /// Settings of a virtual machine.
 #[derive(Clone, Debug, Default)]
-pub struct Settings {
-    /// The command in `PVM_RM` that starts the resource manager. If `None`, the daemons place tasks
-    /// round robin.
-    pub rm: Option<String>,
+pub struct VmSettings {
+    /// The command in `PVM_RM` that starts the resource manager. If it is `None`, the daemons place
+    /// tasks round robin.
+    pub rm_command: Option<String>,
     /// True if the user of the virtual machine is alice; otherwise it is root.
-    pub as_alice: bool,
+    pub runs_as_alice: bool,
     /// Additional environment variables of daemons and commands on h1.
     pub env: Vec<(String, String)>,
 }
 
-impl Settings {
-    /// Converts environment variables to the form of [`Settings::env`].
-    pub fn env_of(variables: &[(&str, &str)]) -> Vec<(String, String)> {
-        let variables = variables.iter();
-        variables
+impl VmSettings {
+    /// Converts environment variables to the type of [`Settings::env`].
+    pub fn owned_env(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        let pairs = pairs.iter();
+        pairs
             .map(|(name, value)| (name.to_string(), value.to_string()))
             .collect()
     }
@@ -92,13 +95,13 @@ pub struct Task {
     pub name: String,
     /// Process number on the task's host.
     pub pid: i32,
-    /// PVM's flags; the bit 4 means that the task is connected to its daemon.
+    /// PVM's flags; bit 4 means that the task is connected to its daemon.
     pub flags: i32,
     /// True while the task migrates.
     pub moving: bool,
     /// True if the task is paused for the owner of its host.
     pub stopped: bool,
-    /// True if the task is suspended, until a user resumes it.
+    /// True if the task is suspended; it stays suspended until a user resumes it.
     pub suspended: bool,
 }
 
@@ -116,17 +119,18 @@ pub struct EventEntry {
 /// A virtual machine with its master on h1.
 #[derive(Debug)]
 pub struct Vm<'a> {
-    bed: &'a Testbed,
-    prefix: PathBuf,
-    settings: Settings,
+    testbed: &'a Testbed,
+    prefix_in_hosts: PathBuf,
+    settings: VmSettings,
 }
 
-/// A result that a test needs in order to continue.
+/// A result whose value a test needs in order to continue.
 pub trait OrPanicWithLogs<T> {
-    /// Returns the value.
+    /// Returns the value of `Ok`.
     ///
     /// # Panics
-    /// There is no value. The message has the reason, the newest events and the daemons' logs.
+    /// The result is an error. The message contains the error, the newest events and the daemons'
+    /// logs.
     fn or_panic_with_logs(self, vm: &Vm<'_>) -> T;
 }
 
@@ -135,7 +139,7 @@ impl<T, E: Display> OrPanicWithLogs<T> for Result<T, E> {
     fn or_panic_with_logs(self, vm: &Vm<'_>) -> T {
         match self {
             Ok(value) => value,
-            Err(error) => panic!("{error:#}\n{}", vm.logs()),
+            Err(error) => panic!("{error:#}\n{}", vm.events_and_logs()),
         }
     }
 }
@@ -144,20 +148,20 @@ impl<'a> Vm<'a> {
     /// Starts a virtual machine on h1 with the installed programs of the testbed.
     ///
     /// # Errors
-    /// The console fails; the error has its output.
-    pub fn start(bed: &'a Testbed, settings: Settings) -> Result<Vm<'a>> {
-        let with_rm = settings.rm.is_some();
-        let prefix = bed
+    /// The console fails; the error contains its output.
+    pub fn start(testbed: &'a Testbed, settings: VmSettings) -> Result<Self> {
+        let has_rm = settings.rm_command.is_some();
+        let prefix = testbed
             .prefix()
             .context("the testbed was made without installed programs")?;
         let vm = Vm {
-            bed,
-            prefix: crate::layout::prefix_in_hosts(prefix),
+            testbed,
+            prefix_in_hosts: crate::layout::prefix_in_hosts(prefix),
             settings,
         };
-        vm.pvm(&["start"])?
+        vm.run_pvm(&["start"])?
             .expect_success("starting the virtual machine")?;
-        if with_rm {
+        if has_rm {
             vm.wait_for_event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
             })?;
@@ -165,86 +169,89 @@ impl<'a> Vm<'a> {
         Ok(vm)
     }
 
-    pub fn bed(&self) -> &'a Testbed {
-        self.bed
+    pub fn testbed(&self) -> &'a Testbed {
+        self.testbed
     }
 
     /// Returns the home folder of the virtual machine's user. All hosts share it.
-    pub fn home(&self) -> PathBuf {
-        let user = if self.settings.as_alice {
+    pub fn user_home(&self) -> PathBuf {
+        let user = if self.settings.runs_as_alice {
             "alice"
         } else {
             "root"
         };
-        home_of(self.bed.folder(), user)
+        home_of(self.testbed.folder(), user)
     }
 
     /// Returns a command that runs `program` on a host with the environment of the virtual
     /// machine's user.
-    pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
-        let home = self.home();
-        let mut command = if self.settings.as_alice {
+    pub fn user_command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
+        let home = self.user_home();
+        let mut command = if self.settings.runs_as_alice {
             host.command_as(Some(("alice", ALICE_UID, &home)), program)
         } else {
-            host.command(program)
+            host.root_command(program)
         };
-        if !self.settings.as_alice {
+        if !self.settings.runs_as_alice {
             command.env("PVM_ALLOW_ROOT", "1");
         }
-        if let Some(rm) = &self.settings.rm {
+        if let Some(rm) = &self.settings.rm_command {
             command.env("PVM_RM", rm);
         }
-        if let Some(engine) = self.bed.engine() {
+        if let Some(engine) = self.testbed.engine() {
             command.env("SEMPA_CRIU", engine);
         }
-        if let Some(steps) = self.bed.breakpoints_folder() {
+        if let Some(steps) = self.testbed.breakpoints_folder() {
             command.env("SEMPA_TEST_STEPS", steps);
         }
         command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
         command
     }
 
-    /// Runs the console on h1 with one command. A failure of the command is no error.
-    pub fn pvm(&self, words: &[&str]) -> Result<CommandResult> {
-        self.pvm_on(self.bed.host(1), words)
+    /// Runs the console on h1 with one command and waits for its end. A failure of the command is
+    /// no error.
+    pub fn run_pvm(&self, arguments: &[&str]) -> Result<CommandResult> {
+        self.run_pvm_on(self.testbed.host(1), arguments)
     }
 
-    /// As [`Vm::pvm`], on any host.
-    pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<CommandResult> {
-        let mut command = self.command(host, self.prefix.join("bin/pvm"));
-        command.args(words);
-        run(command, COMMAND_TIMEOUT)
+    /// As [`Vm::pvm`], on `host`.
+    pub fn run_pvm_on(&self, host: &Host, arguments: &[&str]) -> Result<CommandResult> {
+        let mut command = self.user_command(host, self.prefix_in_hosts.join("bin/pvm"));
+        command.args(arguments);
+        run_to_end(command, COMMAND_TIMEOUT)
     }
 
-    /// Runs the console with `--json` and one command. Returns the printed values.
+    /// Runs the console with `--json` and one command. Returns the printed values, one per line.
     ///
     /// # Errors
     /// The command fails, or its output is not JSON.
-    pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
-        let words = [&["--json"], words].concat();
-        let done = self
-            .pvm(&words)?
-            .expect_success(&format!("pvm {}", words.join(" ")))?;
-        let lines = done.out.lines().filter(|line| !line.trim().is_empty());
+    pub fn pvm_json(&self, arguments: &[&str]) -> Result<Vec<Value>> {
+        let arguments = [&["--json"], arguments].concat();
+        let result = self
+            .run_pvm(&arguments)?
+            .expect_success(&format!("pvm {}", arguments.join(" ")))?;
+        let lines = result.stdout.lines().filter(|line| !line.trim().is_empty());
         lines
             .map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}")))
             .collect()
     }
 
-    /// Adds hosts by name, with one command of the console.
-    pub fn add(&self, hosts: &[&str]) -> Result<()> {
-        let mut words = vec!["add"];
-        words.extend(hosts);
-        self.pvm(&words)?.expect_success("adding hosts").map(|_| ())
+    /// Adds hosts by name, with one command of the console. Succeeds only if all hosts are added.
+    pub fn add_hosts(&self, hosts: &[&str]) -> Result<()> {
+        let mut arguments = vec!["add"];
+        arguments.extend(hosts);
+        self.run_pvm(&arguments)?
+            .expect_success("adding hosts")
+            .map(|_| ())
     }
 
     /// Returns the names of the hosts of the virtual machine.
     ///
     /// # Errors
     /// The console fails.
-    pub fn hosts(&self) -> Result<Vec<String>> {
-        let values = self.json(&["conf"])?;
-        let hosts = values
+    pub fn host_names(&self) -> Result<Vec<String>> {
+        let json_values = self.pvm_json(&["conf"])?;
+        let hosts = json_values
             .last()
             .and_then(|value| value["hosts"].as_array())
             .context("conf prints hosts")?;
@@ -255,23 +262,25 @@ impl<'a> Vm<'a> {
             .collect())
     }
 
-    /// Adds the hosts of `hosts` that are not in the virtual machine. Repeats the command until all
+    /// Adds each host in `hosts` that is not in the virtual machine. Repeats the command until all
     /// are members.
     ///
     /// # Errors
-    /// A host is no member within the time limit.
-    pub fn add_missing(&self, hosts: &[&Host]) -> Result<()> {
+    /// A host does not become a member within the time limit.
+    pub fn add_missing_hosts(&self, hosts: &[&Host]) -> Result<()> {
         wait_for(JOIN_TIMEOUT, || {
-            let here = self.hosts().map_err(|error| error.to_string())?;
+            let members = self.host_names().map_err(|error| error.to_string())?;
             let names = hosts.iter().map(|host| host.name());
-            let missing: Vec<&str> = names
-                .filter(|name| !here.iter().any(|host| host == name))
+            let missing_names: Vec<&str> = names
+                .filter(|name| !members.iter().any(|host| host == name))
                 .collect();
-            if missing.is_empty() {
+            if missing_names.is_empty() {
                 return Ok(());
             }
-            // A daemon that has lost its master may still run; then the host cannot be added yet.
-            self.add(&missing).map_err(|error| format!("{error:#}"))
+            // A daemon that has lost its master may still run; until it ends, its host cannot be
+            // added.
+            self.add_hosts(&missing_names)
+                .map_err(|error| format!("{error:#}"))
         })
     }
 
@@ -281,14 +290,14 @@ impl<'a> Vm<'a> {
     /// The console fails.
     pub fn tasks(&self) -> Result<Vec<Task>> {
         #[derive(Deserialize)]
-        struct Answer {
+        struct TaskList {
             tasks: Vec<Task>,
         }
-        let answer = self
-            .json(&["ps", "-a"])?
+        let reply = self
+            .pvm_json(&["ps", "-a"])?
             .pop()
             .context("ps prints one value")?;
-        Ok(serde_json::from_value::<Answer>(answer)?.tasks)
+        Ok(serde_json::from_value::<TaskList>(reply)?.tasks)
     }
 
     /// Returns the event log.
@@ -299,66 +308,72 @@ impl<'a> Vm<'a> {
         self.events_from(0)
     }
 
-    /// Returns the events with this number and later ones.
+    /// Returns the events from number `number` on.
     pub fn events_from(&self, number: u64) -> Result<Vec<EventEntry>> {
-        let values = self.json(&["events", "--from", &number.to_string()])?;
-        values
+        let json_values = self.pvm_json(&["events", "--from", &number.to_string()])?;
+        json_values
             .into_iter()
             .map(|value| Ok(serde_json::from_value(value)?))
             .collect()
     }
 
-    /// Waits for an event that `is_it` accepts, and returns it. `what` describes the event in the
-    /// error.
+    /// Waits for an event that `is_expected` accepts, and returns the event. `description` describes the event
+    /// in the error.
     ///
     /// # Errors
-    /// The event does not happen before the deadline; the error has the newest events.
+    /// The event does not happen before the deadline; the error contains the newest events.
     pub fn wait_for_event(
         &self,
-        deadline: Duration,
-        what: &str,
-        is_it: impl Fn(&EventEntry) -> bool,
+        timeout: Duration,
+        description: &str,
+        is_expected: impl Fn(&EventEntry) -> bool,
     ) -> Result<EventEntry> {
-        wait_for(deadline, || {
+        wait_for(timeout, || {
             let events = self.events().map_err(|error| error.to_string())?;
-            if let Some(entry) = events.iter().find(|entry| is_it(entry)) {
+            if let Some(entry) = events.iter().find(|entry| is_expected(entry)) {
                 return Ok(entry.clone());
             }
-            let last: Vec<&str> = events
+            let newest_texts: Vec<&str> = events
                 .iter()
                 .rev()
                 .take(8)
                 .map(|entry| entry.text.as_str())
                 .collect();
-            Err(format!("no {what}; newest events: {}", last.join(" | ")))
+            Err(format!(
+                "no {description}; newest events: {}",
+                newest_texts.join(" | ")
+            ))
         })
     }
 
-    /// Waits until a job has rolled back to its newest checkpoint for this reason. Returns the
-    /// event.
+    /// Waits until a job has rolled back to its newest checkpoint, and the rollback's reason is
+    /// `reason`. Returns the event.
     ///
     /// # Errors
     /// No job rolls back for this reason before the deadline.
-    pub fn wait_for_rollback(&self, deadline: Duration, reason: &str) -> Result<EventEntry> {
-        let is_it = |entry: &EventEntry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
-        self.wait_for_event(deadline, "a job that went back", is_it)
+    pub fn wait_for_rollback(&self, timeout: Duration, reason: &str) -> Result<EventEntry> {
+        let is_expected = |entry: &EventEntry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
+        self.wait_for_event(timeout, "a job that went back", is_expected)
     }
 
     /// Spawns one task with arguments of the console's `spawn` command, such as `-h2`. Waits until
     /// the task has connected to its daemon. Returns its tid.
-    pub fn spawn(&self, words: &[&str]) -> Result<String> {
-        let mut all = vec!["spawn"];
-        all.extend(words);
-        let answer = self.json(&all)?.pop().context("spawn prints one value")?;
-        let Some(tid) = answer["results"][0]["tid"].as_str() else {
-            bail!("spawn {}: {answer}", words.join(" "))
+    pub fn spawn_connected(&self, arguments: &[&str]) -> Result<String> {
+        let mut command = vec!["spawn"];
+        command.extend(arguments);
+        let reply = self
+            .pvm_json(&command)?
+            .pop()
+            .context("spawn prints one value")?;
+        let Some(tid) = reply["results"][0]["tid"].as_str() else {
+            bail!("spawn {}: {reply}", arguments.join(" "))
         };
         wait_for(COMMAND_TIMEOUT, || {
             let tasks = self.tasks().map_err(|error| format!("{error:#}"))?;
-            let connected = tasks
+            let is_connected = tasks
                 .iter()
                 .any(|task| task.tid == tid && task.flags & TASK_CONNECTED != 0);
-            if connected {
+            if is_connected {
                 Ok(tid.to_string())
             } else {
                 Err(format!("{tid} does not connect: {tasks:?}"))
@@ -366,54 +381,59 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Migrates a task with the console. A failure of the migration is no error.
+    /// Migrates a task with the console and waits for the end of the migration. A failure of the
+    /// migration is no error.
     ///
     /// # Errors
     /// The console does not start or does not end.
     pub fn migrate(&self, tid: &str, host: &str) -> Result<CommandResult> {
-        self.pvm(&["migrate", tid, host])
+        self.run_pvm(&["migrate", tid, host])
     }
 
     /// Migrates a task with the console. Repeats the command while the task is not connected to its
-    /// daemon, for instance because an earlier migration is not complete. A failure of the
+    /// daemon, for instance because an earlier migration is not complete. Any other failure of the
     /// migration is no error.
     ///
     /// # Errors
     /// The task does not connect within the time limit, or the console does not end.
     pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<CommandResult> {
         wait_for(COMMAND_TIMEOUT, || match self.migrate(tid, host) {
-            Ok(done) if done.err.contains(NOT_CONNECTED_TEXT) => Err(done.err),
+            Ok(result) if result.stderr.contains(NOT_CONNECTED_TEXT) => Err(result.stderr),
             other => Ok(other),
         })?
     }
 
     /// Migrates a task with the console as soon as the task is connected to its daemon.
-    pub fn must_migrate(&self, tid: &str, host: &str) {
+    ///
+    /// # Panics
+    /// The migration fails.
+    pub fn migrate_or_panic(&self, tid: &str, host: &str) {
         match self.migrate_when_ready(tid, host) {
-            Ok(done) if done.succeeded() => {}
-            other => panic!("{tid} to {host}: {other:?}\n{}", self.logs()),
+            Ok(result) if result.succeeded() => {}
+            other => panic!("{tid} to {host}: {other:?}\n{}", self.events_and_logs()),
         }
     }
 
     /// Starts a migration with the console, and returns without waiting for its end.
-    pub fn start_migrate(&self, tid: &str, host: &str) -> Result<RunningCommand> {
+    pub fn start_migration(&self, tid: &str, host: &str) -> Result<RunningCommand> {
         self.start_pvm(&["migrate", tid, host])
     }
 
     /// Starts the console on h1 with one command, and returns without waiting for its end.
-    pub fn start_pvm(&self, words: &[&str]) -> Result<RunningCommand> {
-        RunningCommand::start(self.pvm_command(words), Stdio::null())
+    pub fn start_pvm(&self, arguments: &[&str]) -> Result<RunningCommand> {
+        RunningCommand::start(self.pvm_command(arguments), Stdio::null())
     }
 
     /// Returns a command that runs the console on h1 with these arguments. Without arguments the
     /// console reads commands from standard input.
-    pub fn pvm_command(&self, words: &[&str]) -> Command {
-        let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
-        command.args(words);
+    pub fn pvm_command(&self, arguments: &[&str]) -> Command {
+        let mut command =
+            self.user_command(self.testbed.host(1), self.prefix_in_hosts.join("bin/pvm"));
+        command.args(arguments);
         command
     }
 
-    /// Returns the host on which a task runs.
+    /// Returns the name of the host on which a task runs.
     ///
     /// # Errors
     /// There is no such task.
@@ -428,75 +448,83 @@ impl<'a> Vm<'a> {
             .with_context(|| format!("{tid} runs on no known host"))
     }
 
-    /// Compiles a C program of the tests into the folder where `spawn` searches. Returns its path.
+    /// Compiles a C program of `tests/programs` into the folder where `spawn` searches. Returns its
+    /// path.
     pub fn compile_program(&self, name: &str) -> Result<PathBuf> {
         let prefix = self
-            .bed
+            .testbed
             .prefix()
             .context("the testbed was made without installed programs")?;
-        programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
+        programs::compile_into(name, prefix, &self.user_home().join("pvm3/bin/LINUX64"))
     }
 
     /// Returns the intervals in which a task of the test program `busy` did not run, by the task's
     /// own clock, as (begin, end) in microseconds since 1970, oldest first.
-    pub fn busy_gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
-        let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
-        command.args(["ask", tid]);
-        let done = run_ok(command, COMMAND_TIMEOUT)?;
-        ensure!(
-            done.out.contains("now "),
-            "{tid} says something else: {done:?}"
+    pub fn busy_gaps_us(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
+        let mut command = self.user_command(
+            self.testbed.host(1),
+            self.user_home().join("pvm3/bin/LINUX64/busy"),
         );
-        let gap = |line: &str| {
-            let mut words = line.strip_prefix("gap ")?.split(' ');
-            Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+        command.args(["ask", tid]);
+        let result = run_successfully(command, COMMAND_TIMEOUT)?;
+        ensure!(
+            result.stdout.contains("now "),
+            "{tid} says something else: {result:?}"
+        );
+        let parse_gap = |line: &str| {
+            let mut times = line.strip_prefix("gap ")?.split(' ');
+            Some((times.next()?.parse().ok()?, times.next()?.parse().ok()?))
         };
-        Ok(done.out.lines().filter_map(gap).collect())
+        Ok(result.stdout.lines().filter_map(parse_gap).collect())
     }
 
-    /// Returns the newest events and the daemons' logs of all hosts, for the report of a failed
-    /// test.
-    pub fn logs(&self) -> String {
-        let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
-        let place = format!("/tmp/sempa-{uid}/pvm/pvml");
-        let newest = self.events().map_or_else(
+    /// Returns the newest events and the end of each daemon's log, for the report of a failed test.
+    pub fn events_and_logs(&self) -> String {
+        let uid = if self.settings.runs_as_alice {
+            ALICE_UID
+        } else {
+            0
+        };
+        let log_path = format!("/tmp/sempa-{uid}/pvm/pvml");
+        let newest_lines = self.events().map_or_else(
             |error| format!("{error:#}"),
             |events| format_newest_events(&events),
         );
-        let mut all = format!("--- newest events ---\n{newest}\n");
-        for host in self.bed.hosts() {
-            let bytes = std::fs::read(host.machine_path(&place))
+        let mut report = format!("--- newest events ---\n{newest_lines}\n");
+        for host in self.testbed.hosts() {
+            let bytes = std::fs::read(host.machine_path(&log_path))
                 .unwrap_or_else(|error| error.to_string().into_bytes());
             let text = String::from_utf8_lossy(&bytes);
             let lines: Vec<&str> = text
                 .lines()
                 .filter(|line| !line.ends_with(" (pvm)"))
                 .collect();
-            let newest = lines[lines.len().saturating_sub(LOG_LINES_SHOWN)..].join("\n");
-            all.push_str(&format!("--- log of {} ---\n{newest}\n", host.name()));
+            let newest_lines = lines[lines.len().saturating_sub(LOG_LINES_SHOWN_MAX)..].join("\n");
+            report.push_str(&format!("--- log of {} ---\n{newest_lines}\n", host.name()));
         }
-        all
+        report
     }
 
     /// Waits until no host has a daemon or a tasker.
     ///
     /// # Errors
-    /// Such a process remains at the deadline; the error names it.
-    pub fn wait_until_gone(&self, deadline: Duration) -> Result<()> {
-        for host in self.bed.hosts() {
-            crate::testbed::wait_until_no_process(host, "pvmd", deadline)?;
-            crate::testbed::wait_until_no_process(host, "pvm-tasker", deadline)?;
+    /// Such a process remains at the deadline; the error contains its command line.
+    pub fn wait_until_ended(&self, timeout: Duration) -> Result<()> {
+        for host in self.testbed.hosts() {
+            crate::testbed::wait_until_no_process(host, "pvmd", timeout)?;
+            crate::testbed::wait_until_no_process(host, "pvm-tasker", timeout)?;
         }
         Ok(())
     }
 
-    /// Halts the virtual machine and waits until no process of it remains on any host.
+    /// Halts the virtual machine and waits until no process of the virtual machine remains on any
+    /// host.
     ///
     /// # Errors
-    /// A process remains; the error names it.
-    pub fn halt(&self) -> Result<()> {
-        self.pvm(&["halt"])?.expect_success("halt")?;
-        for host in self.bed.hosts() {
+    /// A process remains; the error contains its command line.
+    pub fn halt_and_wait(&self) -> Result<()> {
+        self.run_pvm(&["halt"])?.expect_success("halt")?;
+        for host in self.testbed.hosts() {
             crate::testbed::wait_until_no_process(host, "pvm", COMMAND_TIMEOUT)?;
         }
         Ok(())

@@ -2,25 +2,26 @@
 //! result.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::owner_agent::run_owner_command;
-use sempa_tests::requirements::testbed;
-use sempa_tests::ring_job::{ENDLESS_ROUNDS, Job, WORKER_COUNT};
+use sempa_tests::owner_agent::run_owner_command_as_olga;
+use sempa_tests::requirements::require_testbed;
+use sempa_tests::ring_job::{ENDLESS_ROUND_COUNT, RingJob, WORKER_COUNT};
 use sempa_tests::run::CommandResult;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-fn pvm(vm: &Vm, words: &[&str]) -> CommandResult {
-    vm.pvm(words).or_panic_with_logs(vm)
+fn run_pvm(vm: &Vm, args: &[&str]) -> CommandResult {
+    vm.run_pvm(args).or_panic_with_logs(vm)
 }
 
-/// Makes a checkpoint of a job. Returns its name.
-fn checkpoint(vm: &Vm, words: &[&str]) -> String {
-    let all = [&["checkpoint"], words].concat();
-    let values = vm.json(&all).or_panic_with_logs(vm);
+/// Makes a checkpoint of a job and returns the checkpoint's name. `args` are the options and the
+/// tid of the job.
+fn make_checkpoint(vm: &Vm, args: &[&str]) -> String {
+    let command_args = [&["checkpoint"], args].concat();
+    let values = vm.pvm_json(&command_args).or_panic_with_logs(vm);
     assert_eq!(
         values[0]["tasks"].as_array().map(Vec::len),
         Some(WORKER_COUNT + 1),
@@ -29,8 +30,9 @@ fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
-/// Returns the paths of all files below a folder.
-fn files(folder: &Path) -> Vec<PathBuf> {
+/// Returns the paths of all files in `folder` and its subfolders. A folder that cannot be read
+/// counts as empty.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();
     };
@@ -38,7 +40,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     paths
         .flat_map(|path| {
             if path.is_dir() {
-                files(&path)
+                files_below(&path)
             } else {
                 vec![path]
             }
@@ -51,187 +53,213 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_restarts_in_new_virtual_machine() {
-    let bed = testbed(3);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2");
+    let bed = require_testbed(3);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 20);
-    let first = checkpoint(&vm, &[&job.tid]);
+    let first_checkpoint = make_checkpoint(&vm, &[&job.tid]);
     job.wait_for_rounds(&vm, 15);
-    let set = checkpoint(&vm, &[&job.tid]);
-    assert_ne!(first, set);
-    let listed = pvm(&vm, &["checkpoints"]);
+    let second_checkpoint = make_checkpoint(&vm, &[&job.tid]);
+    assert_ne!(first_checkpoint, second_checkpoint);
+    let list_output = run_pvm(&vm, &["checkpoints"]);
     assert!(
-        listed.out.contains(&first) && listed.out.contains(&set),
-        "{listed:?}"
+        list_output.stdout.contains(&first_checkpoint)
+            && list_output.stdout.contains(&second_checkpoint),
+        "{list_output:?}"
     );
-    let alive = pvm(&vm, &["restart", &set]);
+    let refused_output = run_pvm(&vm, &["restart", &second_checkpoint]);
     assert!(
-        !alive.succeeded() && alive.err.contains("are alive"),
-        "{alive:?}"
+        !refused_output.succeeded() && refused_output.stderr.contains("are alive"),
+        "{refused_output:?}"
     );
     job.wait_for_rounds(&vm, 15);
-    let ended = vm
-        .json(&["checkpoint", "--end", &job.tid])
+    let end_values = vm
+        .pvm_json(&["checkpoint", "--end", &job.tid])
         .or_panic_with_logs(&vm);
-    assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
-    let gone = wait_for(TIMEOUT, || {
-        let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") {
-            Err(format!("{left:?}"))
+    assert_ne!(
+        end_values[0]["set"].as_str(),
+        Some(&*second_checkpoint),
+        "{end_values:?}"
+    );
+    let wait_result = wait_for(TIMEOUT, || {
+        let tasks = vm.tasks().map_err(|error| error.to_string())?;
+        if tasks.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{tasks:?}"))
         } else {
             Ok(())
         }
     });
-    gone.or_panic_with_logs(&vm);
-    vm.halt().expect("halts");
+    wait_result.or_panic_with_logs(&vm);
+    vm.halt_and_wait().expect("halts");
 
-    let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
-    let unknown = pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("another virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let unknown_name_output = run_pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
     assert!(
-        !unknown.succeeded() && unknown.err.contains("was not restarted"),
-        "{unknown:?}"
+        !unknown_name_output.succeeded()
+            && unknown_name_output.stderr.contains("was not restarted"),
+        "{unknown_name_output:?}"
     );
-    let again = pvm(&vm, &["restart", &set, "--on", "h1,h3"]);
-    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
+    let restart_output = run_pvm(&vm, &["restart", &second_checkpoint, "--on", "h1,h3"]);
     assert!(
-        again.out.contains(&format!("{} runs on h", job.tid)) && !again.out.contains("h2"),
-        "{again:?}"
+        restart_output.succeeded(),
+        "{restart_output:?}\n{}",
+        vm.events_and_logs()
     );
-    vm.must_migrate(&job.tid, "h2");
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    assert!(
+        restart_output
+            .stdout
+            .contains(&format!("{} runs on h", job.tid))
+            && !restart_output.stdout.contains("h2"),
+        "{restart_output:?}"
+    );
+    vm.migrate_or_panic(&job.tid, "h2");
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
-/// Checkpoints are removed by name and by job, except for the one to which a running job rolls
-/// back. The list shows which jobs have ended.
+/// A user removes checkpoints by name or by job. The newest checkpoint of a running job is not
+/// removed, because the job rolls back to it. The list shows which jobs have ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn checkpoints_are_listed_and_removed() {
-    let bed = testbed(2);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2"]).expect("it joins");
-    let job = Job::start(&vm, "-h2");
+    let bed = require_testbed(2);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2"]).expect("it joins");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 5);
-    let [first, second] = [(); 2].map(|()| checkpoint(&vm, &[&job.tid]));
-    let newest = checkpoint(&vm, &["--every", "10m", &job.tid]);
-    let one = pvm(
+    let [first_checkpoint, second_checkpoint] = [(); 2].map(|()| make_checkpoint(&vm, &[&job.tid]));
+    let newest_checkpoint = make_checkpoint(&vm, &["--every", "10m", &job.tid]);
+    let removal_by_name = run_pvm(
         &vm,
         &[
             "checkpoints",
             "--remove",
-            &first,
+            &first_checkpoint,
             "t40001-20000101T000000-1",
         ],
     );
     assert!(
-        !one.succeeded() && one.out.contains(&format!("{first} removed, ")),
-        "{one:?}"
+        !removal_by_name.succeeded()
+            && removal_by_name
+                .stdout
+                .contains(&format!("{first_checkpoint} removed, ")),
+        "{removal_by_name:?}"
     );
     assert!(
-        one.out
+        removal_by_name
+            .stdout
             .contains("t40001-20000101T000000-1 is kept: there is no such checkpoint"),
-        "{one:?}"
+        "{removal_by_name:?}"
     );
-    let all = pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
+    let removal_by_job = run_pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
     assert!(
-        !all.succeeded() && all.out.contains(&format!("{second} removed, ")),
-        "{all:?}"
+        !removal_by_job.succeeded()
+            && removal_by_job
+                .stdout
+                .contains(&format!("{second_checkpoint} removed, ")),
+        "{removal_by_job:?}"
     );
-    let stays = format!(
-        "{newest} is kept: job {} needs it if a host is lost",
+    let refusal_line = format!(
+        "{newest_checkpoint} is kept: job {} needs it if a host is lost",
         job.tid
     );
-    assert!(all.out.contains(&stays), "{all:?}");
-    let logged = vm.wait_for_event(TIMEOUT, "removal", |entry| match &entry.kind {
+    assert!(
+        removal_by_job.stdout.contains(&refusal_line),
+        "{removal_by_job:?}"
+    );
+    let removal_event = vm.wait_for_event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::CheckpointsRemoved {
-            checkpoints: sets, ..
-        } => *sets == [second.as_str()],
+            checkpoints: removed_names,
+            ..
+        } => *removed_names == [second_checkpoint.as_str()],
         _ => false,
     });
-    logged.or_panic_with_logs(&vm);
-    job.finish(&vm);
-    let over = wait_for(TIMEOUT, || {
-        let listed = pvm(&vm, &["checkpoints"]).out;
-        let told = listed
+    removal_event.or_panic_with_logs(&vm);
+    job.end_and_check(&vm);
+    let wait_result = wait_for(TIMEOUT, || {
+        let list_output = run_pvm(&vm, &["checkpoints"]).stdout;
+        let has_ended_mark = list_output
             .lines()
-            .any(|line| line.starts_with(&newest) && line.contains("  the job ended 2"));
-        if told && !listed.contains(&second) {
+            .any(|line| line.starts_with(&newest_checkpoint) && line.contains("  the job ended 2"));
+        if has_ended_mark && !list_output.contains(&second_checkpoint) {
             Ok(())
         } else {
-            Err(listed)
+            Err(list_output)
         }
     });
-    over.or_panic_with_logs(&vm);
-    pvm(&vm, &["checkpoint", "--stop", &job.tid]);
-    let last = vm
-        .json(&["checkpoints", "--remove", &newest])
+    wait_result.or_panic_with_logs(&vm);
+    run_pvm(&vm, &["checkpoint", "--stop", &job.tid]);
+    let last_removal = vm
+        .pvm_json(&["checkpoints", "--remove", &newest_checkpoint])
         .or_panic_with_logs(&vm);
     assert_eq!(
-        last[0]["removed"][0]["set"].as_str(),
-        Some(&*newest),
-        "{last:?}"
+        last_removal[0]["removed"][0]["set"].as_str(),
+        Some(&*newest_checkpoint),
+        "{last_removal:?}"
     );
-    assert_eq!(pvm(&vm, &["checkpoints"]).out, "no checkpoints\n");
-    vm.halt().expect("halts");
+    assert_eq!(run_pvm(&vm, &["checkpoints"]).stdout, "no checkpoints\n");
+    vm.halt_and_wait().expect("halts");
 }
 
-/// When a host is killed the job rolls back to its newest checkpoint. This happens twice.
+/// The job rolls back to its newest checkpoint each time a host is killed. Two hosts are killed,
+/// one after the other.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_host_is_killed() {
-    let bed = testbed(4);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2", "h3", "h4"]).expect("the others join");
-    let job = Job::start(&vm, "-h2");
+    let bed = require_testbed(4);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3", "h4"]).expect("the others join");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 10);
-    checkpoint(&vm, &["--every", "1s", &job.tid]);
-    for lost in [3, 2] {
-        let made = |vm: &Vm| {
+    make_checkpoint(&vm, &["--every", "1s", &job.tid]);
+    for killed_host in [3, 2] {
+        let checkpoint_count = |vm: &Vm| {
             let events = vm.events().expect("events");
             events
                 .iter()
                 .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }))
                 .count()
         };
-        let before = made(&vm);
-        let newer = wait_for(TIMEOUT, || {
-            if made(&vm) > before {
+        let previous_count = checkpoint_count(&vm);
+        let wait_result = wait_for(TIMEOUT, || {
+            if checkpoint_count(&vm) > previous_count {
                 Ok(())
             } else {
                 Err("no newer checkpoint".to_string())
             }
         });
-        newer.or_panic_with_logs(&vm);
+        wait_result.or_panic_with_logs(&vm);
         job.wait_for_rounds(&vm, 5);
-        bed.host(lost).kill_all();
-        vm.wait_for_rollback(TIMEOUT, &format!("h{lost} was lost"))
+        bed.host(killed_host).kill_all_processes();
+        vm.wait_for_rollback(TIMEOUT, &format!("h{killed_host} was lost"))
             .or_panic_with_logs(&vm);
     }
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
-/// When a tasker is killed the job rolls back to its newest checkpoint. This happens twice.
+/// The job rolls back to its newest checkpoint each time a tasker is killed. Two taskers are
+/// killed, one after the other.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_tasker_is_killed() {
-    let bed = testbed(3);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2");
+    let bed = require_testbed(3);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 10);
-    checkpoint(&vm, &["--every", "1s", &job.tid]);
-    for struck in [3, 2] {
+    make_checkpoint(&vm, &["--every", "1s", &job.tid]);
+    for host_number in [3, 2] {
         job.wait_for_rounds(&vm, 5);
-        bed.host(struck)
-            .kill_matching(|line| line.contains("pvm-tasker"));
-        vm.wait_for_rollback(TIMEOUT, &format!("the tasker of h{struck} has ended"))
+        bed.host(host_number)
+            .kill_matching_processes(|line| line.contains("pvm-tasker"));
+        vm.wait_for_rollback(TIMEOUT, &format!("the tasker of h{host_number} has ended"))
             .or_panic_with_logs(&vm);
     }
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
 /// A task migrates with its log file, which the target does not have. The file is copied to the
@@ -239,159 +267,160 @@ fn job_rolls_back_when_tasker_is_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn log_file_migrates_with_each_line_once() {
-    let bed = testbed(3);
+    let bed = require_testbed(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
     let vm = Vm::start(
         &bed,
-        Settings {
+        VmSettings {
             env: env.into(),
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("ring_job").expect("gcc");
-    // Each host has its own folder with this name.
-    let place = |host: usize| bed.host(host).machine_path("/tmp/ring");
-    std::fs::create_dir(place(2)).expect("made");
-    let workers = WORKER_COUNT.to_string();
-    let words = [
+    // `/tmp/ring` is a separate folder on each host.
+    let ring_folder = |host: usize| bed.host(host).machine_path("/tmp/ring");
+    std::fs::create_dir(ring_folder(2)).expect("made");
+    let worker_count = WORKER_COUNT.to_string();
+    let args = [
         "-h2",
         "ring_job",
-        &workers,
-        ENDLESS_ROUNDS,
+        &worker_count,
+        ENDLESS_ROUND_COUNT,
         "-2000",
         "/tmp/ring",
     ];
-    let tid = vm.spawn(&words).or_panic_with_logs(&vm);
-    let job = Job::existing(place(2), tid);
+    let tid = vm.spawn_connected(&args).or_panic_with_logs(&vm);
+    let job = RingJob::from_existing(ring_folder(2), tid);
     job.wait_for_rounds(&vm, 20);
-    let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
+    let refused_output = run_pvm(&vm, &["can-migrate", &job.tid, "h3"]);
     let reason = "/tmp/ring/log: it does not exist on the target and cannot be copied there: its directory: ";
     assert!(
-        !nowhere.succeeded() && nowhere.out.contains(reason),
-        "{nowhere:?}"
+        !refused_output.succeeded() && refused_output.stdout.contains(reason),
+        "{refused_output:?}"
     );
-    std::fs::create_dir(place(3)).expect("made");
-    vm.must_migrate(&job.tid, "h3");
-    let job = Job::existing(place(3), job.tid);
-    job.finish(&vm);
-    assert!(!place(2).join("result").exists() && place(2).join("log").exists());
-    vm.halt().expect("halts");
+    std::fs::create_dir(ring_folder(3)).expect("made");
+    vm.migrate_or_panic(&job.tid, "h3");
+    let job = RingJob::from_existing(ring_folder(3), job.tid);
+    job.end_and_check(&vm);
+    assert!(!ring_folder(2).join("result").exists() && ring_folder(2).join("log").exists());
+    vm.halt_and_wait().expect("halts");
 }
 
 /// With a resource manager, the job rolls back, one of its tasks migrates, and the job finishes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn rolled_back_job_migrates_and_finishes() {
-    let bed = testbed(3);
-    let settings = Settings {
-        rm: Some("pvm-rm".into()),
-        ..Settings::default()
+    let bed = require_testbed(3);
+    let settings = VmSettings {
+        rm_command: Some("pvm-rm".into()),
+        ..VmSettings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 5);
-    checkpoint(&vm, &["--every", "1s", &job.tid]);
+    make_checkpoint(&vm, &["--every", "1s", &job.tid]);
     job.wait_for_rounds(&vm, 5);
-    bed.host(2).kill_all();
-    let back = vm.wait_for_event(TIMEOUT, "a job that went back", |entry| {
+    bed.host(2).kill_all_processes();
+    let restart_event = vm.wait_for_event(TIMEOUT, "a job that went back", |entry| {
         matches!(entry.kind, EventKind::Restarted { .. })
     });
-    back.or_panic_with_logs(&vm);
-    let all = wait_for(TIMEOUT, || {
+    restart_event.or_panic_with_logs(&vm);
+    let restart_wait = wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
-        let ours = tasks.iter().filter(|task| task.name == "ring_job").count();
-        if ours == WORKER_COUNT + 1 {
+        let job_task_count = tasks.iter().filter(|task| task.name == "ring_job").count();
+        if job_task_count == WORKER_COUNT + 1 {
             Ok(())
         } else {
             Err(format!("{tasks:?}"))
         }
     });
-    all.or_panic_with_logs(&vm);
+    restart_wait.or_panic_with_logs(&vm);
     // The migration is refused while a checkpoint is in progress, so it is repeated.
-    let moved = wait_for(TIMEOUT, || {
-        let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
+    let migration_wait = wait_for(TIMEOUT, || {
+        let target = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
             "h3"
         } else {
             "h1"
         };
-        let done = vm
-            .migrate_when_ready(&job.tid, to)
+        let migrate_output = vm
+            .migrate_when_ready(&job.tid, target)
             .map_err(|error| error.to_string())?;
-        if done.succeeded() {
+        if migrate_output.succeeded() {
             Ok(())
         } else {
-            Err(done.err)
+            Err(migrate_output.stderr)
         }
     });
-    moved.or_panic_with_logs(&vm);
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    migration_wait.or_panic_with_logs(&vm);
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
 /// Owners are present on all hosts, so no host accepts the job. The resource manager makes a
-/// checkpoint and ends the job, and restarts it when an owner leaves.
+/// checkpoint and ends the job. It restarts the job when an owner leaves.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn vacated_job_restarts_when_owner_leaves() {
-    let bed = testbed(2);
-    let settings = Settings {
-        rm: Some("pvm-rm --policy load".into()),
-        ..Settings::default()
+    let bed = require_testbed(2);
+    let settings = VmSettings {
+        rm_command: Some("pvm-rm --policy load".into()),
+        ..VmSettings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
-    let rules = vm.home().join(".config/sempa");
-    std::fs::create_dir_all(&rules).expect("the testbed's own home");
-    std::fs::write(rules.join("owner.toml"), "then = \"checkpoint\"\n")
+    let policy_folder = vm.user_home().join(".config/sempa");
+    std::fs::create_dir_all(&policy_folder).expect("the testbed's own home");
+    std::fs::write(policy_folder.join("owner.toml"), "then = \"checkpoint\"\n")
         .expect("the testbed's own home");
-    vm.add(&["h2"]).expect("it joins");
-    let job = Job::start(&vm, "-h2");
+    vm.add_hosts(&["h2"]).expect("it joins");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 10);
     for host in [2, 1] {
-        let heard = wait_for(TIMEOUT, || {
-            let said = run_owner_command(&bed, host, &["here"]);
-            let watched = said["virtual_machines"]
+        let presence_wait = wait_for(TIMEOUT, || {
+            let owner_reply = run_owner_command_as_olga(&bed, host, &["here"]);
+            let is_received = owner_reply["virtual_machines"]
                 .as_array()
-                .is_none_or(|all| !all.is_empty());
-            if watched {
+                .is_none_or(|machines| !machines.is_empty());
+            if is_received {
                 Ok(())
             } else {
-                Err(format!("nobody heard it: {said}"))
+                Err(format!("nobody heard it: {owner_reply}"))
             }
         });
-        heard.or_panic_with_logs(&vm);
+        presence_wait.or_panic_with_logs(&vm);
     }
-    let told = |what: &str, is_so: fn(&EventKind) -> bool| {
-        let found = vm.wait_for_event(TIMEOUT, what, |entry| is_so(&entry.kind));
-        found.or_panic_with_logs(&vm);
+    let wait_for_kind = |description: &str, is_expected: fn(&EventKind) -> bool| {
+        let event_wait = vm.wait_for_event(TIMEOUT, description, |entry| is_expected(&entry.kind));
+        event_wait.or_panic_with_logs(&vm);
     };
-    told("a parked job", |kind| {
+    wait_for_kind("a parked job", |kind| {
         matches!(kind, EventKind::Checkpointed { tasks: 5, .. })
     });
-    let gone = wait_for(TIMEOUT, || {
-        let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") {
-            Err(format!("{left:?}"))
+    let end_wait = wait_for(TIMEOUT, || {
+        let remaining_tasks = vm.tasks().map_err(|error| error.to_string())?;
+        if remaining_tasks.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{remaining_tasks:?}"))
         } else {
             Ok(())
         }
     });
-    gone.or_panic_with_logs(&vm);
-    run_owner_command(&bed, 1, &["away"]);
-    told("a job that goes on", |kind| {
+    end_wait.or_panic_with_logs(&vm);
+    run_owner_command_as_olga(&bed, 1, &["away"]);
+    wait_for_kind("a job that goes on", |kind| {
         matches!(kind, EventKind::Restarted { .. })
     });
-    let why = pvm(&vm, &["why", &job.tid]);
+    let why_output = run_pvm(&vm, &["why", &job.tid]);
     assert!(
-        why.out
+        why_output
+            .stdout
             .contains("is checkpointed and ended, and will be restarted when there is room"),
-        "{why:?}"
+        "{why_output:?}"
     );
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
 /// The files of the store do not reveal the memory of tasks, and a checkpoint with a changed byte
@@ -399,49 +428,59 @@ fn vacated_job_restarts_when_owner_leaves() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_changed_checkpoint_is_not_restarted() {
-    let bed = testbed(1);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let job = Job::start(&vm, "-h1");
+    let bed = require_testbed(1);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    let job = RingJob::start(&vm, "-h1");
     job.wait_for_rounds(&vm, 5);
-    let set = checkpoint(&vm, &[&job.tid]);
-    assert!(pvm(&vm, &["kill", &job.tid]).succeeded());
-    pvm(&vm, &["reset"]);
-    let ended = wait_for(TIMEOUT, || {
-        let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") {
-            Err(format!("{left:?}"))
+    let checkpoint_name = make_checkpoint(&vm, &[&job.tid]);
+    assert!(run_pvm(&vm, &["kill", &job.tid]).succeeded());
+    run_pvm(&vm, &["reset"]);
+    let wait_result = wait_for(TIMEOUT, || {
+        let tasks = vm.tasks().map_err(|error| error.to_string())?;
+        if tasks.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{tasks:?}"))
         } else {
             Ok(())
         }
     });
-    ended.expect("all end");
-    let store = vm.home().join(".local/state/sempa/checkpoints").join(&set);
-    let secret = format!("{}/log", job.folder.display());
-    let all = files(&store);
-    assert!(all.len() > WORKER_COUNT, "{all:?}");
-    for path in &all {
+    wait_result.expect("all end");
+    let checkpoint_folder = vm
+        .user_home()
+        .join(".local/state/sempa/checkpoints")
+        .join(&checkpoint_name);
+    let memory_text = format!("{}/log", job.folder.display());
+    let store_files = files_below(&checkpoint_folder);
+    assert!(store_files.len() > WORKER_COUNT, "{store_files:?}");
+    for path in &store_files {
         let bytes = std::fs::read(path).expect("readable");
-        let readable = bytes
-            .windows(secret.len())
-            .any(|window| window == secret.as_bytes());
-        assert!(!readable, "{} shows what a task holds", path.display());
+        let is_readable = bytes
+            .windows(memory_text.len())
+            .any(|window| window == memory_text.as_bytes());
+        assert!(!is_readable, "{} shows what a task holds", path.display());
     }
-    let largest = all
+    let largest_file = store_files
         .iter()
         .max_by_key(|path| std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0));
-    let path = largest.expect("there are some");
-    let good = std::fs::read(path).expect("readable");
-    let mut bad = good.clone();
-    bad[good.len() / 2] ^= 1;
-    std::fs::write(path, &bad).expect("written");
-    let refused = pvm(&vm, &["restart", &set]);
+    let path = largest_file.expect("there are some");
+    let original_bytes = std::fs::read(path).expect("readable");
+    let mut changed_bytes = original_bytes.clone();
+    changed_bytes[original_bytes.len() / 2] ^= 1;
+    std::fs::write(path, &changed_bytes).expect("written");
+    let refused_output = run_pvm(&vm, &["restart", &checkpoint_name]);
     assert!(
-        !refused.succeeded() && refused.err.contains("none of its tasks is running"),
-        "{refused:?}"
+        !refused_output.succeeded()
+            && refused_output
+                .stderr
+                .contains("none of its tasks is running"),
+        "{refused_output:?}"
     );
-    std::fs::write(path, &good).expect("written");
-    let again = pvm(&vm, &["restart", &set]);
-    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
+    std::fs::write(path, &original_bytes).expect("written");
+    let restart_output = run_pvm(&vm, &["restart", &checkpoint_name]);
+    assert!(
+        restart_output.succeeded(),
+        "{restart_output:?}\n{}",
+        vm.events_and_logs()
+    );
     job.wait_for_rounds(&vm, 5);
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }

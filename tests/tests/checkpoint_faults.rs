@@ -1,65 +1,72 @@
 //! Faults during checkpoints and restarts of jobs, with real processes.
 //!
-//! After each fault the job makes progress, or has rolled back to its newest checkpoint. A restart
-//! has started the whole job, or nothing; in that case it can be repeated. No task runs twice, no
-//! message is lost, and no files or processes remain. Each fault is tried at some points, which a
-//! seed selects; with `SEMPA_TEST_FULL=1` it is tried at all points.
+//! After each fault the job makes progress or has rolled back to its newest checkpoint. A restart
+//! starts either the whole job or no task; if it starts no task, the user can repeat the restart.
+//! No task runs twice, no message is lost, and no files or processes remain. Each fault is injected
+//! at some points, which a seed selects; with `SEMPA_TEST_FULL=1` it is injected at all points.
 
 use sempa_tests::checkpoint_steps::{
-    CheckpointFaults, HOST_COUNT, Sampling, Victim, daemon_points, full_round_count,
+    CheckpointFaults, HOST_COUNT, RoundSample, Victim, daemon_points, full_round_count,
 };
 use sempa_tests::fake_criu;
-use sempa_tests::faults::{Fault, LONG_FAULT, SHORT_FAULT, SHORT_LEASE, Until, is_full};
-use sempa_tests::requirements::testbed_with_own_engine;
-use sempa_tests::vm::Settings;
+use sempa_tests::faults::{
+    Fault, FaultEnd, LONG_DURATION, SHORT_DURATION, SHORT_LEASE_ENV, tests_all_cases,
+};
+use sempa_tests::requirements::require_testbed_with_own_engine;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Testbed, Vm};
 
-fn start<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
-    let settings = Settings {
-        rm: Some("pvm-rm".into()),
-        env: Settings::env_of(env),
-        ..Settings::default()
+fn start_vm<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
+    let settings = VmSettings {
+        rm_command: Some("pvm-rm".into()),
+        env: VmSettings::owned_env(env),
+        ..VmSettings::default()
     };
     Vm::start(bed, settings).expect("a virtual machine")
 }
 
-/// Starts jobs and calls `test`, which injects faults. Then all jobs must finish with the correct
-/// result.
+/// Starts jobs and calls `test`, which injects faults. `offset` and the seed select the points of
+/// the first round. At the end all jobs must finish with the correct result.
 fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut CheckpointFaults<'_>)) {
-    let bed = testbed_with_own_engine(HOST_COUNT);
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
     fake_criu::install(&bed);
-    let vm = start(&bed, env);
-    let mut faults = CheckpointFaults::start(&vm, offset).or_panic_with_logs(&vm);
+    let vm = start_vm(&bed, env);
+    let mut faults = CheckpointFaults::start_jobs(&vm, offset).or_panic_with_logs(&vm);
     test(&mut faults);
-    faults.finish();
-    vm.halt().expect("halts");
+    faults.end_and_check_jobs();
+    vm.halt_and_wait().expect("halts");
 }
 
-/// The points that checkpoints and restarts reach are exactly those at which the tests inject
-/// faults. If a step is added to a checkpoint, its points must be added to the list.
+/// The points that checkpoints and restarts reach are exactly the points of [`daemon_points`], at
+/// which the tests inject faults. If a checkpoint gets a new step, its points must be added to
+/// `daemon_points`.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_points_of_checkpoints_are_tried() {
     with_jobs(&[], 0, |faults| {
-        let reached = faults.run_without_fault().expect("no fault");
-        let tried = reached
+        let reached_points = faults.checkpoint_and_restart().expect("no fault");
+        let tested_points = reached_points
             .each_ref()
             .map(|(operation, _)| (*operation, daemon_points(*operation)));
-        assert_eq!(tried, reached);
+        assert_eq!(tested_points, reached_points);
     });
 }
 
-/// After the kill of any victim the job makes progress or rolls back. A restart succeeds, or can be
-/// repeated.
+/// After any of the processes is killed, the job makes progress or rolls back. A restart succeeds,
+/// or the user can repeat it.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn no_job_is_lost_after_kill_during_checkpoint() {
     with_jobs(&[], 0, |faults| {
-        faults.run(Sampling::OneRound, Victim::ResourceManager, Fault::Kill);
-        for victim in [Victim::OwnTasker, Victim::Engine, Victim::OwnDaemon] {
-            faults.run(Sampling::TwoRounds, victim, Fault::Kill);
+        faults.inject_rounds(RoundSample::OneRound, Victim::ResourceManager, Fault::Kill);
+        for victim in [
+            Victim::WorkerTasker,
+            Victim::WorkerEngine,
+            Victim::WorkerDaemon,
+        ] {
+            faults.inject_rounds(RoundSample::TwoRounds, victim, Fault::Kill);
         }
-        assert!(faults.engines() > 0, "no engine was hit");
+        assert!(faults.engine_hit_count() > 0, "no engine was hit");
     });
 }
 
@@ -68,32 +75,39 @@ fn no_job_is_lost_after_kill_during_checkpoint() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn jobs_restart_after_the_master_was_killed() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
     fake_criu::install(&bed);
-    for offset in 4..if is_full() { 4 + full_round_count() } else { 5 } {
-        let vm = start(&bed, &[SHORT_LEASE]);
-        let mut faults = CheckpointFaults::start(&vm, offset).or_panic_with_logs(&vm);
-        faults.kill_master().or_panic_with_logs(&vm);
-        let vm = start(&bed, &[SHORT_LEASE]);
-        faults.restart_jobs(&vm).or_panic_with_logs(&vm).finish();
-        vm.halt().expect("halts");
+    for offset in 4..if tests_all_cases() {
+        4 + full_round_count()
+    } else {
+        5
+    } {
+        let vm = start_vm(&bed, &[SHORT_LEASE_ENV]);
+        let mut faults = CheckpointFaults::start_jobs(&vm, offset).or_panic_with_logs(&vm);
+        faults.kill_master_and_check().or_panic_with_logs(&vm);
+        let vm = start_vm(&bed, &[SHORT_LEASE_ENV]);
+        faults
+            .restart_jobs(&vm)
+            .or_panic_with_logs(&vm)
+            .end_and_check_jobs();
+        vm.halt_and_wait().expect("halts");
     }
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_pause_during_checkpoint_has_no_effect() {
-    let pause = Fault::Pause(SHORT_FAULT);
+    let pause = Fault::Pause(SHORT_DURATION);
     with_jobs(&[], 6, |faults| {
         for victim in [
-            Victim::OwnDaemon,
-            Victim::Master,
-            Victim::OwnTasker,
-            Victim::Engine,
+            Victim::WorkerDaemon,
+            Victim::MasterDaemon,
+            Victim::WorkerTasker,
+            Victim::WorkerEngine,
         ] {
-            faults.run(Sampling::OneRound, victim, pause);
+            faults.inject_rounds(RoundSample::OneRound, victim, pause);
         }
-        faults.run(Sampling::OneRound, Victim::ResourceManager, pause);
+        faults.inject_rounds(RoundSample::OneRound, Victim::ResourceManager, pause);
     });
 }
 
@@ -101,13 +115,21 @@ fn short_pause_during_checkpoint_has_no_effect() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn long_pause_during_checkpoint_has_no_effect() {
     with_jobs(&[], 11, |faults| {
-        let victims = [Victim::OwnDaemon, Victim::OwnTasker, Victim::Master];
-        if is_full() {
+        let victims = [
+            Victim::WorkerDaemon,
+            Victim::WorkerTasker,
+            Victim::MasterDaemon,
+        ];
+        if tests_all_cases() {
             for victim in victims {
-                faults.run(Sampling::OneRound, victim, Fault::Pause(LONG_FAULT));
+                faults.inject_rounds(RoundSample::OneRound, victim, Fault::Pause(LONG_DURATION));
             }
         } else {
-            faults.run_mixed(Sampling::OneRound, &victims, Fault::Pause(LONG_FAULT));
+            faults.inject_rounds_with_victims(
+                RoundSample::OneRound,
+                &victims,
+                Fault::Pause(LONG_DURATION),
+            );
         }
     });
 }
@@ -116,21 +138,26 @@ fn long_pause_during_checkpoint_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_paused_host_is_lost() {
-    with_jobs(&[SHORT_LEASE], 14, |faults| {
-        let victims = [Victim::OwnDaemon, Victim::OwnTasker];
-        faults.run_mixed(Sampling::OneRound, &victims, Fault::Pause(Until::Noticed));
+    with_jobs(&[SHORT_LEASE_ENV], 14, |faults| {
+        let victims = [Victim::WorkerDaemon, Victim::WorkerTasker];
+        faults.inject_rounds_with_victims(
+            RoundSample::OneRound,
+            &victims,
+            Fault::Pause(FaultEnd::LossHandled),
+        );
     });
 }
 
-/// All other hosts lose a paused master and end, and the resumed master finds them lost.
+/// While the master is paused, all other hosts consider it lost and end. The resumed master finds
+/// that all other hosts are lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn jobs_roll_back_when_master_loses_all_hosts() {
-    with_jobs(&[SHORT_LEASE], 15, |faults| {
-        faults.run(
-            Sampling::OneRound,
-            Victim::Master,
-            Fault::Pause(Until::Noticed),
+    with_jobs(&[SHORT_LEASE_ENV], 15, |faults| {
+        faults.inject_rounds(
+            RoundSample::OneRound,
+            Victim::MasterDaemon,
+            Fault::Pause(FaultEnd::LossHandled),
         );
     });
 }
@@ -139,15 +166,15 @@ fn jobs_roll_back_when_master_loses_all_hosts() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_disconnection_has_no_effect() {
     with_jobs(&[], 16, |faults| {
-        faults.run(
-            Sampling::OneRound,
-            Victim::OwnDaemon,
-            Fault::Disconnect(SHORT_FAULT),
+        faults.inject_rounds(
+            RoundSample::OneRound,
+            Victim::WorkerDaemon,
+            Fault::Disconnect(SHORT_DURATION),
         );
-        faults.run(
-            Sampling::OneRound,
-            Victim::Master,
-            Fault::Disconnect(SHORT_FAULT),
+        faults.inject_rounds(
+            RoundSample::OneRound,
+            Victim::MasterDaemon,
+            Fault::Disconnect(SHORT_DURATION),
         );
     });
 }
@@ -157,16 +184,16 @@ fn short_disconnection_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_host_is_disconnected() {
-    with_jobs(&[SHORT_LEASE], 18, |faults| {
-        faults.run(
-            Sampling::TwoRounds,
-            Victim::OwnDaemon,
-            Fault::Disconnect(Until::Noticed),
+    with_jobs(&[SHORT_LEASE_ENV], 18, |faults| {
+        faults.inject_rounds(
+            RoundSample::TwoRounds,
+            Victim::WorkerDaemon,
+            Fault::Disconnect(FaultEnd::LossHandled),
         );
-        faults.run(
-            Sampling::OneRound,
-            Victim::Master,
-            Fault::Disconnect(Until::Noticed),
+        faults.inject_rounds(
+            RoundSample::OneRound,
+            Victim::MasterDaemon,
+            Fault::Disconnect(FaultEnd::LossHandled),
         );
     });
 }

@@ -2,11 +2,11 @@
 //! the master's host with its disk, and is removed when it is no longer needed.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::requirements::testbed_with_env;
-use sempa_tests::ring_job::Job;
-use sempa_tests::run::run_ok;
+use sempa_tests::requirements::require_testbed_with_env;
+use sempa_tests::ring_job::RingJob;
+use sempa_tests::run::run_successfully;
 use sempa_tests::testbed::{Host, Testbed};
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -15,17 +15,17 @@ use std::process::Command;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Path of the store. Each host has its own folder with this name.
-const STORE: &str = "/tmp/own/store";
-const KEY: &str = "/tmp/own/key";
-const ENV: [(&str, &str); 3] = [
-    ("SEMPA_STORE", STORE),
-    ("SEMPA_STORE_KEY", KEY),
+/// Path of the store. Each host has a separate folder at this path.
+const STORE_PATH: &str = "/tmp/own/store";
+const KEY_PATH: &str = "/tmp/own/key";
+const STORE_ENV: [(&str, &str); 3] = [
+    ("SEMPA_STORE", STORE_PATH),
+    ("SEMPA_STORE_KEY", KEY_PATH),
     ("SEMPA_STORE_COPIES", "1"),
 ];
 
 fn bed_with_stores() -> Testbed {
-    let bed = testbed_with_env(3, &ENV);
+    let bed = require_testbed_with_env(3, &STORE_ENV);
     for n in 1..=3 {
         fs::create_dir(bed.host(n).machine_path("/tmp/own")).expect("made");
     }
@@ -33,26 +33,26 @@ fn bed_with_stores() -> Testbed {
 }
 
 fn start_vm(bed: &Testbed) -> Vm<'_> {
-    let env = ENV
+    let env = STORE_ENV
         .iter()
         .map(|(name, value)| (name.to_string(), value.to_string()))
         .collect();
     let vm = Vm::start(
         bed,
-        Settings {
+        VmSettings {
             env,
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm
 }
 
 /// Returns the names of all entries in a host's store: checkpoints, drafts, and checkpoints that
 /// are being deleted.
 fn store_entries(host: &Host) -> Vec<String> {
-    let entries = fs::read_dir(host.machine_path(STORE))
+    let entries = fs::read_dir(host.machine_path(STORE_PATH))
         .into_iter()
         .flatten()
         .flatten();
@@ -60,97 +60,129 @@ fn store_entries(host: &Host) -> Vec<String> {
     names.filter(|name| name != "lock").collect()
 }
 
-/// Makes a checkpoint of a job. Returns its name.
-fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
-    let values = vm.json(&["checkpoint", &job.tid]).or_panic_with_logs(vm);
+/// Makes a checkpoint of a job and returns the checkpoint's name.
+fn make_checkpoint(vm: &Vm<'_>, job: &RingJob) -> String {
+    let values = vm
+        .pvm_json(&["checkpoint", &job.tid])
+        .or_panic_with_logs(vm);
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
 /// Waits for the event about the copies of a checkpoint. Returns the number of hosts that have a
 /// copy, the number of missing copies, and the reason why they are missing.
-fn wait_for_copy_event(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
-    let is = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: of, .. } if of == set);
-    let told = vm
-        .wait_for_event(
-            TIMEOUT,
-            "what became of the copies",
-            |entry| is(&entry.kind),
-        )
+fn wait_for_copy_event(vm: &Vm<'_>, checkpoint_name: &str) -> (usize, u32, String) {
+    let is_copy_event = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: copied_name, .. } if copied_name == checkpoint_name);
+    let copy_event = vm
+        .wait_for_event(TIMEOUT, "what became of the copies", |entry| {
+            is_copy_event(&entry.kind)
+        })
         .or_panic_with_logs(vm);
     let EventKind::CheckpointCopied {
         hosts,
         missing,
         why,
         ..
-    } = told.kind
+    } = copy_event.kind
     else {
         unreachable!("it was looked for")
     };
     (hosts.len(), missing, why)
 }
 
-/// Waits until the copy of a checkpoint exists. Returns the number of its host.
-fn wait_for_copy(vm: &Vm<'_>, set: &str) -> usize {
-    let (hosts, missing, why) = wait_for_copy_event(vm, set);
-    assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
-    let listed = vm.json(&["checkpoints"]).or_panic_with_logs(vm);
-    let entry = listed[0]["sets"]
+/// Waits until the copy of a checkpoint exists. Returns the number of the host that stores the
+/// copy.
+fn wait_for_copy(vm: &Vm<'_>, checkpoint_name: &str) -> usize {
+    let (host_count, missing_count, reason) = wait_for_copy_event(vm, checkpoint_name);
+    assert_eq!(
+        (host_count, missing_count),
+        (1, 0),
+        "{reason}\n{}",
+        vm.events_and_logs()
+    );
+    let list_values = vm.pvm_json(&["checkpoints"]).or_panic_with_logs(vm);
+    let entry = list_values[0]["sets"]
         .as_array()
         .expect("a list")
         .iter()
-        .find(|entry| entry["set"] == set)
+        .find(|entry| entry["set"] == checkpoint_name)
         .expect("in it");
-    let name = entry["copies"][0].as_str().expect("a name").to_string();
-    name.strip_prefix('h')
+    let host_name = entry["copies"][0].as_str().expect("a name").to_string();
+    host_name
+        .strip_prefix('h')
         .and_then(|number| number.parse().ok())
         .expect("a host of the testbed")
 }
 
-/// The master's host and its store are lost. The copy from another host is placed in the store, and
-/// the job restarts from it.
+/// The master's host is lost with its store. The store with the copy is copied from the other host
+/// to the master's host, and the job restarts from the copy.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     let bed = bed_with_stores();
     let vm = start_vm(&bed);
-    let job = Job::start(&vm, "-h2");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 20);
-    let set = checkpoint(&vm, &job);
-    let at = wait_for_copy(&vm, &set);
-    let place = |n: usize, path: &str| bed.host(n).machine_path(path);
+    let checkpoint_name = make_checkpoint(&vm, &job);
+    let copy_host = wait_for_copy(&vm, &checkpoint_name);
+    let path_on_host = |n: usize, path: &str| bed.host(n).machine_path(path);
     assert_eq!(
-        (store_entries(bed.host(1)), store_entries(bed.host(at))),
-        (vec![set.clone()], vec![set.clone()])
+        (
+            store_entries(bed.host(1)),
+            store_entries(bed.host(copy_host))
+        ),
+        (vec![checkpoint_name.clone()], vec![checkpoint_name.clone()])
     );
     assert_eq!(
-        store_entries(bed.host(5 - at)),
+        store_entries(bed.host(5 - copy_host)),
         [""; 0],
         "one copy was wanted"
     );
     let mode = |path: PathBuf| path.metadata().expect("there").mode() & 0o7777;
     assert_eq!(
-        [mode(place(at, STORE)), mode(place(at, KEY))],
+        [
+            mode(path_on_host(copy_host, STORE_PATH)),
+            mode(path_on_host(copy_host, KEY_PATH))
+        ],
         [0o700, 0o600]
     );
-    assert_eq!(mode(place(at, STORE).join(&set).join("manifest")), 0o600);
-    let key = |n: usize| fs::read(place(n, KEY)).expect("there");
-    assert_ne!(key(1), key(at), "each store has a key of its own");
+    assert_eq!(
+        mode(
+            path_on_host(copy_host, STORE_PATH)
+                .join(&checkpoint_name)
+                .join("manifest")
+        ),
+        0o600
+    );
+    let read_key = |n: usize| fs::read(path_on_host(n, KEY_PATH)).expect("there");
+    assert_ne!(
+        read_key(1),
+        read_key(copy_host),
+        "each store has a key of its own"
+    );
     job.wait_for_rounds(&vm, 10);
     for host in bed.hosts() {
-        host.kill_all();
+        host.kill_all_processes();
     }
     drop(vm);
-    // h1 gets a new disk, and the copy is placed on it.
-    fs::remove_dir_all(place(1, "/tmp/own")).expect("removed");
-    let mut copy = Command::new("cp");
-    copy.arg("-a")
-        .args([place(at, "/tmp/own"), place(1, "/tmp/own")]);
-    run_ok(copy, TIMEOUT).expect("copied");
+    // h1 has a new, empty disk. The files of the host with the copy are copied to h1.
+    fs::remove_dir_all(path_on_host(1, "/tmp/own")).expect("removed");
+    let mut copy_command = Command::new("cp");
+    copy_command.arg("-a").args([
+        path_on_host(copy_host, "/tmp/own"),
+        path_on_host(1, "/tmp/own"),
+    ]);
+    run_successfully(copy_command, TIMEOUT).expect("copied");
     let vm = start_vm(&bed);
-    let again = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
-    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    let restart_output = vm
+        .run_pvm(&["restart", &checkpoint_name])
+        .or_panic_with_logs(&vm);
+    assert!(
+        restart_output.succeeded(),
+        "{restart_output:?}\n{}",
+        vm.events_and_logs()
+    );
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
 /// The copy of a new checkpoint replaces the older copy on the same host. The copies are removed
@@ -160,75 +192,75 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
 fn only_the_newest_checkpoint_is_copied() {
     let bed = bed_with_stores();
     let vm = start_vm(&bed);
-    let job = Job::start(&vm, "-h3");
+    let job = RingJob::start(&vm, "-h3");
     job.wait_for_rounds(&vm, 5);
-    let mut at = Vec::new();
+    let mut copy_hosts = Vec::new();
     for _ in 0..3 {
-        let set = checkpoint(&vm, &job);
-        at.push(wait_for_copy(&vm, &set));
-        let others = || {
-            let there = store_entries(bed.host(at[0]));
-            if there == [set.clone()] {
+        let checkpoint_name = make_checkpoint(&vm, &job);
+        copy_hosts.push(wait_for_copy(&vm, &checkpoint_name));
+        let check_single_copy = || {
+            let entries = store_entries(bed.host(copy_hosts[0]));
+            if entries == [checkpoint_name.clone()] {
                 Ok(())
             } else {
-                Err(format!("{there:?}, not {set}"))
+                Err(format!("{entries:?}, not {checkpoint_name}"))
             }
         };
-        wait_for(TIMEOUT, others).or_panic_with_logs(&vm);
+        wait_for(TIMEOUT, check_single_copy).or_panic_with_logs(&vm);
     }
     assert!(
-        at.iter().all(|host| *host == at[0]),
-        "the same host as long as it takes them: {at:?}"
+        copy_hosts.iter().all(|host| *host == copy_hosts[0]),
+        "the same host as long as it takes them: {copy_hosts:?}"
     );
-    job.finish(&vm);
-    let none = || {
-        let there = store_entries(bed.host(at[0]));
-        if there.is_empty() {
+    job.end_and_check(&vm);
+    let check_no_copy = || {
+        let entries = store_entries(bed.host(copy_hosts[0]));
+        if entries.is_empty() {
             Ok(())
         } else {
-            Err(format!("{there:?}"))
+            Err(format!("{entries:?}"))
         }
     };
-    wait_for(TIMEOUT, none).or_panic_with_logs(&vm);
+    wait_for(TIMEOUT, check_no_copy).or_panic_with_logs(&vm);
     assert_eq!(
         store_entries(bed.host(1)).len(),
         3,
         "what the master has stays for a day"
     );
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
-/// If a store cannot be used, another host stores the copy. If none is left, the event has the
-/// hosts with their reasons.
+/// If the store of one host cannot be used, another host stores the copy. If no host can store a
+/// copy, the event names each host with its reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn other_host_stores_copy_if_store_fails() {
     let bed = bed_with_stores();
     for n in [2, 3] {
         // A store in a folder that other users can read is refused.
-        let place = bed.host(n).machine_path(STORE);
-        fs::create_dir(&place).expect("made");
+        let store_folder = bed.host(n).machine_path(STORE_PATH);
+        fs::create_dir(&store_folder).expect("made");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        fs::set_permissions(&place, mode).expect("changed");
+        fs::set_permissions(&store_folder, mode).expect("changed");
         if n == 3 {
-            fs::remove_dir(&place).expect("removed");
+            fs::remove_dir(&store_folder).expect("removed");
         }
     }
     let vm = start_vm(&bed);
-    let job = Job::start(&vm, "-h2");
+    let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 5);
     // The order in which hosts are requested to store copies depends on the job.
-    let set = checkpoint(&vm, &job);
-    assert_eq!(wait_for_copy(&vm, &set), 3);
-    fs::remove_dir_all(bed.host(3).machine_path(STORE)).expect("removed");
-    fs::write(bed.host(3).machine_path(STORE), "no folder").expect("written");
-    let set = checkpoint(&vm, &job);
-    let (hosts, missing, why) = wait_for_copy_event(&vm, &set);
-    assert_eq!((hosts, missing), (0, 1), "{why}");
+    let checkpoint_name = make_checkpoint(&vm, &job);
+    assert_eq!(wait_for_copy(&vm, &checkpoint_name), 3);
+    fs::remove_dir_all(bed.host(3).machine_path(STORE_PATH)).expect("removed");
+    fs::write(bed.host(3).machine_path(STORE_PATH), "no folder").expect("written");
+    let checkpoint_name = make_checkpoint(&vm, &job);
+    let (host_count, missing_count, reason) = wait_for_copy_event(&vm, &checkpoint_name);
+    assert_eq!((host_count, missing_count), (0, 1), "{reason}");
     assert!(
-        why.contains("h2: ") && why.contains("h3: ") && why.contains(STORE),
-        "{why}"
+        reason.contains("h2: ") && reason.contains("h3: ") && reason.contains(STORE_PATH),
+        "{reason}"
     );
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }

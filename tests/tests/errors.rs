@@ -1,13 +1,13 @@
-//! Errors of the console and of programs are one clear line and a non-zero exit status. Malformed
+//! Errors of the console and of programs consist of one line and a non-zero exit status. Malformed
 //! input to a daemon has no effect. After `halt` no processes and no files remain.
 
 use procfs::process::Process;
 use sempa_proto::event::EventKind;
-use sempa_tests::requirements::{self, testbed, testbed_with_own_engine};
-use sempa_tests::run::run;
-use sempa_tests::ssh::{client_config, remote_shell};
+use sempa_tests::requirements::{self, require_testbed, require_testbed_with_own_engine};
+use sempa_tests::run::run_to_end;
+use sempa_tests::ssh::{client_config_path, remote_shell_command};
 use sempa_tests::testbed::{ALICE_UID, wait_until_no_process};
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{CommandResult, Host, Testbed, Vm, wait_for};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -17,17 +17,17 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Checks that a command has failed with exactly one line on standard error, which contains these
-/// words.
-fn check_one_line_error(done: &CommandResult, words: &[&str]) {
-    assert!(!done.succeeded(), "it must fail: {done:?}");
-    let lines: Vec<&str> = done
-        .err
+/// Checks that a command has failed with exactly one line on standard error. The line must contain
+/// all `expected_words`; upper and lower case are equal.
+fn check_one_line_error(output: &CommandResult, expected_words: &[&str]) {
+    assert!(!output.succeeded(), "it must fail: {output:?}");
+    let lines: Vec<&str> = output
+        .stderr
         .lines()
         .filter(|line| !line.trim().is_empty())
         .collect();
-    assert_eq!(lines.len(), 1, "one line: {done:?}");
-    for word in words {
+    assert_eq!(lines.len(), 1, "one line: {output:?}");
+    for word in expected_words {
         assert!(
             lines[0].to_lowercase().contains(&word.to_lowercase()),
             "{word:?} is not in {:?}",
@@ -36,41 +36,49 @@ fn check_one_line_error(done: &CommandResult, words: &[&str]) {
     }
 }
 
-fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
-    let bed = testbed(count);
-    let prefix = requirements::prefix_in_bed();
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    if !joined.is_empty() {
-        vm.add(joined).expect("they join");
+fn with_hosts(host_count: usize, added_hosts: &[&str], test: impl FnOnce(&Vm, &Path)) {
+    let bed = require_testbed(host_count);
+    let prefix = requirements::require_prefix_in_hosts();
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    if !added_hosts.is_empty() {
+        vm.add_hosts(added_hosts).expect("they join");
     }
     test(&vm, &prefix);
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_unreachable_host_is_named_with_the_reason() {
     with_hosts(1, &[], |vm, _| {
-        check_one_line_error(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
-        check_one_line_error(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
-        check_one_line_error(&vm.pvm(&["delete", "nohost"]).expect("ends"), &["nohost"]);
+        check_one_line_error(&vm.run_pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
+        check_one_line_error(&vm.run_pvm(&["add", "desk"]).expect("ends"), &["desk"]);
+        check_one_line_error(
+            &vm.run_pvm(&["delete", "nohost"]).expect("ends"),
+            &["nohost"],
+        );
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn ssh_uses_fast_keys_unless_configured() {
-    let bed = testbed(2);
-    let config = client_config(bed.folder(), "root");
-    let usual = std::fs::read_to_string(&config).expect("the testbed has written it");
-    let agreed_with = |own: &str| {
-        // The settings are put first, because ssh uses the first value of each setting.
-        std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
-        let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-        vm.add(&["h2"]).expect("it joins");
+    let bed = require_testbed(2);
+    let config = client_config_path(bed.folder(), "root");
+    let testbed_config = std::fs::read_to_string(&config).expect("the testbed has written it");
+    let key_exchange_with = |extra_settings: &str| {
+        // The additional settings precede the testbed's settings, because ssh uses the first value
+        // of each setting.
+        std::fs::write(
+            &config,
+            format!("LogLevel DEBUG1\n{extra_settings}{testbed_config}"),
+        )
+        .expect("ours");
+        let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+        vm.add_hosts(&["h2"]).expect("it joins");
         let log = std::fs::read_to_string(bed.host(1).machine_path("/tmp/sempa-0/pvm/pvml"))
             .expect("a log");
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
         assert!(
             !bed.host(1).machine_path("/tmp/sempa-0").exists(),
             "the settings of ssh stay behind"
@@ -82,52 +90,58 @@ fn ssh_uses_fast_keys_unless_configured() {
             .1
             .to_string()
     };
-    let by_itself = agreed_with("");
-    assert!(!by_itself.contains("sntrup761"), "{by_itself}");
+    let default_key_exchange = key_exchange_with("");
+    assert!(
+        !default_key_exchange.contains("sntrup761"),
+        "{default_key_exchange}"
+    );
     assert_eq!(
-        agreed_with("KexAlgorithms ecdh-sha2-nistp256\n"),
+        key_exchange_with("KexAlgorithms ecdh-sha2-nistp256\n"),
         "ecdh-sha2-nistp256"
     );
     assert_eq!(
-        agreed_with("Host h2\nKexAlgorithms ecdh-sha2-nistp521\n"),
+        key_exchange_with("Host h2\nKexAlgorithms ecdh-sha2-nistp521\n"),
         "ecdh-sha2-nistp521"
     );
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn without_a_daemon_console_and_programs_say_so() {
-    let bed = testbed(1);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+fn missing_daemon_is_reported_by_console_and_programs() {
+    let bed = require_testbed(1);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     let program = vm.compile_program("hold").expect("gcc");
-    vm.halt().expect("halts");
-    check_one_line_error(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
-    let mut command = vm.command(bed.host(1), program);
+    vm.halt_and_wait().expect("halts");
+    check_one_line_error(
+        &vm.run_pvm(&["conf"]).expect("ends"),
+        &["no virtual machine"],
+    );
+    let mut command = vm.user_command(bed.host(1), program);
     command.args(["ask", "t40001"]);
-    let done = run(command, TIMEOUT).expect("ends");
-    // The second line is PVM's: its library prints it for every call that fails.
-    let lines: Vec<&str> = done.err.lines().collect();
-    assert!(!done.succeeded() && lines.len() == 2, "{done:?}");
+    let output = run_to_end(command, TIMEOUT).expect("ends");
+    // The library prints the second line for each failed call, as PVM's library does.
+    let lines: Vec<&str> = output.stderr.lines().collect();
+    assert!(!output.succeeded() && lines.len() == 2, "{output:?}");
     assert!(
         lines[0].contains("daemon")
             && lines[0].contains("start")
             && lines[1].contains("pvm_mytid()"),
-        "{done:?}"
+        "{output:?}"
     );
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn root_is_refused_unless_allowed() {
-    let bed = testbed(1);
-    let prefix = requirements::prefix_in_bed();
+    let bed = require_testbed(1);
+    let prefix = requirements::require_prefix_in_hosts();
     for program in ["pvm", "pvmd"] {
-        let mut command = bed.host(1).command(prefix.join("bin").join(program));
+        let mut command = bed.host(1).root_command(prefix.join("bin").join(program));
         if program == "pvm" {
             command.arg("start");
         }
         check_one_line_error(
-            &run(command, TIMEOUT).expect("ends"),
+            &run_to_end(command, TIMEOUT).expect("ends"),
             &["root", "PVM_ALLOW_ROOT"],
         );
     }
@@ -138,11 +152,12 @@ fn root_is_refused_unless_allowed() {
 fn a_program_that_is_not_on_the_host_is_named() {
     with_hosts(2, &["h2"], |vm, _| {
         check_one_line_error(
-            &vm.pvm(&["spawn", "nosuchprogram"]).expect("ends"),
+            &vm.run_pvm(&["spawn", "nosuchprogram"]).expect("ends"),
             &["nosuchprogram"],
         );
         check_one_line_error(
-            &vm.pvm(&["spawn", "-h2", "nosuchprogram"]).expect("ends"),
+            &vm.run_pvm(&["spawn", "-h2", "nosuchprogram"])
+                .expect("ends"),
             &["nosuchprogram"],
         );
     });
@@ -151,19 +166,19 @@ fn a_program_that_is_not_on_the_host_is_named() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_resource_manager_is_refused() {
-    let bed = testbed(1);
-    let prefix = requirements::prefix_in_bed();
+    let bed = require_testbed(1);
+    let prefix = requirements::require_prefix_in_hosts();
     let rm = prefix.join("bin/pvm-rm");
-    let settings = Settings {
-        rm: Some(rm.display().to_string()),
-        ..Settings::default()
+    let settings = VmSettings {
+        rm_command: Some(rm.display().to_string()),
+        ..VmSettings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     check_one_line_error(
-        &run(vm.command(bed.host(1), &rm), TIMEOUT).expect("ends"),
+        &run_to_end(vm.user_command(bed.host(1), &rm), TIMEOUT).expect("ends"),
         &["resource manager"],
     );
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
 /// The same user cannot start a second virtual machine on the same hosts.
@@ -171,36 +186,39 @@ fn a_second_resource_manager_is_refused() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_virtual_machine_is_refused() {
     with_hosts(2, &["h2"], |vm, prefix| {
-        for host in vm.bed().hosts() {
-            let done = run(vm.command(host, prefix.join("bin/pvmd")), TIMEOUT).expect("ends");
-            check_one_line_error(&done, &["running already"]);
+        for host in vm.testbed().hosts() {
+            let output =
+                run_to_end(vm.user_command(host, prefix.join("bin/pvmd")), TIMEOUT).expect("ends");
+            check_one_line_error(&output, &["running already"]);
         }
     });
 }
 
-/// If CRIU is missing or does not work, the error of a migration says so and names the remedy.
+/// If CRIU is missing or does not work, the error of a migration names CRIU and the command that
+/// installs it.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_missing_criu_is_named_with_the_remedy() {
     for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
-        let bed = testbed_with_own_engine(2);
-        let engine = bed.engine().expect("its own").to_path_buf();
-        std::fs::remove_file(&engine).expect("removed");
+        let bed = require_testbed_with_own_engine(2);
+        let criu_path = bed.engine().expect("its own").to_path_buf();
+        std::fs::remove_file(&criu_path).expect("removed");
         if let Some(script) = script {
-            std::fs::write(&engine, script).expect("written");
-            std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755))
+            std::fs::write(&criu_path, script).expect("written");
+            std::fs::set_permissions(&criu_path, std::fs::Permissions::from_mode(0o755))
                 .expect("executable");
         }
-        let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine runs without CRIU");
-        vm.add(&["h2"]).expect("h2 joins");
+        let vm =
+            Vm::start(&bed, VmSettings::default()).expect("a virtual machine runs without CRIU");
+        vm.add_hosts(&["h2"]).expect("h2 joins");
         vm.compile_program("hold").expect("gcc");
-        let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         check_one_line_error(
             &vm.migrate(&tid, "h1").expect("ends"),
             &["criu", "cargo xtask criu"],
         );
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     }
 }
 
@@ -209,7 +227,7 @@ fn a_missing_criu_is_named_with_the_remedy() {
 fn impossible_migrations_are_refused_with_reason() {
     with_hosts(2, &["h2"], |vm, _| {
         vm.compile_program("hold").expect("gcc");
-        let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         check_one_line_error(&vm.migrate(&tid, "h2").expect("ends"), &["already"]);
         check_one_line_error(&vm.migrate(&tid, "h9").expect("ends"), &["h9"]);
         check_one_line_error(
@@ -223,7 +241,10 @@ fn impossible_migrations_are_refused_with_reason() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_unix_socket_has_no_effect() {
     with_hosts(1, &[], |vm, _| {
-        let socket = vm.bed().host(1).machine_path("/tmp/sempa-0/pvm/pvmd.sock");
+        let socket = vm
+            .testbed()
+            .host(1)
+            .machine_path("/tmp/sempa-0/pvm/pvmd.sock");
         let garbage: Vec<Vec<u8>> = vec![
             b"GET / HTTP/1.0\r\n\r\n".to_vec(),
             vec![0xff; 4096],
@@ -240,9 +261,9 @@ fn garbage_on_unix_socket_has_no_effect() {
             let mut answer = Vec::new();
             let _ = stream.read_to_end(&mut answer);
             assert!(
-                vm.pvm(&["conf"]).expect("ends").succeeded(),
+                vm.run_pvm(&["conf"]).expect("ends").succeeded(),
                 "{}",
-                vm.logs()
+                vm.events_and_logs()
             );
         }
     });
@@ -252,27 +273,27 @@ fn garbage_on_unix_socket_has_no_effect() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_udp_port_has_no_effect() {
     with_hosts(2, &["h2"], |vm, _| {
-        let port = udp_port(vm.bed().host(1));
+        let port = udp_port(vm.testbed().host(1));
         for bytes in [1, 20, 1200, 60_000] {
             let line = format!("head -c {bytes} /dev/urandom >/dev/udp/h1/{port}");
-            let mut command = vm.bed().desk().command("/bin/bash");
+            let mut command = vm.testbed().outside_host().root_command("/bin/bash");
             command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
-            assert!(run(command, TIMEOUT).expect("ends").succeeded());
+            assert!(run_to_end(command, TIMEOUT).expect("ends").succeeded());
         }
         assert!(
-            vm.pvm_on(vm.bed().host(2), &["ps", "-a"])
+            vm.run_pvm_on(vm.testbed().host(2), &["ps", "-a"])
                 .expect("ends")
                 .succeeded(),
             "{}",
-            vm.logs()
+            vm.events_and_logs()
         );
     });
 }
 
 fn udp_port(host: &Host) -> u16 {
-    let init_pid = Process::new(host.init_pid().cast_signed()).expect("it runs");
-    let mut sockets = init_pid.udp().expect("readable");
-    sockets.extend(init_pid.udp6().unwrap_or_default());
+    let init_process = Process::new(host.init_pid().cast_signed()).expect("it runs");
+    let mut sockets = init_process.udp().expect("readable");
+    sockets.extend(init_process.udp6().unwrap_or_default());
     let socket = sockets.first().expect("the daemon has a UDP port");
     socket.local_address.port()
 }
@@ -282,31 +303,33 @@ fn udp_port(host: &Host) -> u16 {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_foreign_daemon_is_refused_and_logged() {
-    let bed = testbed(3);
-    let ours = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    ours.add(&["h2"]).expect("h2 joins");
-    ours.compile_program("hold").expect("gcc");
-    let tid = ours.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    let shell = misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
+    let bed = require_testbed(3);
+    let first_vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    first_vm.add_hosts(&["h2"]).expect("h2 joins");
+    first_vm.compile_program("hold").expect("gcc");
+    let tid = first_vm
+        .spawn_connected(&["-h2", "hold", "1"])
+        .expect("spawned");
+    let shell = write_misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
     let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)]
         .map(|(name, value)| (name.to_string(), value));
-    let theirs = Vm::start(
+    let foreign_vm = Vm::start(
         &bed,
-        Settings {
+        VmSettings {
             env: env.to_vec(),
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )
     .expect("a second one");
 
     check_one_line_error(
-        &theirs.pvm(&["add", "h3"]).expect("ends"),
+        &foreign_vm.run_pvm(&["add", "h3"]).expect("ends"),
         &["h3", "did not connect", "another program answers"],
     );
-    let refused =
+    let is_refusal =
         |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
-    let event = ours
-        .wait_for_event(TIMEOUT, "refusal", |entry| refused(&entry.text))
+    let event = first_vm
+        .wait_for_event(TIMEOUT, "refusal", |entry| is_refusal(&entry.text))
         .expect("an event");
     assert!(
         event.text.contains("another virtual machine") && event.text.lines().count() == 1,
@@ -316,7 +339,7 @@ fn a_foreign_daemon_is_refused_and_logged() {
     let log =
         std::fs::read_to_string(bed.host(1).machine_path("/tmp/sempa-0/pvm/pvml")).expect("a log");
     assert!(log.contains(&event.text), "{log}");
-    theirs
+    foreign_vm
         .wait_for_event(
             TIMEOUT,
             "refusal",
@@ -326,62 +349,65 @@ fn a_foreign_daemon_is_refused_and_logged() {
     wait_until_no_process(bed.host(3), "pvmd", TIMEOUT)
         .expect("the daemon that found no master has ended");
 
-    for (vm, hosts) in [(&ours, 2), (&theirs, 1)] {
+    for (vm, host_count) in [(&first_vm, 2), (&foreign_vm, 1)] {
         let conf = vm
-            .json(&["conf"])
+            .pvm_json(&["conf"])
             .expect("it answers")
             .pop()
             .expect("a value");
         assert_eq!(
             conf["hosts"].as_array().expect("a list").len(),
-            hosts,
+            host_count,
             "{conf}"
         );
     }
-    theirs.spawn(&["hold", "1"]).expect("tasks start in theirs");
-    ours.must_migrate(&tid, "h1");
-    theirs
-        .pvm(&["halt"])
+    foreign_vm
+        .spawn_connected(&["hold", "1"])
+        .expect("tasks start in theirs");
+    first_vm.migrate_or_panic(&tid, "h1");
+    foreign_vm
+        .run_pvm(&["halt"])
         .expect("ends")
         .expect_success("halt")
         .expect("theirs halts");
-    assert_eq!(ours.host_of(&tid).expect("alive"), "h1");
-    ours.halt().expect("ours halts");
+    assert_eq!(first_vm.host_of(&tid).expect("alive"), "h1");
+    first_vm.halt_and_wait().expect("ours halts");
 }
 
 /// Writes a remote shell that passes `address` to each new daemon as the address of its master.
 /// Returns the path of the shell.
-fn misleading_shell(bed: &Testbed, address: &str) -> String {
-    let place = bed.folder().join("misleading-shell");
-    let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);
+fn write_misleading_shell(bed: &Testbed, address: &str) -> String {
+    let shell_path = bed.folder().join("misleading-shell");
+    let sed_command = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);
     let script = format!(
-        "#!/bin/sh\nsed '{edit}' | {} \"$@\"\n",
-        remote_shell(bed.folder(), "root")
+        "#!/bin/sh\nsed '{sed_command}' | {} \"$@\"\n",
+        remote_shell_command(bed.folder(), "root")
     );
-    std::fs::write(&place, script).expect("written");
-    std::fs::set_permissions(&place, std::fs::Permissions::from_mode(0o755)).expect("executable");
-    place.display().to_string()
+    std::fs::write(&shell_path, script).expect("written");
+    std::fs::set_permissions(&shell_path, std::fs::Permissions::from_mode(0o755))
+        .expect("executable");
+    shell_path.display().to_string()
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn other_users_reach_neither_socket_nor_files() {
     with_hosts(1, &[], |vm, _| {
-        let home = vm.bed().folder().join("alice");
-        for line in [
+        let alice_home = vm.testbed().folder().join("alice");
+        for shell_line in [
             "ls /tmp/sempa-0/pvm",
             "ls /tmp/sempa-0",
             "cat /tmp/sempa-0/pvm/pvml",
         ] {
             let mut command = vm
-                .bed()
+                .testbed()
                 .host(1)
-                .command_as(Some(("alice", ALICE_UID, &home)), "/bin/sh");
-            command.args(["-c", line]);
-            let done = run(command, TIMEOUT).expect("ends");
+                .command_as(Some(("alice", ALICE_UID, &alice_home)), "/bin/sh");
+            command.args(["-c", shell_line]);
+            let output = run_to_end(command, TIMEOUT).expect("ends");
             assert!(
-                !done.succeeded() || line == "ls /tmp/sempa-0",
-                "{line}: {done:?}"
+                !output.succeeded() || shell_line == "ls /tmp/sempa-0",
+                "{shell_line}: {output:?}"
             );
         }
     });
@@ -390,33 +416,33 @@ fn other_users_reach_neither_socket_nor_files() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn halt_leaves_no_process_and_no_file_on_any_host() {
-    let bed = testbed(3);
+    let bed = require_testbed(3);
     let rm = "pvm-rm --policy load".to_string();
-    let before: Vec<usize> = bed
+    let processes_before: Vec<usize> = bed
         .hosts()
         .iter()
         .map(|host| host.processes().len())
         .collect();
     let vm = Vm::start(
         &bed,
-        Settings {
-            rm: Some(rm),
-            ..Settings::default()
+        VmSettings {
+            rm_command: Some(rm),
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("hold").expect("gcc");
-    let stays = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    let moves = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
-    vm.must_migrate(&moves, "h1");
-    assert_eq!(vm.host_of(&stays).expect("alive"), "h2");
-    vm.halt().expect("halts");
-    for (host, before) in bed.hosts().iter().zip(before) {
+    let resident_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+    let migrating_tid = vm.spawn_connected(&["-h3", "hold", "1"]).expect("spawned");
+    vm.migrate_or_panic(&migrating_tid, "h1");
+    assert_eq!(vm.host_of(&resident_tid).expect("alive"), "h2");
+    vm.halt_and_wait().expect("halts");
+    for (host, processes_before) in bed.hosts().iter().zip(processes_before) {
         wait_until_no_process(host, "hold", TIMEOUT).expect("no task");
         wait_for(TIMEOUT, || {
             let now = host.processes();
-            if now.len() <= before {
+            if now.len() <= processes_before {
                 Ok(())
             } else {
                 Err(format!("{}: {now:?}", host.name()))
@@ -430,6 +456,6 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
             host.name()
         );
     }
-    let again = Vm::start(&bed, Settings::default()).expect("the next virtual machine starts");
-    again.halt().expect("halts");
+    let next_vm = Vm::start(&bed, VmSettings::default()).expect("the next virtual machine starts");
+    next_vm.halt_and_wait().expect("halts");
 }

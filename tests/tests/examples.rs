@@ -1,14 +1,14 @@
-//! Debian's unmodified programs print the same output on three hosts of Sempa as on PVM 3.4.6. So
-//! do PVM's examples that are built from their sources with our headers and libraries.
+//! Debian's unmodified programs print the same output on three hosts of Sempa as on PVM 3.4.6.
+//! PVM's examples, built from their sources with our headers and libraries, also print that output.
 
 use anyhow::Result;
 use sempa_tests::matrix::{
-    CaseOutput, ComparedVm, Comparison, ProgramRun, System, normalize, run_on_systems,
+    CaseOutput, ComparedForm, ComparedVm, ProgramRun, System, normalize_output, run_on_systems,
     with_arguments, without_arguments,
 };
 use sempa_tests::requirements;
-use sempa_tests::run::{RunningCommand, run, run_ok};
-use sempa_tests::screen::{self, BLACK, Picture, Screen, WHITE};
+use sempa_tests::run::{RunningCommand, run_successfully, run_to_end};
+use sempa_tests::screen::{self, BLACK, Picture, VirtualDisplay, WHITE};
 use sempa_tests::timetable::{self, School};
 use sempa_tests::wait_for;
 use std::fs;
@@ -18,34 +18,38 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(40);
 
-/// A test case, as (name, form of the comparison, function that runs it).
+/// A test case, as (name, form of the comparison, function that runs the case and returns its
+/// output).
 type Case<'a> = (
     &'a str,
-    Comparison,
+    ComparedForm,
     Box<dyn Fn(&ComparedVm) -> Result<String> + Sync + 'a>,
 );
 
 /// Runs all cases on PVM and on Sempa, and compares the outputs. The cases run one after another on
 /// the same virtual machine.
 fn check_on_two_systems(cases: &[Case]) {
-    let [real, ours] = run_on_systems([System::Pvm, System::SempaDebianPrograms], |machine| {
-        run_cases(machine, cases)
-    });
-    let wrong = differences(cases, &real, "ours", &ours);
-    assert!(wrong.is_empty(), "{wrong}");
+    let [pvm_outputs, sempa_outputs] =
+        run_on_systems([System::Pvm, System::SempaDebianPrograms], |machine| {
+            run_cases(machine, cases)
+        });
+    let report = differences(cases, &pvm_outputs, "ours", &sempa_outputs);
+    assert!(report.is_empty(), "{report}");
 }
 
-/// As [`check_on_two_systems`]; also runs the programs that are built from their sources.
+/// As [`check_on_two_systems`], and also runs PVM's examples that are built from their sources on
+/// Sempa.
 fn check_on_three_systems(cases: &[Case]) {
     let systems = [
         System::Pvm,
         System::SempaDebianPrograms,
         System::SempaBuiltPrograms,
     ];
-    let [real, ours, built] = run_on_systems(systems, |machine| run_cases(machine, cases));
-    let wrong =
-        differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
-    assert!(wrong.is_empty(), "{wrong}");
+    let [pvm_outputs, sempa_outputs, built_outputs] =
+        run_on_systems(systems, |machine| run_cases(machine, cases));
+    let report = differences(cases, &pvm_outputs, "ours", &sempa_outputs)
+        + &differences(cases, &pvm_outputs, "built", &built_outputs);
+    assert!(report.is_empty(), "{report}");
 }
 
 fn run_cases(machine: &ComparedVm, cases: &[Case]) -> Result<Vec<CaseOutput>> {
@@ -59,219 +63,235 @@ fn run_cases(machine: &ComparedVm, cases: &[Case]) -> Result<Vec<CaseOutput>> {
 /// empty text if there are none.
 fn differences(
     cases: &[Case],
-    real: &[CaseOutput],
-    name_of_other: &str,
-    other: &[CaseOutput],
+    pvm_outputs: &[CaseOutput],
+    other_name: &str,
+    other_outputs: &[CaseOutput],
 ) -> String {
-    let mut wrong = String::new();
-    for (((name, how, _), real), other) in cases.iter().zip(real).zip(other) {
+    let mut report = String::new();
+    for (((name, comparison, _), pvm_outputs), other_outputs) in
+        cases.iter().zip(pvm_outputs).zip(other_outputs)
+    {
         if std::env::var_os("SEMPA_SHOW").is_some() {
-            eprintln!("=== {name}\n{real:?}\n--- {name_of_other}\n{other:?}");
+            eprintln!("=== {name}\n{pvm_outputs:?}\n--- {other_name}\n{other_outputs:?}");
         }
-        let compared = |heard: &CaseOutput| {
-            heard
+        let normalized = |output: &CaseOutput| {
+            output
                 .as_ref()
-                .map(|text| normalize(text, *how))
+                .map(|text| normalize_output(text, *comparison))
                 .map_err(Clone::clone)
         };
-        match (compared(real), compared(other)) {
-            (Ok(real), Ok(other)) if real == other => {}
-            (Ok(real), Ok(other)) => {
-                let (only_real, only_other) =
-                    (lines_only_in(&real, &other), lines_only_in(&other, &real));
-                wrong += &format!(
-                    "=== {name}\n--- only PVM's lines\n{only_real}\n--- only {name_of_other}\n{only_other}\n"
+        match (normalized(pvm_outputs), normalized(other_outputs)) {
+            (Ok(pvm_outputs), Ok(other_outputs)) if pvm_outputs == other_outputs => {}
+            (Ok(pvm_outputs), Ok(other_outputs)) => {
+                let (only_real, only_other) = (
+                    lines_only_in(&pvm_outputs, &other_outputs),
+                    lines_only_in(&other_outputs, &pvm_outputs),
+                );
+                report += &format!(
+                    "=== {name}\n--- only PVM's lines\n{only_real}\n--- only {other_name}\n{only_other}\n"
                 );
                 if only_real.is_empty() && only_other.is_empty() {
-                    wrong += &format!(
-                        "the order differs:\n--- PVM\n{real}\n--- {name_of_other}\n{other}\n"
+                    report += &format!(
+                        "the order differs:\n--- PVM\n{pvm_outputs}\n--- {other_name}\n{other_outputs}\n"
                     );
                 }
             }
-            (real, other) => {
-                let shown = |heard: CaseOutput| {
-                    heard.map_or_else(|error| error, |_| "it went well".to_string())
+            (pvm_outputs, other_outputs) => {
+                let error_or_success = |output: CaseOutput| {
+                    output.map_or_else(|error| error, |_| "it went well".to_string())
                 };
-                wrong += &format!(
-                    "=== {name} failed\n--- PVM: {}\n--- {name_of_other}: {}\n",
-                    shown(real),
-                    shown(other)
+                report += &format!(
+                    "=== {name} failed\n--- PVM: {}\n--- {other_name}: {}\n",
+                    error_or_success(pvm_outputs),
+                    error_or_success(other_outputs)
                 );
             }
         }
     }
-    wrong
+    report
 }
 
-/// Returns the lines of `text` that `other` does not have. A repeated line counts as often as it
-/// occurs.
+/// Returns the lines of `text` that `other` does not have. A line that occurs n times in `text`
+/// must also occur n times in `other`.
 fn lines_only_in(text: &str, other: &str) -> String {
-    let mut rest: Vec<&str> = other.lines().collect();
-    let missing = text
-        .lines()
-        .filter(|line| match rest.iter().position(|one| one == line) {
-            Some(at) => {
-                rest.swap_remove(at);
+    let mut unmatched: Vec<&str> = other.lines().collect();
+    let missing_lines = text.lines().filter(|line| {
+        match unmatched.iter().position(|candidate| candidate == line) {
+            Some(index) => {
+                unmatched.swap_remove(index);
                 false
             }
             None => true,
-        });
-    missing.collect::<Vec<_>>().join("\n")
+        }
+    });
+    missing_lines.collect::<Vec<_>>().join("\n")
 }
 
 fn case<'a>(
     name: &'a str,
-    how: Comparison,
+    comparison: ComparedForm,
     run: impl Fn(&ComparedVm) -> Result<String> + Sync + 'a,
 ) -> Case<'a> {
-    (name, how, Box::new(run))
+    (name, comparison, Box::new(run))
 }
 
-fn plain_case<'a>(shell: ProgramRun<'a>, how: Comparison) -> Case<'a> {
-    case(shell.program, how, move |machine| machine.run(shell))
+fn plain_case<'a>(program_run: ProgramRun<'a>, comparison: ComparedForm) -> Case<'a> {
+    case(program_run.program, comparison, move |machine| {
+        machine.run_to_end(program_run)
+    })
 }
 
-/// Returns a case whose output is compared without the lines for which `left_out` returns true.
+/// Returns a case whose output is compared without the lines for which `is_omitted` returns true.
 fn case_without_lines<'a>(
-    left_out: fn(&str) -> bool,
-    shell: ProgramRun<'a>,
-    how: Comparison,
+    is_omitted: fn(&str) -> bool,
+    program_run: ProgramRun<'a>,
+    comparison: ComparedForm,
 ) -> Case<'a> {
-    case(shell.program, how, move |machine| {
-        let text = machine.run(shell)?;
+    case(program_run.program, comparison, move |machine| {
+        let text = machine.run_to_end(program_run)?;
         Ok(text
             .lines()
-            .filter(|line| !left_out(line))
+            .filter(|line| !is_omitted(line))
             .map(|line| format!("{line}\n"))
             .collect())
     })
 }
 
-/// True for lines of Fortran's message about a missing number that depend on the paths of source
-/// and code.
+/// True for the lines of Fortran's message about missing input that depend on the paths of source
+/// and program.
 fn is_source_position(line: &str) -> bool {
     ["At line", "at ", "#"]
         .iter()
-        .any(|start| line.trim().starts_with(start))
+        .any(|prefix| line.trim().starts_with(prefix))
 }
 
 /// True for the line in which `frsg` prints a sum. The variable of the sum is not initialised, so
-/// the line is wrong on PVM, too, unless the stack happens to be zero. Another line of `frsg` shows
-/// that its group works.
+/// this line is also wrong on PVM unless the stack is zero at that address. Another line of `frsg`
+/// shows that its group works.
 fn is_frsg_sum(line: &str) -> bool {
     line.contains("Sum of Squares of")
 }
 
-fn case_with_input<'a>(program: &'a str, input: &'a str, how: Comparison) -> Case<'a> {
+fn case_with_input<'a>(program: &'a str, input: &'a str, comparison: ComparedForm) -> Case<'a> {
     plain_case(
         ProgramRun {
             input,
             ..without_arguments(program)
         },
-        how,
+        comparison,
     )
 }
 
-/// Returns a case that runs two copies of a program, on two hosts at the same time. Its output is
-/// that of both.
-fn case_of_two_copies<'a>(program: &'a str, how: Comparison) -> Case<'a> {
-    case(program, how, move |machine| {
-        let first = machine.start(without_arguments(program))?;
-        let second = machine.run(ProgramRun {
-            host: 2,
+/// Returns a case that runs two copies of a program at the same time, on two hosts. The output of
+/// the case is the output of both copies.
+fn case_of_two_copies<'a>(program: &'a str, comparison: ComparedForm) -> Case<'a> {
+    case(program, comparison, move |machine| {
+        let first_copy = machine.start(without_arguments(program))?;
+        let second_output = machine.run_to_end(ProgramRun {
+            host_number: 2,
             ..without_arguments(program)
         })?;
-        Ok(machine.text(&first.finish(TIMEOUT)?) + &second)
+        Ok(machine.result_text(&first_copy.wait_or_kill(TIMEOUT)?) + &second_output)
     })
 }
 
-/// Returns a case that runs a server and, when `name` is in the mailbox, the programs `others`. Its
-/// output is that of all programs, the server's last.
+/// Returns a case that starts a server, waits until `mailbox_name` is in the mailbox, and then runs the
+/// programs `clients`. The output of the case is the output of all programs, the server's last.
 fn case_with_server<'a>(
     server: ProgramRun<'a>,
-    name: &'a str,
-    others: &'a [ProgramRun<'a>],
-    how: Comparison,
+    mailbox_name: &'a str,
+    clients: &'a [ProgramRun<'a>],
+    comparison: ComparedForm,
 ) -> Case<'a> {
-    case(server.program, how, move |machine| {
-        let running = machine.start(server)?;
-        machine.wait_until_in_mailbox(name)?;
-        let mut all = String::new();
-        for other in others {
-            all += &machine.run(*other)?;
+    case(server.program, comparison, move |machine| {
+        let running_server = machine.start(server)?;
+        machine.wait_until_in_mailbox(mailbox_name)?;
+        let mut outputs = String::new();
+        for client in clients {
+            outputs += &machine.run_to_end(*client)?;
         }
-        Ok(all + &machine.text(&running.finish(TIMEOUT)?))
+        Ok(outputs + &machine.result_text(&running_server.wait_or_kill(TIMEOUT)?))
     })
 }
 
-/// Returns a case that runs a worker without a master. Its output is what the worker prints until
-/// `last_words`, which appear some time after it has connected.
-fn case_of_waiting_worker<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
-    case(program, Comparison::Lines, move |machine| {
-        let mut slave = machine.start(without_arguments(program))?;
+/// Returns a case that runs a worker without a master. The output of the case is what the worker
+/// prints up to `last_text`, and whether the worker still waits.
+fn case_of_waiting_worker<'a>(program: &'a str, last_text: &'a str) -> Case<'a> {
+    case(program, ComparedForm::OrderedLines, move |machine| {
+        let mut worker = machine.start(without_arguments(program))?;
         machine.wait_for_connection()?;
-        let out = wait_for(TIMEOUT, || {
-            let text = |slave: &RunningCommand| Ok(slave.out_so_far()? + &slave.err_so_far()?);
-            let out = text(&slave).map_err(|error: anyhow::Error| format!("{error:#}"))?;
-            if out.contains(last_words) {
-                Ok(out)
+        let output = wait_for(TIMEOUT, || {
+            let text =
+                |worker: &RunningCommand| Ok(worker.stdout_so_far()? + &worker.stderr_so_far()?);
+            let output = text(&worker).map_err(|error: anyhow::Error| format!("{error:#}"))?;
+            if output.contains(last_text) {
+                Ok(output)
             } else {
-                Err(format!("no {last_words:?} in {out:?}"))
+                Err(format!("no {last_text:?} in {output:?}"))
             }
         })?;
-        let waits = slave.poll()?.is_none();
-        slave.end_inside()?;
-        Ok(format!("{out}\nwaits: {waits}"))
+        let is_waiting = worker.poll_status()?.is_none();
+        worker.kill_children_and_wait()?;
+        Ok(format!("{output}\nwaits: {is_waiting}"))
     })
 }
 
-fn console_case<'a>(name: &'a str, commands: &'a str, until: &'a str, how: Comparison) -> Case<'a> {
-    case(name, how, move |machine| machine.console(commands, until))
+fn console_case<'a>(
+    name: &'a str,
+    commands: &'a str,
+    end_text: &'a str,
+    comparison: ComparedForm,
+) -> Case<'a> {
+    case(name, comparison, move |machine| {
+        machine.run_console(commands, end_text)
+    })
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn examples_with_workers() {
+fn worker_examples_print_the_same_as_on_pvm() {
     check_on_three_systems(&[
-        plain_case(without_arguments("hello.pvm"), Comparison::Lines),
-        plain_case(without_arguments("hello_other"), Comparison::Lines),
-        plain_case(without_arguments("master1"), Comparison::Sorted),
-        plain_case(without_arguments("fmaster1"), Comparison::Sorted),
-        plain_case(without_arguments("spmd"), Comparison::Lines),
-        plain_case(without_arguments("fspmd"), Comparison::Lines),
+        plain_case(without_arguments("hello.pvm"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("hello_other"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("master1"), ComparedForm::SortedLines),
+        plain_case(without_arguments("fmaster1"), ComparedForm::SortedLines),
+        plain_case(without_arguments("spmd"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("fspmd"), ComparedForm::OrderedLines),
         console_case(
             "spmd from the console",
             "spawn -4 -> spmd\n",
             "finished",
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
         console_case(
             "fspmd from the console",
             "spawn -4 -> fspmd\n",
             "finished",
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
-        plain_case(without_arguments("hitc"), Comparison::Kinds),
-        plain_case(without_arguments("timing"), Comparison::Kinds),
+        plain_case(without_arguments("hitc"), ComparedForm::ShapeSet),
+        plain_case(without_arguments("timing"), ComparedForm::ShapeSet),
         case_of_waiting_worker("slave1", ""),
         case_of_waiting_worker("timing_slave", "Bad parameter"),
     ]);
 }
 
-/// Arguments of xdotool that press xep's button for the end.
-const CLICK_QUIT: &str = "mousemove 19 46 click 1";
-/// Arguments of xdotool that drag the mouse over xep's picture, which selects a part of it.
-const DRAG_PART: &str =
+/// Arguments of xdotool that press xep's quit button.
+const CLICK_QUIT_ARGS: &str = "mousemove 19 46 click 1";
+/// Arguments of xdotool that drag the mouse over xep's picture. The drag selects a rectangle of the
+/// picture.
+const DRAG_PART_ARGS: &str =
     "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
 /// Lines of xep's picture on the screen, without its frame.
 const PICTURE_LINES: Range<usize> = 70..268;
-/// A column of the picture that has no white pixels when the whole set is drawn. White pixels are
-/// outside of the set, or not yet drawn by a worker.
+/// A column of the picture that has no white pixels when the whole set is drawn. A white pixel is
+/// outside of the set, or no worker has drawn it yet.
 const WHOLE_SET_COLUMN: usize = 106;
 /// A column of the picture that has no white pixels when the selected part is drawn.
 const PART_COLUMN: usize = 8;
-/// Lines and columns on the screen of xep's text and of its six buttons, which are black and white.
-const LABELS: [(Range<usize>, Range<usize>); 7] = [
+/// Lines and columns on the screen that xep's text and its six buttons occupy. All of them are
+/// black and white.
+const LABEL_AREAS: [(Range<usize>, Range<usize>); 7] = [
     (8..24, 8..130),
     (36..58, 11..29),
     (36..58, 39..57),
@@ -281,26 +301,34 @@ const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (36..58, 159..177),
 ];
 
-/// Waits until xep has drawn all labels and its picture is complete in the column `column`.
-fn wait_until_drawn(screen: &Screen, column: usize) -> Result<Picture> {
+/// Waits until xep has drawn all labels and the column `column` of its picture. Returns the
+/// contents of the screen.
+fn wait_until_drawn(screen: &VirtualDisplay, column: usize) -> Result<Picture> {
     wait_for(TIMEOUT, || {
-        let picture = screen.picture().map_err(|error| format!("{error:#}"))?;
-        let labelled = LABELS.iter().filter(|(lines, columns)| {
+        let picture = screen
+            .dump_picture()
+            .map_err(|error| format!("{error:#}"))?;
+        let drawn_labels = LABEL_AREAS.iter().filter(|(lines, columns)| {
             let label = picture.pixels_in(lines.clone(), columns.clone());
             [BLACK, WHITE].iter().all(|colour| label.contains(colour))
         });
-        let (labelled, down) = (
-            labelled.count(),
+        let (drawn_labels, column_pixels) = (
+            drawn_labels.count(),
             picture.pixels_in(PICTURE_LINES, column..column + 1),
         );
-        let coloured = down.iter().any(|pixel| ![BLACK, WHITE].contains(pixel));
-        let white = down.iter().filter(|pixel| **pixel == WHITE).count();
-        if labelled == LABELS.len() && coloured && white == 0 {
+        let has_colour = column_pixels
+            .iter()
+            .any(|pixel| ![BLACK, WHITE].contains(pixel));
+        let white_count = column_pixels
+            .iter()
+            .filter(|pixel| **pixel == WHITE)
+            .count();
+        if drawn_labels == LABEL_AREAS.len() && has_colour && white_count == 0 {
             return Ok(picture);
         }
         Err(format!(
-            "not drawn: {labelled} labels, coloured {coloured}, white {white} of {}",
-            down.len()
+            "not drawn: {drawn_labels} labels, coloured {has_colour}, white {white_count} of {}",
+            column_pixels.len()
         ))
     })
 }
@@ -308,75 +336,79 @@ fn wait_until_drawn(screen: &Screen, column: usize) -> Result<Picture> {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn xep_and_its_workers_draw_the_same_pictures() {
-    requirements::require(screen::lacks());
+    requirements::panic_if_unmet(screen::unmet_requirement());
     check_on_two_systems(&[
-        plain_case(without_arguments("xep"), Comparison::Lines),
+        plain_case(without_arguments("xep"), ComparedForm::OrderedLines),
         case_of_waiting_worker("mtile", ""),
-        case("xep with a display", Comparison::Lines, |machine| {
-            let screen = Screen::start(machine.bed().host(1))?;
-            let running = machine.start_with(without_arguments("xep"), |command| {
-                command.env("DISPLAY", screen.name());
-            })?;
-            let whole = wait_until_drawn(&screen, WHOLE_SET_COLUMN)?;
-            screen.mouse(DRAG_PART)?;
-            let part = wait_until_drawn(&screen, PART_COLUMN)?;
-            let workers = machine
-                .console("ps -a\n", "mtile")?
-                .matches("mtile")
-                .count();
-            screen.mouse(CLICK_QUIT)?;
-            let said = machine.text(&running.finish(TIMEOUT)?);
-            machine.console("ps -a\n", "COMMAND")?;
-            screen.end()?;
-            // xep prints the descriptors of direct routes. Their numbers are arbitrary.
-            let said: String = said
-                .lines()
-                .map(|line| format!("{}\n", without_descriptors(line)))
-                .collect();
-            Ok(format!(
-                "{}{}{workers} workers\n{said}",
-                whole.text(),
-                part.text()
-            ))
-        }),
+        case(
+            "xep with a display",
+            ComparedForm::OrderedLines,
+            |machine| {
+                let screen = VirtualDisplay::start(machine.testbed().host(1))?;
+                let running_xep = machine.start_prepared(without_arguments("xep"), |command| {
+                    command.env("DISPLAY", screen.display_name());
+                })?;
+                let whole_picture = wait_until_drawn(&screen, WHOLE_SET_COLUMN)?;
+                screen.send_mouse_input(DRAG_PART_ARGS)?;
+                let part_picture = wait_until_drawn(&screen, PART_COLUMN)?;
+                let worker_count = machine
+                    .run_console("ps -a\n", "mtile")?
+                    .matches("mtile")
+                    .count();
+                screen.send_mouse_input(CLICK_QUIT_ARGS)?;
+                let xep_output = machine.result_text(&running_xep.wait_or_kill(TIMEOUT)?);
+                machine.run_console("ps -a\n", "COMMAND")?;
+                screen.stop()?;
+                // xep prints the descriptors of direct routes. Their numbers are arbitrary.
+                let xep_output: String = xep_output
+                    .lines()
+                    .map(|line| format!("{}\n", mask_descriptors(line)))
+                    .collect();
+                Ok(format!(
+                    "{}{}{worker_count} workers\n{xep_output}",
+                    whole_picture.to_text(),
+                    part_picture.to_text()
+                ))
+            },
+        ),
     ]);
 }
 
-/// Returns a line in which the numbers of descriptors and the addresses of X's toolkit are masked.
-fn without_descriptors(line: &str) -> String {
-    let mut words = line.split(' ').peekable();
-    let mut kept = Vec::new();
-    while let Some(word) = words.next() {
-        kept.push(word);
-        if matches!(word, "fd" | "xii")
-            && words.next_if(|next| next.parse::<u64>().is_ok()).is_some()
+/// Returns `line` with the numbers of descriptors and the addresses of X's toolkit replaced by `#`.
+fn mask_descriptors(line: &str) -> String {
+    let mut tokens = line.split(' ').peekable();
+    let mut masked_tokens = Vec::new();
+    while let Some(token) = tokens.next() {
+        masked_tokens.push(token);
+        if matches!(token, "fd" | "xii")
+            && tokens.next_if(|next| next.parse::<u64>().is_ok()).is_some()
         {
-            kept.push("#");
+            masked_tokens.push("#");
         }
     }
-    kept.join(" ")
+    masked_tokens.join(" ")
 }
 
-/// A small timetable problem, which is solved within a second.
+/// A small timetable problem that tablix2 solves within a second.
 const SCHOOL: School = School {
-    classes: 5,
-    teachers: 6,
-    days: 5,
+    class_count: 5,
+    teacher_count: 6,
+    day_count: 5,
     lessons_per_day: 4,
-    concurrent_lessons: 4,
+    concurrent_lesson_count: 4,
 };
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn tablix_finds_valid_timetables() {
     requirements::require_program("/usr/bin/tablix2", "tablix2");
-    check_on_two_systems(&[case("tablix2", Comparison::Kinds, |machine| {
-        let folder = machine.bed().home().join("timetable");
+    check_on_two_systems(&[case("tablix2", ComparedForm::ShapeSet, |machine| {
+        let folder = machine.testbed().root_home().join("timetable");
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("school.xml"), timetable::problem(SCHOOL, 1))?;
-        let place = |name: &str| folder.join(name).display().to_string();
-        let (prefix, problem) = (place("out_"), place("school.xml"));
-        let words = [
+        fs::write(folder.join("school.xml"), timetable::problem_xml(SCHOOL, 1))?;
+        let file_path = |name: &str| folder.join(name).display().to_string();
+        let (prefix, problem) = (file_path("out_"), file_path("school.xml"));
+        let args = [
             "-n",
             "6",
             "-d",
@@ -387,60 +419,63 @@ fn tablix_finds_valid_timetables() {
             &prefix,
             &problem,
         ];
-        let said = machine.run(with_arguments("tablix2", &words))?;
+        let tablix_output = machine.run_to_end(with_arguments("tablix2", &args))?;
         // The number, order and speed of the kernels' reports are random.
-        let chance = |line: &&str| {
+        let is_random_line = |line: &&str| {
             [" reports ", "] kernel: ", "\t", "per minute"]
                 .iter()
-                .any(|part| line.contains(part))
+                .any(|fragment| line.contains(fragment))
         };
-        let said = said.split(['\n', '\r']).filter(|line| !chance(line));
-        let mut all: String = said.map(|line| format!("{line}\n")).collect();
+        let tablix_output = tablix_output
+            .split(['\n', '\r'])
+            .filter(|line| !is_random_line(line));
+        let mut comparable_output: String = tablix_output.map(|line| format!("{line}\n")).collect();
         for number in 0..6 {
-            let table = place(&format!("{number}.csv"));
-            let mut output = machine.command(machine.bed().host(1), "/usr/bin/tablix2_output");
-            output.args([
+            let csv_path = file_path(&format!("{number}.csv"));
+            let mut converter =
+                machine.command(machine.testbed().host(1), "/usr/bin/tablix2_output");
+            converter.args([
                 "-o",
-                &table,
+                &csv_path,
                 "csv",
-                &place(&format!("out_result{number}.xml")),
+                &file_path(&format!("out_result{number}.xml")),
             ]);
-            run_ok(output, TIMEOUT)?;
-            // The check fails if a hard constraint is violated.
-            let solution = timetable::check_solution(&fs::read_to_string(&table)?)?;
-            all += &format!(
+            run_successfully(converter, TIMEOUT)?;
+            // Fails if the timetable violates a hard constraint.
+            let solution = timetable::check_solution(&fs::read_to_string(&csv_path)?)?;
+            comparable_output += &format!(
                 "a valid table of {} lessons\n",
-                if solution.lessons == 80 {
+                if solution.lesson_count == 80 {
                     "all"
                 } else {
                     "not all"
                 }
             );
         }
-        Ok(all)
+        Ok(comparable_output)
     })]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn examples_with_groups() {
+fn group_examples_print_the_same_as_on_pvm() {
     check_on_three_systems(&[
-        case_with_input("gexample", "10 4\n", Comparison::Sorted),
+        case_with_input("gexample", "10 4\n", ComparedForm::SortedLines),
         console_case(
             "gexample from the console",
             "spawn -3 -> gexample\n",
             "finished",
-            Comparison::Kinds,
+            ComparedForm::ShapeSet,
         ),
-        // The last digits of its results depend on the order of multiplications.
-        plain_case(without_arguments("fgexample"), Comparison::Kinds),
+        // The last digits of the results of `fgexample` depend on the order of multiplications.
+        plain_case(without_arguments("fgexample"), ComparedForm::ShapeSet),
         case_without_lines(
             is_frsg_sum,
             ProgramRun {
                 input: "8\n4\n",
                 ..without_arguments("frsg")
             },
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
         case_without_lines(
             is_source_position,
@@ -448,57 +483,64 @@ fn examples_with_groups() {
                 input: "8 4\n",
                 ..without_arguments("frsg")
             },
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
         case_without_lines(
             is_source_position,
             without_arguments("frsg"),
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
-        case_with_input("trsg", "8 4\n", Comparison::Sorted),
-        // A member may request the numbers of other members before all have joined.
+        case_with_input("trsg", "8 4\n", ComparedForm::SortedLines),
+        // A member may request the instance numbers of other members before all have joined.
         case_without_lines(
             |line| line.contains("doesn't match up"),
             with_arguments("ge", &["4"]),
-            Comparison::Kinds,
+            ComparedForm::ShapeSet,
         ),
-        plain_case(without_arguments("ge"), Comparison::Lines),
-        plain_case(with_arguments("gexamp", &["4"]), Comparison::Kinds),
-        // The line appears only if the children are slower than their parent.
+        plain_case(without_arguments("ge"), ComparedForm::OrderedLines),
+        plain_case(with_arguments("gexamp", &["4"]), ComparedForm::ShapeSet),
+        // `gs.pvm` prints the line only if the children are slower than their parent.
         case_without_lines(
             |line| line.contains("waiting on kids"),
             with_arguments("gs.pvm", &["4"]),
-            Comparison::Kinds,
+            ComparedForm::ShapeSet,
         ),
-        plain_case(without_arguments("gs.pvm"), Comparison::Lines),
-        plain_case(with_arguments("joinleave", &["200"]), Comparison::Lines),
-        plain_case(with_arguments("thb", &["3"]), Comparison::Kinds),
-        // The program reads one name beyond the end of its table.
+        plain_case(without_arguments("gs.pvm"), ComparedForm::OrderedLines),
+        plain_case(
+            with_arguments("joinleave", &["200"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(with_arguments("thb", &["3"]), ComparedForm::ShapeSet),
+        // `tjf` reads one name beyond the end of its table of names.
         case_without_lines(
             |line| matches!(line.trim(), "joined" | "joined group32"),
             without_arguments("tjf"),
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
-        plain_case(without_arguments("tjl"), Comparison::Lines),
-        plain_case(without_arguments("tst"), Comparison::Lines),
-        plain_case(without_arguments("pvm_gstat"), Comparison::Lines),
-        case("pvm_gstat of a group", Comparison::Lines, |machine| {
-            let first = machine.start(without_arguments("dbwtest"))?;
-            let shown = wait_for(TIMEOUT, || {
-                match machine.run(without_arguments("pvm_gstat")) {
-                    Ok(out) if out.contains("size: 1,") => Ok(out),
-                    other => Err(format!("no group with one member: {other:?}")),
-                }
-            })?;
-            machine.run(without_arguments("dbwtest"))?;
-            first.finish(TIMEOUT)?;
-            Ok(shown)
-        }),
-        // PVM's server prints the dump to the log, our library to standard output.
+        plain_case(without_arguments("tjl"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("tst"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("pvm_gstat"), ComparedForm::OrderedLines),
+        case(
+            "pvm_gstat of a group",
+            ComparedForm::OrderedLines,
+            |machine| {
+                let first_member = machine.start(without_arguments("dbwtest"))?;
+                let gstat_output = wait_for(TIMEOUT, || {
+                    match machine.run_to_end(without_arguments("pvm_gstat")) {
+                        Ok(out) if out.contains("size: 1,") => Ok(out),
+                        other => Err(format!("no group with one member: {other:?}")),
+                    }
+                })?;
+                machine.run_to_end(without_arguments("dbwtest"))?;
+                first_member.wait_or_kill(TIMEOUT)?;
+                Ok(gstat_output)
+            },
+        ),
+        // PVM's group server prints the dump to the log; our library prints it to standard output.
         case_without_lines(
             |line| line.contains("DUMP"),
             without_arguments("pvmgroups"),
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
     ]);
 }
@@ -509,33 +551,33 @@ const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn calls_of_pvms_own_group_library_are_traced() {
-    check_on_two_systems(&[case("tst traced", Comparison::Kinds, |machine| {
-        let host = machine.bed().host(1);
-        let file = machine.bed().home().join("records");
-        let place = file.display().to_string();
+    check_on_two_systems(&[case("tst traced", ComparedForm::ShapeSet, |machine| {
+        let host = machine.testbed().host(1);
+        let record_file = machine.testbed().root_home().join("records");
+        let record_path = record_file.display().to_string();
         let mut tracer = machine.command(host, "/usr/bin/tracer");
-        tracer.args(["-T", &place]);
+        tracer.args(["-T", &record_path]);
         let mut tracer = RunningCommand::start(tracer, Stdio::piped())?;
-        // The tracer ends at the end of its input, so the input stays open.
+        // The tracer exits at the end of its input, so the test keeps the input open.
         let input = tracer.take_stdin();
         machine.wait_for_connection()?;
         let mut task = machine.command(host, "/usr/bin/env");
         task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}"))
             .arg("/usr/bin/tst");
-        let done = run(task, TIMEOUT)?;
-        let records = wait_for(TIMEOUT, || match fs::read_to_string(&file) {
+        let task_output = run_to_end(task, TIMEOUT)?;
+        let records = wait_for(TIMEOUT, || match fs::read_to_string(&record_file) {
             Ok(text) if text.contains("\"lvgroup(1.1)\" {") => Ok(text),
             other => Err(format!("no record of leaving a group: {other:?}")),
         })?;
         drop(input);
-        tracer.finish(TIMEOUT)?;
+        tracer.wait_or_kill(TIMEOUT)?;
         // Only the records of group calls are compared: the two systems announce the items of
-        // records in different forms, and our daemons trace more calls.
-        let of_groups = records
+        // records in different forms, and our daemons trace more calls than PVM's.
+        let group_records = records
             .lines()
             .filter(|line| line.starts_with('"') && line.contains("group("));
-        Ok(machine.text(&done)
-            + &of_groups
+        Ok(machine.result_text(&task_output)
+            + &group_records
                 .map(|line| format!("{line}\n"))
                 .collect::<String>())
     })]);
@@ -543,68 +585,86 @@ fn calls_of_pvms_own_group_library_are_traced() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn examples_that_measure() {
+fn measuring_examples_print_the_same_as_on_pvm() {
     check_on_three_systems(&[
-        case_of_two_copies("dbwtest", Comparison::Kinds),
-        case_of_two_copies("ibwtest", Comparison::Kinds),
-        case_of_two_copies("rbwtest", Comparison::Kinds),
-        case_of_two_copies("pbwtest", Comparison::Kinds),
+        case_of_two_copies("dbwtest", ComparedForm::ShapeSet),
+        case_of_two_copies("ibwtest", ComparedForm::ShapeSet),
+        case_of_two_copies("rbwtest", ComparedForm::ShapeSet),
+        case_of_two_copies("pbwtest", ComparedForm::ShapeSet),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn examples_of_mailbox_and_contexts() {
+fn mailbox_and_context_examples_print_the_same_as_on_pvm() {
     check_on_three_systems(&[
-        plain_case(with_arguments("lmbi", &["1", "d", "e"]), Comparison::Lines),
-        plain_case(with_arguments("lmbi", &["2", "p", "e"]), Comparison::Lines),
-        plain_case(with_arguments("lmbi", &["3", "pm", "e"]), Comparison::Lines),
-        plain_case(with_arguments("lmbi", &["1", "o", "e"]), Comparison::Lines),
-        plain_case(without_arguments("lmbi"), Comparison::Lines),
-        plain_case(without_arguments("gmbi"), Comparison::Lines),
-        plain_case(with_arguments("gmbi", &["entry"]), Comparison::Lines),
+        plain_case(
+            with_arguments("lmbi", &["1", "d", "e"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(
+            with_arguments("lmbi", &["2", "p", "e"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(
+            with_arguments("lmbi", &["3", "pm", "e"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(
+            with_arguments("lmbi", &["1", "o", "e"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(without_arguments("lmbi"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("gmbi"), ComparedForm::OrderedLines),
+        plain_case(
+            with_arguments("gmbi", &["entry"]),
+            ComparedForm::OrderedLines,
+        ),
         plain_case(
             with_arguments("task1", &["svc", "0", "d"]),
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
         case_with_server(
             with_arguments("task0", &["svc", "d"]),
             "svc",
             &[
                 ProgramRun {
-                    host: 2,
+                    host_number: 2,
                     ..with_arguments("task1", &["svc", "0", "d"])
                 },
                 with_arguments("rme", &["svc", "0"]),
                 with_arguments("task1", &["svc", "0", "d"]),
                 with_arguments("task_end", &["svc", "0"]),
             ],
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
-        plain_case(with_arguments("rme", &["svc", "0"]), Comparison::Lines),
-        plain_case(without_arguments("task0"), Comparison::Lines),
-        plain_case(without_arguments("task1"), Comparison::Lines),
-        plain_case(without_arguments("task_end"), Comparison::Lines),
+        plain_case(
+            with_arguments("rme", &["svc", "0"]),
+            ComparedForm::OrderedLines,
+        ),
+        plain_case(without_arguments("task0"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("task1"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("task_end"), ComparedForm::OrderedLines),
         plain_case(
             with_arguments("inherita", &["inherit1"]),
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
         plain_case(
             with_arguments("inherita", &["inherit3"]),
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
-        plain_case(without_arguments("inheritb"), Comparison::Sorted),
-        plain_case(without_arguments("inherit1"), Comparison::Lines),
-        plain_case(without_arguments("inherit2"), Comparison::Lines),
-        plain_case(without_arguments("inherit3"), Comparison::Lines),
+        plain_case(without_arguments("inheritb"), ComparedForm::SortedLines),
+        plain_case(without_arguments("inherit1"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("inherit2"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("inherit3"), ComparedForm::OrderedLines),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn examples_of_message_handlers() {
+fn message_handler_examples_print_the_same_as_on_pvm() {
     check_on_three_systems(&[
-        plain_case(without_arguments("mhf_tickle"), Comparison::Lines),
+        plain_case(without_arguments("mhf_tickle"), ComparedForm::OrderedLines),
         case_with_server(
             without_arguments("mhf_server"),
             "mhf_server",
@@ -612,90 +672,90 @@ fn examples_of_message_handlers() {
                 input: "0\n1\n1\n1\n6\n0\n4\n1\n4\n6\n2\n9\n3\n9\n",
                 ..without_arguments("mhf_tickle")
             }],
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn programs_of_other_packages() {
+fn programs_of_other_packages_print_the_same_as_on_pvm() {
     requirements::require_program("/usr/bin/NPpvm", "netpipe-pvm");
     requirements::require_program("/usr/bin/slsh", "slang-pvm and slsh");
     check_on_two_systems(&[
-        case("NPpvm", Comparison::Kinds, |machine| {
+        case("NPpvm", ComparedForm::ShapeSet, |machine| {
             let receiver = machine.start(with_arguments("NPpvm", &["-u", "500", "-n", "20"]))?;
             machine.wait_for_connection()?;
-            let sender = machine.run(ProgramRun {
-                host: 2,
+            let sender_output = machine.run_to_end(ProgramRun {
+                host_number: 2,
                 ..with_arguments("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"])
             })?;
-            Ok(machine.text(&receiver.finish(TIMEOUT)?) + &sender)
+            Ok(machine.result_text(&receiver.wait_or_kill(TIMEOUT)?) + &sender_output)
         }),
-        case("slsh", Comparison::Lines, |machine| {
-            let exported = |command: &mut Command| {
+        case("slsh", ComparedForm::OrderedLines, |machine| {
+            let set_exported_host = |command: &mut Command| {
                 command.env("HOST", "somewhere").env("PVM_EXPORT", "HOST");
             };
-            let said = machine
-                .start_with(with_arguments("slsh", &["hello_master"]), exported)?
-                .finish(TIMEOUT)?;
-            Ok(machine.text(&said))
+            let slsh_output = machine
+                .start_prepared(with_arguments("slsh", &["hello_master"]), set_exported_host)?
+                .wait_or_kill(TIMEOUT)?;
+            Ok(machine.result_text(&slsh_output))
         }),
-        // The program does not wait for output that arrives after its slave's message about the
-        // end.
+        // The `master` script exits when its slave reports its end, and does not wait for output
+        // that arrives later.
         case_without_lines(
             |line| line == "hi",
             with_arguments("slsh", &["master", "echo hi", "2"]),
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
-        plain_case(without_arguments("pvmgetarch"), Comparison::Lines),
-        plain_case(without_arguments("tracer"), Comparison::Lines),
-        case_with_input("tracer", "trace\nhelp\nquit\n", Comparison::Lines),
+        plain_case(without_arguments("pvmgetarch"), ComparedForm::OrderedLines),
+        plain_case(without_arguments("tracer"), ComparedForm::OrderedLines),
+        case_with_input("tracer", "trace\nhelp\nquit\n", ComparedForm::OrderedLines),
         plain_case(
             with_arguments("trcsort", &["no-such-file"]),
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn debians_resource_manager() {
-    check_on_two_systems(&[case("srm.pvm", Comparison::Lines, |machine| {
-        // PVM's daemons accept only a resource manager that was registered before they started.
-        machine.console("delete h2 h3\n", "deleted")?;
+fn debians_resource_manager_works_as_on_pvm() {
+    check_on_two_systems(&[case("srm.pvm", ComparedForm::OrderedLines, |machine| {
+        // PVM's daemons use a resource manager only if it was registered before they started.
+        machine.run_console("delete h2 h3\n", "deleted")?;
         machine.wait_until_console_shows("conf\n", "1 host,")?;
         let mut manager = machine.start(without_arguments("srm.pvm"))?;
         machine.wait_until_printed(&manager, "registered as Resource Manager")?;
-        let served = machine.run(without_arguments("hello.pvm"))?
-            + &machine.console("conf\nspawn -1 nosuchprogram\n", "No such")?;
-        let alive = manager.poll()?.is_none();
-        manager.end_inside()?;
+        let console_output = machine.run_to_end(without_arguments("hello.pvm"))?
+            + &machine.run_console("conf\nspawn -1 nosuchprogram\n", "No such")?;
+        let is_alive = manager.poll_status()?.is_none();
+        manager.kill_children_and_wait()?;
         Ok(format!(
-            "{served}the manager is {}",
-            if alive { "alive" } else { "gone" }
+            "{console_output}the manager is {}",
+            if is_alive { "alive" } else { "gone" }
         ))
     })]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn debians_console() {
+fn debians_console_prints_the_same_as_on_pvm() {
     check_on_two_systems(&[
         console_case(
             "a job",
             "spawn -3 -> /bin/hostname\n",
             "finished",
-            Comparison::Sorted,
+            ComparedForm::SortedLines,
         ),
-        console_case("conf", "conf\n", "h3", Comparison::Lines),
+        console_case("conf", "conf\n", "h3", ComparedForm::OrderedLines),
         console_case(
             "a session",
             "version\nid\nconf\nmstat h2 nohost\npstat t99999\nadd nohost\nalias\n\
              spawn -2 -h2 nosuchprogram\nspawn\nfoo\ngetopt\nsetopt route 1\nsetopt foo 1\nputs\nnames\n\
              export PATH\nexport\nunexport PATH\necho a  b\nhelp conf\nps -a\njobs\ntrace\ndelete h3\necho done\n",
             "done\n",
-            Comparison::Lines,
+            ComparedForm::OrderedLines,
         ),
     ]);
 }

@@ -2,19 +2,19 @@
 //! Each failure is reported in one line, the task continues at the source, and no files or
 //! processes remain.
 //!
-//! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
+//! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all cases are tried.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::fake_criu::{self, set_behaviour, take_misbehaviours};
-use sempa_tests::faults::leftovers;
+use sempa_tests::faults::leftover_names;
 use sempa_tests::limits;
-use sempa_tests::migration_steps::{self, MigrationFaults, may_be_lost, sampled_points};
-use sempa_tests::requirements::{self, testbed_with_env, testbed_with_own_engine};
-use sempa_tests::ring_job::{ENDLESS_ROUNDS, Job};
-use sempa_tests::rng::{sample, seed};
-use sempa_tests::run::{CommandResult, run_ok};
-use sempa_tests::vm::Settings;
+use sempa_tests::migration_steps::{self, MigrationFaults, sampled_points, task_may_be_lost};
+use sempa_tests::requirements::{self, require_testbed_with_env, require_testbed_with_own_engine};
+use sempa_tests::ring_job::{ENDLESS_ROUND_COUNT, RingJob};
+use sempa_tests::rng::{print_seed, sample_cases};
+use sempa_tests::run::{CommandResult, run_successfully};
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{Host, Testbed, Vm, wait_for};
 use std::fs;
 use std::time::Duration;
@@ -22,8 +22,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Memory of a task, in MiB.
 const TASK_MIB: &str = "24";
-/// Command words that make the fake CRIU fail, each with words of the error that follows.
-const FAILURES: [(&str, &str); 4] = [
+/// Behaviours of the fake CRIU that make it fail, each with a part of the resulting error message.
+const FAILING_BEHAVIOURS: [(&str, &str); 4] = [
     ("silent", "ended without a reply"),
     ("garbage", "is malformed"),
     ("killed", "killed by signal 9"),
@@ -31,9 +31,9 @@ const FAILURES: [(&str, &str); 4] = [
 ];
 const POST_COPY_ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const POST_COPY_NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// Transfer rate in bytes per second with which the transfer of the memory exceeds the engine's
-/// timeout.
-const SLOW_RATE: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+/// Environment variable that sets a transfer rate in bytes per second. At this rate the transfer of
+/// the memory exceeds the engine's timeout.
+const SLOW_RATE_ENV: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
 /// Kinds of images that are truncated to half their size.
 const IMAGE_KINDS: [&str; 8] = [
     "inventory",
@@ -45,144 +45,163 @@ const IMAGE_KINDS: [&str; 8] = [
     "pagemap-",
     "pages-",
 ];
-/// Command words that make the fake CRIU report a restore that it has not done, each with words of
-/// the error that follows.
+/// Behaviours of the fake CRIU in which it reports a restore that it has not done, each with a part
+/// of the resulting error message.
 const FALSE_REPORTS: [(&str, &str); 2] = [
     ("nothing", "let the task run without permission"),
     ("nobody", "no descriptor for process 4194304"),
 ];
 
-fn ok_or_panic<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
-    done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
+fn ok_or_panic<T>(vm: &Vm<'_>, description: &str, result: anyhow::Result<T>) -> T {
+    result.unwrap_or_else(|error| panic!("{description}: {error:#}\n{}", vm.events_and_logs()))
 }
 
 /// Runs `test` on a virtual machine with hosts h1 to h3, on which a fake CRIU is installed.
 fn with_fake_criu(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
-    let bed = testbed_with_env(3, env);
+    let bed = require_testbed_with_env(3, env);
     fake_criu::install(&bed);
-    let settings = Settings {
-        env: Settings::env_of(env),
-        ..Settings::default()
+    let settings = VmSettings {
+        env: VmSettings::owned_env(env),
+        ..VmSettings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("hold").expect("gcc");
     test(&bed, &vm);
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
 /// Spawns a task on h2. Waits until the task has written to all of its memory, and until the
 /// taskers' engine probes have ended.
-fn spawn_task(vm: &Vm<'_>) -> String {
-    spawn_task_with(vm, &[])
+fn spawn_ready_task(vm: &Vm<'_>) -> String {
+    spawn_ready_task_with(vm, &[])
 }
 
-/// As [`spawn_task`], with additional arguments for the task's program.
-fn spawn_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
+/// As [`spawn_ready_task`], with additional arguments for the task's program.
+fn spawn_ready_task_with(vm: &Vm<'_>, extra_args: &[&str]) -> String {
     let tid = ok_or_panic(
         vm,
         "spawn",
-        vm.spawn(&[&["-h2", "hold", TASK_MIB], more].concat()),
+        vm.spawn_connected(&[&["-h2", "hold", TASK_MIB], extra_args].concat()),
     );
     check_task_on(vm, &tid, "h2", "at the beginning");
-    let ready = wait_for(TIMEOUT, || {
-        let asked = vm
-            .pvm(&["can-migrate", &tid, "h3"])
+    let wait_result = wait_for(TIMEOUT, || {
+        let query_output = vm
+            .run_pvm(&["can-migrate", &tid, "h3"])
             .map_err(|error| error.to_string())?;
-        if asked.succeeded() {
+        if query_output.succeeded() {
             Ok(())
         } else {
-            Err(asked.out + &asked.err)
+            Err(query_output.stdout + &query_output.stderr)
         }
     });
-    ok_or_panic(vm, "the engines work", ready);
+    ok_or_panic(vm, "the engines work", wait_result);
     tid
 }
 
 /// Checks that a task answers from `host` and that its memory is unchanged.
-fn check_task_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
-    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
-    command.args(["ask", tid]);
-    let done = ok_or_panic(vm, what, run_ok(command, TIMEOUT));
-    assert!(
-        done.out.contains("sum GOOD"),
-        "{what}: {done:?}\n{}",
-        vm.logs()
+fn check_task_on(vm: &Vm<'_>, tid: &str, host: &str, description: &str) {
+    let mut command = vm.user_command(
+        vm.testbed().host(1),
+        vm.user_home().join("pvm3/bin/LINUX64/hold"),
     );
-    assert_eq!(ok_or_panic(vm, what, vm.host_of(tid)), host, "{what}");
+    command.args(["ask", tid]);
+    let output = ok_or_panic(vm, description, run_successfully(command, TIMEOUT));
+    assert!(
+        output.stdout.contains("sum GOOD"),
+        "{description}: {output:?}\n{}",
+        vm.events_and_logs()
+    );
+    assert_eq!(
+        ok_or_panic(vm, description, vm.host_of(tid)),
+        host,
+        "{description}"
+    );
 }
 
 /// Waits until no host has images, resume tokens or an engine process, and only h2 has a process of
 /// the task.
-fn wait_until_clean(vm: &Vm<'_>, what: &str) {
-    let clean = wait_for(TIMEOUT, || {
-        let mut left = Vec::new();
-        for host in vm.bed().hosts() {
-            left.extend(leftovers(host));
+fn wait_until_nothing_remains(vm: &Vm<'_>, description: &str) {
+    let wait_result = wait_for(TIMEOUT, || {
+        let mut remains = Vec::new();
+        for host in vm.testbed().hosts() {
+            remains.extend(leftover_names(host));
             let lines = host.processes().into_iter().map(|(_, line)| line);
-            let copy = |line: &String| host.name() != "h2" && line.contains("LINUX64/hold");
-            left.extend(lines.filter(|line| fake_criu::is_engine(line) || copy(line)));
+            let is_copy = |line: &String| host.name() != "h2" && line.contains("LINUX64/hold");
+            remains.extend(
+                lines.filter(|line| fake_criu::is_engine_command_line(line) || is_copy(line)),
+            );
         }
-        if left.is_empty() {
+        if remains.is_empty() {
             Ok(())
         } else {
-            Err(left.join(", "))
+            Err(remains.join(", "))
         }
     });
-    ok_or_panic(vm, what, clean);
+    ok_or_panic(vm, description, wait_result);
 }
 
-fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
+/// Returns the step and the reason of each failed migration of a task.
+fn failed_migrations(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
     let events = ok_or_panic(vm, "events", vm.events());
-    let failure = |kind: &EventKind| match kind {
+    let step_and_reason = |kind: &EventKind| match kind {
         EventKind::MigrationFailed {
-            tid: of, step, why, ..
-        } if of.to_string() == tid => Some((*step, why.to_string())),
+            tid: failed_tid,
+            step,
+            why,
+            ..
+        } if failed_tid.to_string() == tid => Some((*step, why.to_string())),
         _ => None,
     };
     events
         .iter()
-        .filter_map(|entry| failure(&entry.kind))
+        .filter_map(|entry| step_and_reason(&entry.kind))
         .collect()
 }
 
 /// Migrates a task from h2 to h3. The migration must fail at `step`, with one line that contains
-/// `words`. Checks that the task continues on h2 and nothing else remains.
-fn check_migration_fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
-    let before = failures(vm, tid).len();
-    let done = ok_or_panic(vm, what, vm.migrate_when_ready(tid, "h3"));
+/// `error_text`. Checks that the task continues on h2 and that no files or other processes remain.
+fn check_migration_fails(vm: &Vm<'_>, tid: &str, step: Step, description: &str, error_text: &str) {
+    let previous_count = failed_migrations(vm, tid).len();
+    let output = ok_or_panic(vm, description, vm.migrate_when_ready(tid, "h3"));
     assert!(
-        !done.succeeded() && done.err.lines().count() == 1,
-        "{what}: {done:?}\n{}",
-        vm.logs()
+        !output.succeeded() && output.stderr.lines().count() == 1,
+        "{description}: {output:?}\n{}",
+        vm.events_and_logs()
     );
-    assert!(done.err.contains(words), "{what}: {done:?}\n{}", vm.logs());
-    eprintln!("{what}: {}", done.err.trim());
-    let told = failures(vm, tid);
     assert!(
-        told.len() == before + 1 && told[before].0 == step,
-        "{what}: {told:?}\n{}",
-        vm.logs()
+        output.stderr.contains(error_text),
+        "{description}: {output:?}\n{}",
+        vm.events_and_logs()
     );
-    check_task_on(vm, tid, "h2", what);
-    wait_until_clean(vm, what);
+    eprintln!("{description}: {}", output.stderr.trim());
+    let recorded_failures = failed_migrations(vm, tid);
+    assert!(
+        recorded_failures.len() == previous_count + 1
+            && recorded_failures[previous_count].0 == step,
+        "{description}: {recorded_failures:?}\n{}",
+        vm.events_and_logs()
+    );
+    check_task_on(vm, tid, "h2", description);
+    wait_until_nothing_remains(vm, description);
 }
 
-/// As [`fails`], with an engine on `host` that fails by the command word `word`.
+/// As [`check_migration_fails`], while the engine on `host` has the behaviour `behaviour`. Checks that
+/// the engine was called.
 fn check_failing_engine(
     vm: &Vm<'_>,
     tid: &str,
-    (host, word): (&str, &str),
+    (host, behaviour): (&str, &str),
     step: Step,
-    words: &str,
+    error_text: &str,
 ) {
-    let what = format!("{word} on {host}");
-    set_behaviour(vm.bed(), host, word);
-    check_migration_fails(vm, tid, step, &what, words);
-    set_behaviour(vm.bed(), host, "");
+    let description = format!("{behaviour} on {host}");
+    set_behaviour(vm.testbed(), host, behaviour);
+    check_migration_fails(vm, tid, step, &description, error_text);
+    set_behaviour(vm.testbed(), host, "");
     assert!(
-        !take_misbehaviours(vm.bed(), host).is_empty(),
-        "{what}: the engine was not called"
+        !take_misbehaviours(vm.testbed(), host).is_empty(),
+        "{description}: the engine was not called"
     );
 }
 
@@ -190,22 +209,24 @@ fn check_failing_engine(
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_engine_leaves_task_at_source() {
-    let seed = seed();
+    let seed = print_seed();
     with_fake_criu(&[POST_COPY_NEVER], |_, vm| {
-        let tid = spawn_task(vm);
-        for (word, words) in sample(FAILURES, 2, seed) {
-            check_failing_engine(vm, &tid, ("h2", word), Step::Dump, words);
+        let tid = spawn_ready_task(vm);
+        for (behaviour, error_text) in sample_cases(FAILING_BEHAVIOURS, 2, seed) {
+            check_failing_engine(vm, &tid, ("h2", behaviour), Step::Dump, error_text);
         }
-        for kind in sample(IMAGE_KINDS, 2, seed) {
-            let word = format!("cut {kind}*.img");
-            check_failing_engine(vm, &tid, ("h2", &word), Step::Dump, kind);
+        for kind in sample_cases(IMAGE_KINDS, 2, seed) {
+            let behaviour = format!("cut {kind}*.img");
+            check_failing_engine(vm, &tid, ("h2", &behaviour), Step::Dump, kind);
         }
-        let missing = "is missing although the engine reported success";
-        check_failing_engine(vm, &tid, ("h2", "empty"), Step::Dump, missing);
-        for (word, words) in sample(FAILURES.into_iter().chain(FALSE_REPORTS), 2, seed) {
-            check_failing_engine(vm, &tid, ("h3", word), Step::Restore, words);
+        let missing_image_text = "is missing although the engine reported success";
+        check_failing_engine(vm, &tid, ("h2", "empty"), Step::Dump, missing_image_text);
+        for (behaviour, error_text) in
+            sample_cases(FAILING_BEHAVIOURS.into_iter().chain(FALSE_REPORTS), 2, seed)
+        {
+            check_failing_engine(vm, &tid, ("h3", behaviour), Step::Restore, error_text);
         }
-        vm.must_migrate(&tid, "h3");
+        vm.migrate_or_panic(&tid, "h3");
         check_task_on(vm, &tid, "h3", "in the end");
     });
 }
@@ -215,70 +236,76 @@ fn failing_engine_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_post_copy_engine_leaves_task_at_source() {
-    let at_source = [
+    let source_cases = [
         ("silent", "ended without a reply"),
         ("garbage", "is malformed"),
         ("hang", "not done within"),
         ("cut core-*.img", "core-"),
     ];
-    let at_target = [
+    let target_cases = [
         ("silent", "ended without a reply"),
         ("hang", "not done within"),
     ];
-    let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
-    let seed = seed();
-    let dumps = sample(at_source, 1, seed).into_iter();
-    let restores = sample(at_target, 1, seed).into_iter();
-    let restores = restores.chain(sample(fetching, 1, seed));
-    let cases = dumps.map(|lie| ("h2", Step::Dump, lie));
-    let cases = cases.chain(restores.map(|lie| ("h3", Step::Restore, lie)));
+    let fetch_cases = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
+    let seed = print_seed();
+    let dump_cases = sample_cases(source_cases, 1, seed).into_iter();
+    let restore_cases = sample_cases(target_cases, 1, seed).into_iter();
+    let restore_cases = restore_cases.chain(sample_cases(fetch_cases, 1, seed));
+    let cases = dump_cases.map(|case| ("h2", Step::Dump, case));
+    let cases = cases.chain(restore_cases.map(|case| ("h3", Step::Restore, case)));
     with_fake_criu(&[POST_COPY_ALWAYS], |_, vm| {
-        for (host, step, (word, words)) in cases {
-            let tid = spawn_task(vm);
-            check_failing_engine(vm, &tid, (host, word), step, words);
+        for (host, step, (behaviour, texts)) in cases {
+            let tid = spawn_ready_task(vm);
+            check_failing_engine(vm, &tid, (host, behaviour), step, texts);
             // The next migration uses no post-copy.
-            vm.must_migrate(&tid, "h3");
+            vm.migrate_or_panic(&tid, "h3");
             check_task_on(vm, &tid, "h3", "afterwards");
-            for words in [
+            for texts in [
                 &["kill", &*tid][..],
                 &["delete", "h2", "h3"],
                 &["add", "h2", "h3"],
             ] {
-                let done = ok_or_panic(vm, word, vm.pvm(words));
-                assert!(done.succeeded(), "{words:?}: {done:?}\n{}", vm.logs());
+                let output = ok_or_panic(vm, behaviour, vm.run_pvm(texts));
+                assert!(
+                    output.succeeded(),
+                    "{texts:?}: {output:?}\n{}",
+                    vm.events_and_logs()
+                );
             }
         }
     });
 }
 
-/// The first dump is stopped at a file of memory that the task shares, when some images have
-/// already been sent to the target. The repeated dump writes more files.
+/// The first dump is stopped while it writes a file of shared memory, after some images were sent
+/// to the target. The repeated dump writes more files.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_arrives_whole_after_a_repeated_dump() {
     with_fake_criu(&[POST_COPY_NEVER], |bed, vm| {
-        let tid = spawn_task_with(vm, &["memfd"]);
-        // A case in which the engine ends before it is stopped does not count.
-        let stalled = [(2, "h2", "h3"), (3, "h3", "h2")]
+        let tid = spawn_ready_task_with(vm, &["memfd"]);
+        // A migration whose engine ends before it is stopped does not count.
+        let was_stopped = [(2, "h2", "h3"), (3, "h3", "h2")]
             .into_iter()
             .cycle()
             .take(6)
-            .any(|(source, from, to)| {
-                set_behaviour(bed, from, "stall 1048576");
-                vm.must_migrate(&tid, to);
-                check_task_on(vm, &tid, to, "afterwards");
-                let log = bed.host(source).machine_path("/tmp/sempa-0/pvm/pvml");
-                let told = wait_for(TIMEOUT, || {
+            .any(|(source_number, source_name, target_name)| {
+                set_behaviour(bed, source_name, "stall 1048576");
+                vm.migrate_or_panic(&tid, target_name);
+                check_task_on(vm, &tid, target_name, "afterwards");
+                let log = bed
+                    .host(source_number)
+                    .machine_path("/tmp/sempa-0/pvm/pvml");
+                let is_repeated = wait_for(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
-                    let told = log.lines().rev().find_map(|line| {
+                    let is_repeated = log.lines().rev().find_map(|line| {
                         line.split_once(" bytes on the wire without zeros; ")
                             .map(|(_, rest)| !rest.starts_with("0 "))
                     });
-                    told.ok_or(log)
+                    is_repeated.ok_or(log)
                 });
-                ok_or_panic(vm, "what has left", told)
+                ok_or_panic(vm, "what has left", is_repeated)
             });
-        assert!(stalled, "no engine was stopped in time");
+        assert!(was_stopped, "no engine was stopped in time");
     });
 }
 
@@ -287,164 +314,206 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn memory_reported_too_early_ends_the_task() {
-    with_fake_criu(&[POST_COPY_ALWAYS, SLOW_RATE], |bed, vm| {
-        let tid = spawn_task(vm);
+    with_fake_criu(&[POST_COPY_ALWAYS, SLOW_RATE_ENV], |bed, vm| {
+        let tid = spawn_ready_task(vm);
         set_behaviour(bed, "h3", "lazy-early");
-        let done = ok_or_panic(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
+        let output = ok_or_panic(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
         assert!(
-            !done.succeeded() && done.err.lines().count() == 1,
-            "{done:?}\n{}",
-            vm.logs()
+            !output.succeeded() && output.stderr.lines().count() == 1,
+            "{output:?}\n{}",
+            vm.events_and_logs()
         );
-        eprintln!("{}", done.err.trim());
-        let told = failures(vm, &tid);
+        eprintln!("{}", output.stderr.trim());
+        let recorded_failures = failed_migrations(vm, &tid);
         assert!(
-            told.len() == 1 && told[0].0 == Step::Arrive,
-            "{told:?}\n{}",
-            vm.logs()
+            recorded_failures.len() == 1 && recorded_failures[0].0 == Step::Arrive,
+            "{recorded_failures:?}\n{}",
+            vm.events_and_logs()
         );
         assert!(
-            told[0].1.contains("success although memory is missing"),
-            "{told:?}"
+            recorded_failures[0]
+                .1
+                .contains("success although memory is missing"),
+            "{recorded_failures:?}"
         );
-        let gone = wait_for(TIMEOUT, || match vm.tasks() {
+        let wait_result = wait_for(TIMEOUT, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
         });
-        ok_or_panic(vm, "it has ended", gone);
-        wait_until_clean(vm, "lazy-early");
+        ok_or_panic(vm, "it has ended", wait_result);
+        wait_until_nothing_remains(vm, "lazy-early");
         assert_eq!(take_misbehaviours(bed, "h3"), ["lazy-pages-lazy-early"]);
     });
 }
 
-/// Fills the file system of a host's daemon if `full` is true; otherwise makes it usable again.
-fn set_disk_full(host: &Host, full: bool) {
-    let size = if full {
+/// If `make_full` is true, limits the file system of a host's daemon to its used size; otherwise
+/// enlarges it again.
+fn set_disk_full(host: &Host, make_full: bool) {
+    let size = if make_full {
         "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
     } else {
         "4g"
     };
-    let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT);
+    let output = host.run_shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT);
     assert!(
-        done.as_ref().is_ok_and(CommandResult::succeeded),
-        "{done:?}"
+        output.as_ref().is_ok_and(CommandResult::succeeded),
+        "{output:?}"
     );
 }
 
-/// The disk of the source, of the target or of the master becomes full at some step. All files that
-/// later steps write (images, records, resume tokens) fail. No task is lost.
+/// From some step on, the disk of the source, the target or the master is full. Later steps cannot
+/// write their files (images, records, resume tokens). No task is lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn full_disk_at_any_step_loses_no_task() {
-    let bed = testbed_with_own_engine(migration_steps::HOST_COUNT);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let mut faults = MigrationFaults::new(&vm, may_be_lost).expect("an oracle");
-    let seed = usize::try_from(seed()).expect("a seed");
-    for (turn, whose) in (seed..).zip(["source", "target", "master"]) {
-        for points in sampled_points(turn) {
-            let what = format!("disk of the {whose} full from {points:?} on");
-            let moves = ok_or_panic(&vm, &what, faults.hold(&points));
-            let hosts: Vec<&Host> = match whose {
-                "source" => moves.iter().map(|held| bed.host(held.source)).collect(),
-                "target" => moves.iter().map(|held| bed.host(held.target)).collect(),
+    let bed = require_testbed_with_own_engine(migration_steps::HOST_COUNT);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    let mut faults = MigrationFaults::new(&vm, task_may_be_lost).expect("an oracle");
+    let seed = usize::try_from(print_seed()).expect("a seed");
+    for (sample_index, disk_owner) in (seed..).zip(["source", "target", "master"]) {
+        for points in sampled_points(sample_index) {
+            let description = format!("disk of the {disk_owner} full from {points:?} on");
+            let held_migrations = ok_or_panic(&vm, &description, faults.start_and_hold(&points));
+            let hosts: Vec<&Host> = match disk_owner {
+                "source" => held_migrations
+                    .iter()
+                    .map(|migration| bed.host(migration.source_host))
+                    .collect(),
+                "target" => held_migrations
+                    .iter()
+                    .map(|migration| bed.host(migration.target_host))
+                    .collect(),
                 _ => vec![bed.host(1)],
             };
             hosts.iter().for_each(|host| set_disk_full(host, true));
-            ok_or_panic(&vm, &what, faults.resume(&moves));
-            let ended = ok_or_panic(&vm, &what, faults.wait_for_end(moves));
+            ok_or_panic(&vm, &description, faults.resume_daemons(&held_migrations));
+            let ended_migrations = ok_or_panic(
+                &vm,
+                &description,
+                faults.wait_for_migration_ends(held_migrations),
+            );
             hosts.iter().for_each(|host| set_disk_full(host, false));
-            for held in &ended {
-                let told = failures(&vm, &held.tid);
+            for migration in &ended_migrations {
+                let recorded_failures = failed_migrations(&vm, &migration.tid);
                 assert!(
-                    told.iter().all(|(_, why)| why.lines().count() == 1),
-                    "{what}: {told:?}"
+                    recorded_failures
+                        .iter()
+                        .all(|(_, why)| why.lines().count() == 1),
+                    "{description}: {recorded_failures:?}"
                 );
-                eprintln!("{what}, {:?}: {told:?}", held.point);
+                eprintln!(
+                    "{description}, {:?}: {recorded_failures:?}",
+                    migration.point
+                );
             }
-            let alive = ok_or_panic(&vm, &what, faults.judge_ended(ended, |_| false));
-            assert_eq!(alive, points.len(), "{what}");
+            let alive_count = ok_or_panic(
+                &vm,
+                &description,
+                faults.check_ended_migrations(ended_migrations, |_| false),
+            );
+            assert_eq!(alive_count, points.len(), "{description}");
         }
     }
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn full_target_disk_leaves_task_at_source() {
-    let bed = testbed_with_own_engine(3);
+    let bed = require_testbed_with_own_engine(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
     let vm = Vm::start(
         &bed,
-        Settings {
+        VmSettings {
             env: env.into(),
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("ring_job").expect("gcc");
-    let place = |host: usize| bed.host(host).machine_path("/tmp/ring");
-    fs::create_dir(place(2)).expect("made");
-    let small = bed.host(3).shell(
+    let ring_folder = |host: usize| bed.host(host).machine_path("/tmp/ring");
+    fs::create_dir(ring_folder(2)).expect("made");
+    let mount_output = bed.host(3).run_shell(
         "mkdir /tmp/ring && mount -t tmpfs -o size=8k none /tmp/ring && ! head -c 9000 /dev/zero >/tmp/ring/filler",
         TIMEOUT,
     );
     assert!(
-        small.as_ref().is_ok_and(CommandResult::succeeded),
-        "{small:?}"
+        mount_output.as_ref().is_ok_and(CommandResult::succeeded),
+        "{mount_output:?}"
     );
-    let words = ["-h2", "ring_job", "4", ENDLESS_ROUNDS, "-2000", "/tmp/ring"];
-    let tid = ok_or_panic(&vm, "spawn", vm.spawn(&words));
-    let job = Job::existing(place(2), tid);
+    let args = [
+        "-h2",
+        "ring_job",
+        "4",
+        ENDLESS_ROUND_COUNT,
+        "-2000",
+        "/tmp/ring",
+    ];
+    let tid = ok_or_panic(&vm, "spawn", vm.spawn_connected(&args));
+    let job = RingJob::from_existing(ring_folder(2), tid);
     job.wait_for_rounds(&vm, 20);
-    let done = ok_or_panic(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
+    let output = ok_or_panic(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
     assert!(
-        !done.succeeded() && done.err.lines().count() == 1 && done.err.contains("/tmp/ring/log"),
-        "{done:?}\n{}",
-        vm.logs()
+        !output.succeeded()
+            && output.stderr.lines().count() == 1
+            && output.stderr.contains("/tmp/ring/log"),
+        "{output:?}\n{}",
+        vm.events_and_logs()
     );
-    eprintln!("{}", done.err.trim());
+    eprintln!("{}", output.stderr.trim());
     assert_eq!(ok_or_panic(&vm, "where it is", vm.host_of(&job.tid)), "h2");
     job.wait_for_rounds(&vm, 20);
-    wait_until_clean(&vm, "no room for a file");
-    let left: Vec<_> = fs::read_dir(place(3))
+    wait_until_nothing_remains(&vm, "no room for a file");
+    let file_names: Vec<_> = fs::read_dir(ring_folder(3))
         .expect("there")
         .flatten()
         .map(|entry| entry.file_name())
         .collect();
-    assert_eq!(left, ["filler"]);
-    job.finish(&vm);
-    vm.halt().expect("halts");
+    assert_eq!(file_names, ["filler"]);
+    job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and memory control groups"]
 fn a_control_group_without_memory_refuses_the_task() {
-    requirements::require(limits::lacks_memory());
-    let bed = testbed_with_own_engine(3);
-    // The control group can be removed only when it is empty, so it must be dropped after the
+    requirements::panic_if_unmet(limits::unmet_memory_requirement());
+    let bed = require_testbed_with_own_engine(3);
+    // A control group can be removed only when it is empty, so `memory_limit` must be dropped after the
     // testbed.
-    let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
+    let (memory_limit, bed) = (
+        limits::HostMemoryCgroup::new(bed.host(3)).expect("a group"),
+        bed,
+    );
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("hold").expect("gcc");
-    let tid = spawn_task(&vm);
-    let large = ok_or_panic(&vm, "spawn", vm.spawn(&["-h2", "hold", "160"]));
-    check_task_on(&vm, &large, "h2", "at the beginning");
-    group.add_host(bed.host(3)).expect("all of its processes");
-    group.limit_above_current_use(128 << 20).expect("a limit");
-    check_migration_fails(&vm, &large, Step::Prepare, "no memory for it", "memory");
-    let asked = ok_or_panic(&vm, "can-migrate", vm.pvm(&["can-migrate", &large, "h3"]));
+    let tid = spawn_ready_task(&vm);
+    let large_tid = ok_or_panic(&vm, "spawn", vm.spawn_connected(&["-h2", "hold", "160"]));
+    check_task_on(&vm, &large_tid, "h2", "at the beginning");
+    memory_limit
+        .add_host_processes(bed.host(3))
+        .expect("all of its processes");
+    memory_limit
+        .limit_to_current_use_plus(128 << 20)
+        .expect("a limit");
+    check_migration_fails(&vm, &large_tid, Step::Prepare, "no memory for it", "memory");
+    let query_output = ok_or_panic(
+        &vm,
+        "can-migrate",
+        vm.run_pvm(&["can-migrate", &large_tid, "h3"]),
+    );
     assert!(
-        !asked.succeeded() && asked.out.contains("memory"),
-        "{asked:?}"
+        !query_output.succeeded() && query_output.stdout.contains("memory"),
+        "{query_output:?}"
     );
     // The memory suffices for the small task.
-    vm.must_migrate(&tid, "h3");
+    vm.migrate_or_panic(&tid, "h3");
     check_task_on(&vm, &tid, "h3", "the small one");
-    group.remove_limit().expect("no limit");
-    vm.must_migrate(&large, "h3");
-    check_task_on(&vm, &large, "h3", "the large one");
-    vm.halt().expect("halts");
+    memory_limit.remove_memory_limit().expect("no limit");
+    vm.migrate_or_panic(&large_tid, "h3");
+    check_task_on(&vm, &large_tid, "h3", "the large one");
+    vm.halt_and_wait().expect("halts");
 }

@@ -1,35 +1,38 @@
 //! Faults at each step of a migration, with real processes.
 //!
-//! After each fault the task runs exactly once. If its only host was lost, the task is instead
-//! known to have ended. No task ever runs twice, and no message is lost. Each fault is tried once
-//! at each step, with a victim that a seed selects; with `SEMPA_TEST_FULL=1` it is tried at both
-//! edges of each step with each victim.
+//! After each fault the task runs exactly once. If the only host of the task was lost, the end of
+//! the task is reported instead. No task ever runs twice, and no message is lost. Each fault is
+//! tried once at each step, with a victim that a seed selects; with `SEMPA_TEST_FULL=1` it is tried
+//! at both edges of each step with each victim.
 
-use sempa_tests::faults::{Fault, LONG_FAULT, Point, SHORT_FAULT, SHORT_LEASE, Until, is_full};
-use sempa_tests::migration_steps::{
-    HOST_COUNT, HeldMigration, MigrationFaults, Sampling, Victim, may_be_lost, sampled_points,
+use sempa_tests::faults::{
+    Fault, FaultEnd, LONG_DURATION, Point, SHORT_DURATION, SHORT_LEASE_ENV, tests_all_cases,
 };
-use sempa_tests::requirements::testbed_with_own_engine;
-use sempa_tests::rng::seed;
+use sempa_tests::migration_steps::{
+    HOST_COUNT, HeldMigration, MigrationFaults, StepSample, Victim, sampled_points,
+    task_may_be_lost,
+};
+use sempa_tests::requirements::require_testbed_with_own_engine;
+use sempa_tests::rng::print_seed;
 use sempa_tests::testbed::wait_until_no_process;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Testbed, Vm};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const PAUSE_VICTIMS: [Victim; 6] = [
-    Victim::Source,
-    Victim::Target,
+    Victim::SourceDaemon,
+    Victim::TargetDaemon,
     Victim::SourceTasker,
     Victim::TargetTasker,
     Victim::ResourceManager,
-    Victim::Master,
+    Victim::MasterDaemon,
 ];
 /// Victims whose loss the other hosts survive.
 const KILL_VICTIMS: [Victim; 5] = [
-    Victim::Source,
-    Victim::Target,
+    Victim::SourceDaemon,
+    Victim::TargetDaemon,
     Victim::SourceTasker,
     Victim::TargetTasker,
     Victim::ResourceManager,
@@ -40,23 +43,23 @@ fn with_faults(
     env: &[(&str, &str)],
     test: impl FnOnce(&Vm<'_>, &mut MigrationFaults<'_>),
 ) {
-    let settings = Settings {
-        rm: Some("pvm-rm".into()),
-        env: Settings::env_of(env),
-        ..Settings::default()
+    let settings = VmSettings {
+        rm_command: Some("pvm-rm".into()),
+        env: VmSettings::owned_env(env),
+        ..VmSettings::default()
     };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
-    let mut faults = MigrationFaults::new(&vm, may_be_lost).expect("an oracle");
+    let mut faults = MigrationFaults::new(&vm, task_may_be_lost).expect("an oracle");
     test(&vm, &mut faults);
 }
 
-/// Returns `count` rounds that the seed selects; all rounds if all cases are requested.
-fn rounds_of_points(count: usize) -> Vec<Vec<Point>> {
-    let turn = usize::try_from(seed()).expect("a seed");
-    let mut rounds = sampled_points(turn);
-    if !is_full() {
-        let first = count * turn % rounds.len();
-        rounds.rotate_left(first);
+/// Returns `count` rounds of points, which the seed selects; all rounds with `SEMPA_TEST_FULL=1`.
+fn sampled_rounds(count: usize) -> Vec<Vec<Point>> {
+    let sample_index = usize::try_from(print_seed()).expect("a seed");
+    let mut rounds = sampled_points(sample_index);
+    if !tests_all_cases() {
+        let first_index = count * sample_index % rounds.len();
+        rounds.rotate_left(first_index);
         rounds.truncate(count);
     }
     rounds
@@ -65,10 +68,10 @@ fn rounds_of_points(count: usize) -> Vec<Vec<Point>> {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_runs_once_when_a_process_is_killed() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        faults.run(Sampling::EachStep, &KILL_VICTIMS, Fault::Kill);
-        vm.halt().expect("halts");
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+        faults.inject_sample(StepSample::EachStep, &KILL_VICTIMS, Fault::Kill);
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -77,27 +80,27 @@ fn a_task_runs_once_when_a_process_is_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_tasks_end_when_the_master_is_killed() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    for points in rounds_of_points(2) {
-        with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-            let mut moves = faults.hold(&points).or_panic_with_logs(vm);
-            let victims = vec![Victim::Master; moves.len()];
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    for points in sampled_rounds(2) {
+        with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+            let mut held_migrations = faults.start_and_hold(&points).or_panic_with_logs(vm);
+            let victims = vec![Victim::MasterDaemon; held_migrations.len()];
             faults
-                .inject(&mut moves, &victims, Fault::Kill)
+                .inject_and_wait(&mut held_migrations, &victims, Fault::Kill)
                 .expect("killed");
             faults
                 .wait_until_all_ended()
                 .expect("all end with their master");
-            for held in &moves {
+            for migration in &held_migrations {
                 faults
                     .oracle
-                    .check_ran_once(&held.task_name)
+                    .check_ran_once(&migration.task_name)
                     .expect("it ran once");
             }
         });
     }
     with_faults(&bed, &[], |vm, _| {
-        vm.halt()
+        vm.halt_and_wait()
             .expect("the next virtual machine starts and halts")
     });
 }
@@ -105,19 +108,19 @@ fn all_tasks_end_when_the_master_is_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn pause_at_any_step_has_no_effect() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[], |vm, faults| {
-        faults.run(
-            Sampling::EachStep,
+        faults.inject_sample(
+            StepSample::EachStep,
             &PAUSE_VICTIMS,
-            Fault::Pause(SHORT_FAULT),
+            Fault::Pause(SHORT_DURATION),
         );
-        faults.run(
-            Sampling::EachThirdStep,
+        faults.inject_sample(
+            StepSample::EachThirdStep,
             &PAUSE_VICTIMS,
-            Fault::Pause(LONG_FAULT),
+            Fault::Pause(LONG_DURATION),
         );
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -125,81 +128,90 @@ fn pause_at_any_step_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_runs_once_when_a_paused_process_is_lost() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        faults.run(
-            Sampling::EachStep,
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+        faults.inject_sample(
+            StepSample::EachStep,
             &KILL_VICTIMS,
-            Fault::Pause(Until::Noticed),
+            Fault::Pause(FaultEnd::LossHandled),
         );
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
-/// Injects `fault` into the master until all other hosts lose it and end. Checks that the master,
-/// which has lost all hosts, halts as well.
+/// Injects `fault` into the master. Checks that all other hosts end when they lose the master, and
+/// that the master, which has lost all other hosts, can be halted.
 fn check_master_loss(fault: Fault) {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        let points = rounds_of_points(1).swap_remove(0);
-        let mut moves: Vec<HeldMigration> = faults.hold(&points).or_panic_with_logs(vm);
-        let victims = vec![Victim::Master; moves.len()];
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+        let points = sampled_rounds(1).swap_remove(0);
+        let mut held_migrations: Vec<HeldMigration> =
+            faults.start_and_hold(&points).or_panic_with_logs(vm);
+        let victims = vec![Victim::MasterDaemon; held_migrations.len()];
         faults
-            .inject(&mut moves, &victims, fault)
+            .inject_and_wait(&mut held_migrations, &victims, fault)
             .expect("the fault is over");
         for host in &bed.hosts()[1..] {
             wait_until_no_process(host, "pvm", TIMEOUT).expect("it ends with its master");
         }
-        for held in &moves {
+        for migration in &held_migrations {
             faults
                 .oracle
-                .check_ran_once(&held.task_name)
+                .check_ran_once(&migration.task_name)
                 .expect("it ran once");
         }
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_hosts_end_when_the_master_is_paused_too_long() {
-    check_master_loss(Fault::Pause(Until::Noticed));
+    check_master_loss(Fault::Pause(FaultEnd::LossHandled));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_hosts_end_when_master_is_disconnected() {
-    check_master_loss(Fault::Disconnect(Until::Noticed));
+    check_master_loss(Fault::Disconnect(FaultEnd::LossHandled));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_disconnection_at_any_step_has_no_effect() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[], |vm, faults| {
-        let victims = [Victim::Source, Victim::Target, Victim::Master];
-        faults.run(Sampling::EachStep, &victims, Fault::Disconnect(SHORT_FAULT));
-        faults.run(
-            Sampling::EachThirdStep,
-            &[Victim::Source],
-            Fault::Partition(SHORT_FAULT),
+        let victims = [
+            Victim::SourceDaemon,
+            Victim::TargetDaemon,
+            Victim::MasterDaemon,
+        ];
+        faults.inject_sample(
+            StepSample::EachStep,
+            &victims,
+            Fault::Disconnect(SHORT_DURATION),
         );
-        vm.halt().expect("halts");
+        faults.inject_sample(
+            StepSample::EachThirdStep,
+            &[Victim::SourceDaemon],
+            Fault::Partition(SHORT_DURATION),
+        );
+        vm.halt_and_wait().expect("halts");
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_runs_once_when_host_is_disconnected() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        let victims = [Victim::Source, Victim::Target];
-        faults.run(
-            Sampling::EachStep,
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+        let victims = [Victim::SourceDaemon, Victim::TargetDaemon];
+        faults.inject_sample(
+            StepSample::EachStep,
             &victims,
-            Fault::Disconnect(Until::Noticed),
+            Fault::Disconnect(FaultEnd::LossHandled),
         );
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -207,13 +219,13 @@ fn task_runs_once_when_host_is_disconnected() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_runs_once_when_source_and_target_are_separated() {
-    let bed = testbed_with_own_engine(HOST_COUNT);
-    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        faults.run(
-            Sampling::EachStep,
-            &[Victim::Source],
-            Fault::Partition(Until::Noticed),
+    let bed = require_testbed_with_own_engine(HOST_COUNT);
+    with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {
+        faults.inject_sample(
+            StepSample::EachStep,
+            &[Victim::SourceDaemon],
+            Fault::Partition(FaultEnd::LossHandled),
         );
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }

@@ -2,46 +2,50 @@
 //! connection is used.
 
 use nix::sys::signal::{Signal, kill};
-use sempa_tests::faults::{daemon_of, kill_and_wait};
-use sempa_tests::hold_tasks::{check_memory, with_changed_hosts, with_hosts};
-use sempa_tests::migration_steps::{Victim, process_of};
+use sempa_tests::faults::{daemon_pid, kill_and_wait};
+use sempa_tests::hold_tasks::{check_memory, with_hosts, with_prepared_hosts};
+use sempa_tests::migration_steps::{Victim, victim_process};
 use sempa_tests::requirements;
 use sempa_tests::run::RunningCommand;
-use sempa_tests::testbed::{NETWORK, sent_bytes};
+use sempa_tests::testbed::{NETWORK_PREFIX, sent_bytes_total};
 use sempa_tests::{Host, OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Memory of a task that contains only zeros, as (argument of its program in MiB, bytes).
-const ZEROS: (&str, u64) = ("-96", 96 << 20);
-/// Maximum number of bytes that a host sends for such a task, including other messages.
+/// Memory of a task that contains only zeros, as (argument of the task's program: MiB with a minus
+/// sign for zeros, bytes).
+const ZERO_MEMORY: (&str, u64) = ("-96", 96 << 20);
+/// Maximum number of bytes that a host sends when it migrates a task with [`ZERO_MEMORY`], including all
+/// other messages.
 const SENT_BYTES_MAX: u64 = 8 << 20;
 
 /// Pages that contain only zeros are sent neither with the images nor after the task runs.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn zero_pages_are_not_sent() {
-    for (policy, ways) in [("never", "in the images"), ("always", "behind the task")] {
+    for (policy, description) in [("never", "in the images"), ("always", "behind the task")] {
         with_hosts(2, &[("SEMPA_POST_COPY", policy)], |vm| {
-            let tid = vm.spawn(&["-h1", "hold", ZEROS.0]).expect("spawned");
+            let tid = vm
+                .spawn_connected(&["-h1", "hold", ZERO_MEMORY.0])
+                .expect("spawned");
             check_memory(vm, &tid);
-            let before = sent_bytes(vm.bed().host(1));
-            vm.must_migrate(&tid, "h2");
-            let bytes = sent_bytes(vm.bed().host(1)) - before;
+            let bytes_before = sent_bytes_total(vm.testbed().host(1));
+            vm.migrate_or_panic(&tid, "h2");
+            let migration_bytes = sent_bytes_total(vm.testbed().host(1)) - bytes_before;
             assert!(
-                bytes < SENT_BYTES_MAX,
-                "{ways}: {bytes} bytes have left for {}",
-                ZEROS.1
+                migration_bytes < SENT_BYTES_MAX,
+                "{description}: {migration_bytes} bytes have left for {}",
+                ZERO_MEMORY.1
             );
             check_memory(vm, &tid);
         });
     }
 }
 
-/// Returns the paths of the image folders below the folder `top` of a host.
-fn image_folders(host: &Host, top: &str) -> Vec<PathBuf> {
-    fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
+/// Returns the paths of all image folders below the folder `top_folder` of a host.
+fn image_folders(host: &Host, top_folder: &str) -> Vec<PathBuf> {
+    fn collect(folder: &Path, paths: &mut Vec<PathBuf>) {
         for path in std::fs::read_dir(folder)
             .into_iter()
             .flatten()
@@ -53,15 +57,15 @@ fn image_folders(host: &Host, top: &str) -> Vec<PathBuf> {
                 .map(|name| name.to_string_lossy().into_owned())
                 .unwrap_or_default();
             match () {
-                () if name.starts_with("images-") => found.push(path),
+                () if name.starts_with("images-") => paths.push(path),
                 () if name.starts_with("sempa-testbed-") || !path.is_dir() => {}
-                () => collect(&path, found),
+                () => collect(&path, paths),
             }
         }
     }
-    let mut found = Vec::new();
-    collect(&host.machine_path(top), &mut found);
-    found
+    let mut paths = Vec::new();
+    collect(&host.machine_path(top_folder), &mut paths);
+    paths
 }
 
 /// Images are stored in memory although `/tmp` is on a disk. After the migration no images remain.
@@ -70,21 +74,21 @@ fn image_folders(host: &Host, top: &str) -> Vec<PathBuf> {
 fn images_stay_in_memory_if_tmp_is_on_disk() {
     let is_disk = |path: &Path| {
         nix::sys::statfs::statfs(path)
-            .is_ok_and(|of| of.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
+            .is_ok_and(|file_system| file_system.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
     };
-    requirements::require(requirements::lacks_disk());
-    let on_disk =
-        |bed: &Testbed| (1..=3).for_each(|i| bed.put_tmp_on_disk(i).expect("another /tmp"));
-    with_changed_hosts(3, &[("SEMPA_POST_COPY", "never")], on_disk, |vm| {
-        let bed = vm.bed();
+    requirements::panic_if_unmet(requirements::missing_disk_reason());
+    let move_tmp_to_disk =
+        |bed: &Testbed| (1..=3).for_each(|i| bed.move_tmp_to_disk(i).expect("another /tmp"));
+    with_prepared_hosts(3, &[("SEMPA_POST_COPY", "never")], move_tmp_to_disk, |vm| {
+        let bed = vm.testbed();
         assert!(
             is_disk(&bed.host(2).machine_path("/tmp/sempa-0/pvm")),
             "the daemon has its socket on the disk"
         );
-        let tid = vm.spawn(&["-h2", "hold", "4"]).expect("spawned");
+        let tid = vm.spawn_connected(&["-h2", "hold", "4"]).expect("spawned");
         check_memory(vm, &tid);
-        // At these points the source has all images, and then the target.
-        for (step, holder) in [("dump", 2), ("transfer", 3)] {
+        // After the dump the source has all images; after the transfer the target has them.
+        for (step, host_number) in [("dump", 2), ("transfer", 3)] {
             std::fs::write(
                 bed.breakpoints_folder()
                     .expect("it has some")
@@ -92,20 +96,20 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
                 "",
             )
             .expect("written");
-            let reached = bed
+            let marker = bed
                 .breakpoints_folder()
                 .expect("it has some")
                 .join(format!("{tid}-{step}.reached"));
-            let mut moving = vm.start_migrate(&tid, "h3").expect("it begins");
+            let mut migrate_command = vm.start_migration(&tid, "h3").expect("it begins");
             wait_for(TIMEOUT, || {
-                if reached.exists() {
+                if marker.exists() {
                     Ok(())
                 } else {
                     Err(format!("{step} is not reached"))
                 }
             })
             .or_panic_with_logs(vm);
-            let host = bed.host(holder);
+            let host = bed.host(host_number);
             assert_eq!(image_folders(host, "/tmp"), Vec::<PathBuf>::new(), "{step}");
             assert!(
                 !image_folders(host, "/dev/shm").is_empty(),
@@ -113,35 +117,35 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
             );
             // The daemon may be about to stop itself, so the signal is repeated.
             wait_for(TIMEOUT, || {
-                for pid in bed.hosts().iter().filter_map(daemon_of) {
+                for pid in bed.hosts().iter().filter_map(daemon_pid) {
                     let _ = kill(pid, Signal::SIGCONT);
                 }
-                moving
-                    .poll()
+                migrate_command
+                    .poll_status()
                     .map_err(|error| error.to_string())?
                     .map(drop)
                     .ok_or("it still moves".into())
             })
             .expect("it goes on");
-            moving
-                .finish(TIMEOUT)
+            migrate_command
+                .wait_or_kill(TIMEOUT)
                 .expect("it ends")
                 .expect_success("migrate")
                 .expect("it has moved");
             check_memory(vm, &tid);
-            vm.must_migrate(&tid, "h2");
+            vm.migrate_or_panic(&tid, "h2");
         }
-        vm.pvm(&["kill", &tid])
+        vm.run_pvm(&["kill", &tid])
             .expect("the console runs")
             .expect_success("kill")
             .expect("killed");
         for host in bed.hosts() {
-            let gone =
+            let check_no_images =
                 || match [image_folders(host, "/tmp"), image_folders(host, "/dev/shm")].concat() {
-                    left if left.is_empty() => Ok(()),
-                    left => Err(format!("{left:?}")),
+                    folders if folders.is_empty() => Ok(()),
+                    folders => Err(format!("{folders:?}")),
                 };
-            wait_for(TIMEOUT, gone).expect("no images are left");
+            wait_for(TIMEOUT, check_no_images).expect("no images are left");
         }
     });
 }
@@ -153,40 +157,47 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
 fn tasks_move_over_the_session_without_tcp() {
     for policy in ["never", "always"] {
         with_hosts(3, &[("SEMPA_POST_COPY", policy)], |vm| {
-            let (two, three) = (vm.bed().host(2), vm.bed().host(3));
-            // TCP packets from h2 to h3 are dropped: answers of h2 are lost, and its connections to
-            // h3 fail.
-            let cut = two.shell(
-                &format!("ip rule add pref 1 to {NETWORK}.3 ipproto tcp blackhole"),
+            let (source, target) = (vm.testbed().host(2), vm.testbed().host(3));
+            // TCP packets from h2 to h3 are dropped: h3 receives no answers of h2, and connections
+            // of h2 to h3 fail.
+            let rule_output = source.run_shell(
+                &format!("ip rule add pref 1 to {NETWORK_PREFIX}.3 ipproto tcp blackhole"),
                 TIMEOUT,
             );
-            cut.and_then(|done| done.expect_success("ip rule"))
+            rule_output
+                .and_then(|output| output.expect_success("ip rule"))
                 .expect("the kernel has rules for protocols");
-            let by_tcp = format!("timeout 3 bash -c 'echo > /dev/tcp/{NETWORK}.2/22'");
+            let tcp_command = format!("timeout 3 bash -c 'echo > /dev/tcp/{NETWORK_PREFIX}.2/22'");
             assert!(
-                !three.shell(&by_tcp, TIMEOUT).expect("bash").succeeded(),
+                !target
+                    .run_shell(&tcp_command, TIMEOUT)
+                    .expect("bash")
+                    .succeeded(),
                 "TCP gets through"
             );
-            let tid = vm.spawn(&["-h2", "hold", "24"]).expect("spawned");
+            let tid = vm.spawn_connected(&["-h2", "hold", "24"]).expect("spawned");
             check_memory(vm, &tid);
             for host in ["h3", "h2", "h3"] {
-                vm.must_migrate(&tid, host);
+                vm.migrate_or_panic(&tid, host);
                 assert_eq!(vm.host_of(&tid).expect("it lives"), host);
                 check_memory(vm, &tid);
             }
-            let log = std::fs::read_to_string(three.machine_path("/tmp/sempa-0/pvm/pvml"))
+            let log = std::fs::read_to_string(target.machine_path("/tmp/sempa-0/pvm/pvml"))
                 .expect("a log");
-            let found = log
+            let message_count = log
                 .lines()
                 .filter(|line| line.contains("TCP does not reach"))
                 .count();
-            assert_eq!(found, 1, "it is found out once, and remembered: {log}");
+            assert_eq!(
+                message_count, 1,
+                "it is found out once, and remembered: {log}"
+            );
         });
     }
 }
 
 /// Path of a file that only h2 has.
-const COPIED_FILE: &str = "/tmp/carried-along";
+const COPIED_FILE_PATH: &str = "/tmp/carried-along";
 /// Environment variables with which the file is copied to the target of a migration.
 const COPY_FILES_ENV: [(&str, &str); 3] = [
     ("PVM_EXPORT", "SEMPA_FILES"),
@@ -194,32 +205,33 @@ const COPY_FILES_ENV: [(&str, &str); 3] = [
     ("SEMPA_LEASE_MS", "5000"),
 ];
 
-/// Starts a migration to h3, and waits until it is held after the restore of the task and its file.
+/// Starts a migration to h3 and waits until a breakpoint stops it after the restore of the task and
+/// its file. Returns the running `migrate` command.
 fn start_and_hold_after_restore(vm: &Vm, tid: &str) -> RunningCommand {
-    let steps = vm.bed().breakpoints_folder().expect("it has some");
-    let reached = steps.join(format!("{tid}-restore.reached"));
-    let _ = std::fs::remove_file(&reached);
-    std::fs::write(steps.join(format!("{tid}-restore")), "").expect("written");
-    let moving = vm.start_migrate(tid, "h3").expect("it begins");
+    let breakpoints = vm.testbed().breakpoints_folder().expect("it has some");
+    let marker = breakpoints.join(format!("{tid}-restore.reached"));
+    let _ = std::fs::remove_file(&marker);
+    std::fs::write(breakpoints.join(format!("{tid}-restore")), "").expect("written");
+    let migrate_command = vm.start_migration(tid, "h3").expect("it begins");
     wait_for(TIMEOUT, || {
-        if reached.exists() {
+        if marker.exists() {
             Ok(())
         } else {
             Err("it is not built".into())
         }
     })
     .or_panic_with_logs(vm);
-    assert!(vm.bed().host(3).machine_path(COPIED_FILE).exists());
-    moving
+    assert!(vm.testbed().host(3).machine_path(COPIED_FILE_PATH).exists());
+    migrate_command
 }
 
 fn wait_until_file_is_removed(vm: &Vm, tid: &str) {
     wait_for(TIMEOUT, || {
         // The daemon may be about to stop itself, so the signal is repeated.
-        for pid in vm.bed().hosts().iter().filter_map(daemon_of) {
+        for pid in vm.testbed().hosts().iter().filter_map(daemon_pid) {
             let _ = kill(pid, Signal::SIGCONT);
         }
-        if vm.bed().host(3).machine_path(COPIED_FILE).exists() {
+        if vm.testbed().host(3).machine_path(COPIED_FILE_PATH).exists() {
             Err("it is still there".into())
         } else {
             Ok(())
@@ -227,74 +239,79 @@ fn wait_until_file_is_removed(vm: &Vm, tid: &str) {
     })
     .or_panic_with_logs(vm);
     assert!(
-        vm.bed().host(2).machine_path(COPIED_FILE).exists(),
+        vm.testbed().host(2).machine_path(COPIED_FILE_PATH).exists(),
         "the task has its own"
     );
     check_memory(vm, tid);
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");
 }
 
-/// The target's tasker or the whole target host is killed before the task runs. The copied file is
-/// removed.
+/// First the target's tasker is killed before the task runs, then the tasker and the daemon. The
+/// copied file is removed each time.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn copied_files_are_removed_after_a_failed_move() {
     with_hosts(3, &COPY_FILES_ENV, |vm| {
         let tid = vm
-            .spawn(&["-h2", "hold", "1", COPIED_FILE])
+            .spawn_connected(&["-h2", "hold", "1", COPIED_FILE_PATH])
             .expect("spawned");
         check_memory(vm, &tid);
-        let three = vm.bed().host(3);
-        let tasker = || process_of(three, Victim::TargetTasker).expect("it has a tasker");
+        let target = vm.testbed().host(3);
+        let target_tasker =
+            || victim_process(target, Victim::TargetTasker).expect("it has a tasker");
 
-        let moving = start_and_hold_after_restore(vm, &tid);
-        kill_and_wait(tasker());
+        let migrate_command = start_and_hold_after_restore(vm, &tid);
+        kill_and_wait(target_tasker());
         wait_until_file_is_removed(vm, &tid);
         assert!(
-            !moving
-                .finish(TIMEOUT)
+            !migrate_command
+                .wait_or_kill(TIMEOUT)
                 .expect("the console ends")
                 .succeeded()
         );
 
         // A new tasker first runs its engine probe. Until the probe has ended, the host refuses
         // tasks.
-        let tried = || {
-            let log = std::fs::read_to_string(three.machine_path("/tmp/sempa-0/pvm/pvml"))
+        let check_probed = || {
+            let log = std::fs::read_to_string(target.machine_path("/tmp/sempa-0/pvm/pvml"))
                 .map_err(|error| error.to_string())?;
-            let times = log
+            let probe_count = log
                 .lines()
                 .filter(|line| line.contains("tasks can be migrated"))
                 .count();
-            if times == 2 {
+            if probe_count == 2 {
                 Ok(())
             } else {
-                Err(format!("engines were tried {times} times: {log}"))
+                Err(format!("engines were tried {probe_count} times: {log}"))
             }
         };
-        wait_for(TIMEOUT, tried).expect("another tasker");
-        let moving = start_and_hold_after_restore(vm, &tid);
-        kill_and_wait(tasker());
-        kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
+        wait_for(TIMEOUT, check_probed).expect("another tasker");
+        let migrate_command = start_and_hold_after_restore(vm, &tid);
+        kill_and_wait(target_tasker());
+        kill(
+            daemon_pid(target).expect("it has a daemon"),
+            Signal::SIGKILL,
+        )
+        .expect("killed");
         assert!(
-            !moving
-                .finish(TIMEOUT)
+            !migrate_command
+                .wait_or_kill(TIMEOUT)
                 .expect("the console ends")
                 .succeeded()
         );
         assert!(
-            three.machine_path(COPIED_FILE).exists(),
+            target.machine_path(COPIED_FILE_PATH).exists(),
             "nobody is there to remove it"
         );
         wait_for(TIMEOUT, || {
-            vm.add(&["h3"]).map_err(|error| format!("{error:#}"))
+            vm.add_hosts(&["h3"]).map_err(|error| format!("{error:#}"))
         })
         .expect("another daemon");
         wait_until_file_is_removed(vm, &tid);
 
-        vm.must_migrate(&tid, "h3");
+        vm.migrate_or_panic(&tid, "h3");
         assert!(
-            three.machine_path(COPIED_FILE).exists(),
+            target.machine_path(COPIED_FILE_PATH).exists(),
             "and it is carried along all the same"
         );
         check_memory(vm, &tid);

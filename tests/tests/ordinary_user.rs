@@ -1,5 +1,6 @@
 //! An ordinary user can use a virtual machine. Only migrations and checkpoints need more rights;
-//! they are refused with this reason. Also tests which rights the programs of root keep.
+//! without these rights they are refused with this reason. A further test checks which capabilities
+//! the programs of root retain.
 
 use nix::unistd::Pid;
 use procfs::process::Process;
@@ -7,11 +8,11 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
 use sempa_tests::OrPanicWithLogs;
 use sempa_tests::Vm;
-use sempa_tests::faults::daemon_of;
-use sempa_tests::migration_steps::{Victim, process_of};
-use sempa_tests::requirements::testbed;
-use sempa_tests::run::run_ok;
-use sempa_tests::vm::Settings;
+use sempa_tests::faults::daemon_pid;
+use sempa_tests::migration_steps::{Victim, victim_process};
+use sempa_tests::requirements::require_testbed;
+use sempa_tests::run::run_successfully;
+use sempa_tests::vm::VmSettings;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -23,26 +24,26 @@ const UDP_BUFFER_BYTES: usize = 8 << 20;
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn ordinary_users_tasks_run_and_do_not_migrate() {
-    let bed = testbed(2);
+    let bed = require_testbed(2);
     let vm = Vm::start(
         &bed,
-        Settings {
-            as_alice: true,
-            ..Settings::default()
+        VmSettings {
+            runs_as_alice: true,
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    vm.add(&["h2"]).expect("h2 joins");
+    vm.add_hosts(&["h2"]).expect("h2 joins");
     let program = vm.compile_program("hold").expect("gcc");
-    let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    let mut ask = vm.command(bed.host(1), program);
-    ask.args(["ask", &tid]);
-    let done = run_ok(ask, TIMEOUT).or_panic_with_logs(&vm);
-    assert!(done.out.contains("sum GOOD"), "{done:?}");
-    let refused = vm.migrate(&tid, "h1").expect("ends");
+    let tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+    let mut ask_command = vm.user_command(bed.host(1), program);
+    ask_command.args(["ask", &tid]);
+    let output = run_successfully(ask_command, TIMEOUT).or_panic_with_logs(&vm);
+    assert!(output.stdout.contains("sum GOOD"), "{output:?}");
+    let refused_output = vm.migrate(&tid, "h1").expect("ends");
     assert!(
-        !refused.succeeded() && refused.err.lines().count() == 1,
-        "{refused:?}"
+        !refused_output.succeeded() && refused_output.stderr.lines().count() == 1,
+        "{refused_output:?}"
     );
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     let entry = vm
@@ -57,8 +58,9 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     else {
         panic!("{entry:?}")
     };
-    // The message lists the alternatives. tests/tests/engines.rs tests the second one.
-    let hint = |why: &str| {
+    // The message names two alternatives: a daemon of root, and `SEMPA_ENGINE`.
+    // tests/tests/engines.rs tests the second one.
+    let has_hint = |why: &str| {
         why.contains("run the daemon as root")
             && why.contains("SEMPA_ENGINE")
             && !why.contains("CAP_")
@@ -66,32 +68,34 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     assert!(
         reasons
             .iter()
-            .any(|reason| matches!(reason, Refusal::NoEngine { why, .. } if hint(why))),
+            .any(|reason| matches!(reason, Refusal::NoEngine { why, .. } if has_hint(why))),
         "{reasons:?}"
     );
-    let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
+    let checkpoint_output = vm.run_pvm(&["checkpoint", &tid]).expect("ends");
     assert!(
-        !none.succeeded()
-            && none.err.contains("cannot dump or restore")
-            && none.err.contains("the job continues"),
-        "{none:?}"
+        !checkpoint_output.succeeded()
+            && checkpoint_output.stderr.contains("cannot dump or restore")
+            && checkpoint_output.stderr.contains("the job continues"),
+        "{checkpoint_output:?}"
     );
-    let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
-    ask.args(["ask", &tid]);
+    let mut ask_command =
+        vm.user_command(bed.host(1), vm.user_home().join("pvm3/bin/LINUX64/hold"));
+    ask_command.args(["ask", &tid]);
     assert!(
-        run_ok(ask, TIMEOUT)
+        run_successfully(ask_command, TIMEOUT)
             .expect("it answers")
-            .out
+            .stdout
             .contains("sum GOOD")
     );
-    vm.halt().expect("halts");
+    vm.halt_and_wait().expect("halts");
 }
 
-/// Returns the set of capabilities of a process with this name in its status file, as a bit mask.
-fn capabilities(pid: Pid, name: &str) -> u64 {
+/// Returns one capability set of a process as a bit mask. `set_name` is the field of the set in the
+/// process's status file.
+fn capability_set(pid: Pid, set_name: &str) -> u64 {
     let status = Process::new(pid.as_raw()).and_then(|process| process.status());
     let status = status.unwrap_or_else(|e| panic!("process {pid}: {e}"));
-    let set = match name {
+    let mask = match set_name {
         "CapInh" => Some(status.capinh),
         "CapPrm" => Some(status.capprm),
         "CapEff" => Some(status.capeff),
@@ -99,20 +103,20 @@ fn capabilities(pid: Pid, name: &str) -> u64 {
         "CapAmb" => status.capamb,
         _ => None,
     };
-    set.expect("a set of that name")
+    mask.expect("a set of that name")
 }
 
-/// Daemon and tasker of root keep only the capabilities that they need. Tasks have all
+/// The daemon and the tasker of root retain only the capabilities that they need. Tasks have all
 /// capabilities, even after a migration.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn roots_daemons_drop_capabilities_tasks_keep_them() {
-    let bed = testbed(2);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2"]).expect("h2 joins");
+    let bed = require_testbed(2);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2"]).expect("h2 joins");
     vm.compile_program("hold").expect("gcc");
-    let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    let task = |host: usize| {
+    let tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+    let task_pid = |host: usize| {
         let line = |(pid, line): (u32, String)| {
             line.ends_with("/hold 1")
                 .then_some(Pid::from_raw(pid.cast_signed()))
@@ -123,57 +127,65 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
             .find_map(line)
             .expect("it runs there")
     };
-    let all = capabilities(Pid::this(), "CapBnd");
-    let keeps_all = |host: usize| {
-        for name in ["CapPrm", "CapEff", "CapBnd"] {
+    let all_capabilities = capability_set(Pid::this(), "CapBnd");
+    let check_has_all = |host: usize| {
+        for set_name in ["CapPrm", "CapEff", "CapBnd"] {
             assert_eq!(
-                capabilities(task(host), name),
-                all,
-                "{name} of a task of root on h{host}"
+                capability_set(task_pid(host), set_name),
+                all_capabilities,
+                "{set_name} of a task of root on h{host}"
             );
         }
     };
-    // Numbers of capabilities that no daemon or tasker keeps: those for other processes, networks,
-    // modules, devices, clocks and the whole machine.
-    let never = [
+    // Numbers of capabilities that no daemon or tasker retains: capabilities for other processes,
+    // networks, modules, devices, clocks and the whole machine.
+    let forbidden_capabilities = [
         12, 13, 14, 15, 16, 17, 20, 22, 25, 26, 27, 29, 30, 33, 34, 35, 36, 38, 39,
     ];
-    let never = never.iter().fold(0, |set, one| set | 1_u64 << one);
-    let of_the_tasker = [19, 21, 40].iter().fold(0, |set, one| set | 1_u64 << one);
+    let forbidden_capabilities = forbidden_capabilities
+        .iter()
+        .fold(0, |mask, number| mask | 1_u64 << number);
+    let tasker_capabilities = [19, 21, 40]
+        .iter()
+        .fold(0, |mask, number| mask | 1_u64 << number);
     for host in bed.hosts() {
-        let daemon = daemon_of(host).expect("a daemon");
-        let tasker = process_of(host, Victim::TargetTasker).expect("a tasker");
-        for name in ["CapPrm", "CapEff"] {
+        let daemon_pid = daemon_pid(host).expect("a daemon");
+        let tasker_pid = victim_process(host, Victim::TargetTasker).expect("a tasker");
+        for set_name in ["CapPrm", "CapEff"] {
             assert_eq!(
-                capabilities(daemon, name) & (never | of_the_tasker),
+                capability_set(daemon_pid, set_name)
+                    & (forbidden_capabilities | tasker_capabilities),
                 0,
-                "{name} of the daemon on {}",
+                "{set_name} of the daemon on {}",
                 host.name()
             );
             assert_eq!(
-                capabilities(tasker, name) & never,
+                capability_set(tasker_pid, set_name) & forbidden_capabilities,
                 0,
-                "{name} of the tasker on {}",
+                "{set_name} of the tasker on {}",
                 host.name()
             );
             assert_eq!(
-                capabilities(tasker, name) & of_the_tasker,
-                all & of_the_tasker,
-                "{name} on {}",
+                capability_set(tasker_pid, set_name) & tasker_capabilities,
+                all_capabilities & tasker_capabilities,
+                "{set_name} on {}",
                 host.name()
             );
         }
-        // The daemon has dropped the capability for this buffer size. So the buffer, which is
-        // larger than ordinary users may have, shows that the size was set before.
-        let ports = host.shell("ss -Huanm", TIMEOUT).expect("iproute2").out;
+        // Setting this buffer size needs a capability that the daemon has dropped. The size shows
+        // that the daemon set it before.
+        let port_list = host
+            .run_shell("ss -Huanm", TIMEOUT)
+            .expect("iproute2")
+            .stdout;
         assert!(
-            ports.contains(&format!("rb{}", 2 * UDP_BUFFER_BYTES)),
-            "{}: {ports}",
+            port_list.contains(&format!("rb{}", 2 * UDP_BUFFER_BYTES)),
+            "{}: {port_list}",
             host.name()
         );
     }
-    keeps_all(2);
-    vm.must_migrate(&tid, "h1");
-    keeps_all(1);
-    vm.halt().expect("halts");
+    check_has_all(2);
+    vm.migrate_or_panic(&tid, "h1");
+    check_has_all(1);
+    vm.halt_and_wait().expect("halts");
 }

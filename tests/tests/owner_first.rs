@@ -1,113 +1,117 @@
-//! Guests yield to the owner even if the master's daemon, the resource manager or the load watcher
-//! is dead or stopped. The guests' own records of when they ran prove it.
+//! Guests stop for the owner even if the master's daemon, the resource manager or the load watcher
+//! is dead or stopped. The tests check the guests' own records of when they ran.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
-use sempa_tests::owner_agent::run_owner_command;
-use sempa_tests::requirements::testbed_with_env;
-use sempa_tests::run::run_ok;
-use sempa_tests::ssh::Login;
+use sempa_tests::owner_agent::run_owner_command_as_olga;
+use sempa_tests::requirements::require_testbed_with_env;
+use sempa_tests::run::run_successfully;
+use sempa_tests::ssh::SshLogin;
 use sempa_tests::testbed::Host;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Environment variable and value that set a lease of 120 s. A daemon is stopped for some time in
-/// these tests, and no host may be lost.
+/// Environment variable and value that set a lease of 120 s. These tests stop a daemon for some
+/// time, and no host may be lost meanwhile.
 const LONG_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
-/// A guest that has used no processor time for this number of microseconds counts as stopped. It is
-/// longer than the gaps that a running guest records.
+/// A guest that has used no processor time for this duration, in microseconds, counts as stopped.
+/// The duration is longer than the gaps that a running guest records.
 const STOPPED_MIN_US: u64 = 1_000_000;
 
 fn now_us() -> u64 {
-    let since = SystemTime::now()
+    let since_1970 = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
-    u64::try_from(since.as_micros()).expect("fits")
+    u64::try_from(since_1970.as_micros()).expect("fits")
 }
 
-/// Returns the processes of a host that run the program `program`.
-fn processes(host: &Host, program: &str) -> Vec<Pid> {
-    let name = |line: &str| {
+/// Returns the ids of the processes of a host that run `program`.
+fn program_pids(host: &Host, program: &str) -> Vec<Pid> {
+    let runs_program = |line: &str| {
         line.split(' ')
             .next()
             .and_then(|path| path.rsplit('/').next())
             == Some(program)
     };
-    let found = host.processes().into_iter().filter(|(_, line)| name(line));
-    found
+    let matching = host
+        .processes()
+        .into_iter()
+        .filter(|(_, line)| runs_program(line));
+    matching
         .map(|(pid, _)| Pid::from_raw(pid.cast_signed()))
         .collect()
 }
 
-fn only_process(host: &Host, program: &str) -> Pid {
-    let found = processes(host, program);
+fn single_pid(host: &Host, program: &str) -> Pid {
+    let pids = program_pids(host, program);
     assert_eq!(
-        found.len(),
+        pids.len(),
         1,
         "{program} on {}: {:?}",
         host.name(),
         host.processes()
     );
-    found[0]
+    pids[0]
 }
 
-/// Returns the processor time that a guest has used, in ticks; `None` if the guest has ended.
-fn used_ticks(host: &Host, pid: i32) -> Option<u64> {
-    let mut command = host.command("cat");
+/// Returns the processor time that a guest has used in user and kernel mode, in clock ticks; `None`
+/// if the guest has ended.
+fn processor_ticks(host: &Host, pid: i32) -> Option<u64> {
+    let mut command = host.root_command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = run_ok(command, TIMEOUT).ok()?.out;
+    let stat = run_successfully(command, TIMEOUT).ok()?.stdout;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_whitespace().collect();
     Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
 }
 
 /// Waits until a guest that computes has used no processor time for [`STOPPED_MIN_US`]. Returns the
-/// time of this observation.
+/// time of this observation in microseconds since 1970.
 fn wait_until_stopped(host: &Host, pid: i32) -> u64 {
-    let mut since = (used_ticks(host, pid), now_us());
-    let look = || {
-        let (ticks, at) = (used_ticks(host, pid), now_us());
-        if ticks != since.0 {
-            since = (ticks, at);
+    let mut last_change = (processor_ticks(host, pid), now_us());
+    let check = || {
+        let (ticks, observed_us) = (processor_ticks(host, pid), now_us());
+        if ticks != last_change.0 {
+            last_change = (ticks, observed_us);
         }
-        if at - since.1 >= STOPPED_MIN_US {
-            Ok(at)
+        if observed_us - last_change.1 >= STOPPED_MIN_US {
+            Ok(observed_us)
         } else {
             Err(format!("it runs: {ticks:?} ticks"))
         }
     };
-    wait_for(TIMEOUT, look).expect("it is paused")
+    wait_for(TIMEOUT, check).expect("it is paused")
 }
 
 /// Runs `test` on a virtual machine with a resource manager and load watchers. `policy` is the
 /// owner's policy. The arguments of `test` are the virtual machine, the tid of a guest that
 /// computes on h2, and the guest's process number.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
-    let bed = testbed_with_env(2, &[LONG_LEASE]);
+    let bed = require_testbed_with_env(2, &[LONG_LEASE]);
     let (rm, env) = (
         Some("pvm-rm --policy load".to_string()),
         vec![(LONG_LEASE.0.into(), LONG_LEASE.1.into())],
     );
     let vm = Vm::start(
         &bed,
-        Settings {
-            rm,
+        VmSettings {
+            rm_command: rm,
             env,
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )
     .expect("a virtual machine");
-    let file = vm.home().join(".config/sempa/owner.toml");
-    fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
-    fs::write(&file, policy).expect("the testbed's own home");
-    vm.add(&["h2"]).expect("it joins");
+    let policy_path = vm.user_home().join(".config/sempa/owner.toml");
+    fs::create_dir_all(policy_path.parent().expect("a folder")).expect("the testbed's own home");
+    fs::write(&policy_path, policy).expect("the testbed's own home");
+    vm.add_hosts(&["h2"]).expect("it joins");
     (1..=2).for_each(|host| wait_for_status(&vm, host, |_| true));
     vm.compile_program("busy").expect("gcc");
-    let guest = vm.spawn(&["-h2", "busy"]).expect("spawned");
+    let guest = vm.spawn_connected(&["-h2", "busy"]).expect("spawned");
     let tasks = vm.tasks().expect("tasks");
     let pid = tasks
         .iter()
@@ -117,58 +121,59 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     test(&vm, &guest, pid);
 }
 
-/// Waits until the status of a host's load watcher matches `is_so`.
-fn wait_for_status(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
-    let look = || {
-        let value = run_owner_command(vm.bed(), host, &["status"]);
-        let one = value["virtual_machines"]
+/// Waits until the status of a host's load watcher matches `is_expected`.
+fn wait_for_status(vm: &Vm, host: usize, is_expected: impl Fn(&serde_json::Value) -> bool) {
+    let check = || {
+        let owner_reply = run_owner_command_as_olga(vm.testbed(), host, &["status"]);
+        let status = owner_reply["virtual_machines"]
             .as_array()
-            .and_then(|all| all.first().cloned());
-        if one.as_ref().is_some_and(&is_so) {
+            .and_then(|machines| machines.first().cloned());
+        if status.as_ref().is_some_and(&is_expected) {
             Ok(())
         } else {
-            Err(value.to_string())
+            Err(owner_reply.to_string())
         }
     };
-    wait_for(TIMEOUT, look).or_panic_with_logs(vm);
+    wait_for(TIMEOUT, check).or_panic_with_logs(vm);
 }
 
-/// Waits until a guest has used more processor time.
+/// Waits until a guest has used more processor time than at the call.
 fn wait_until_runs(host: &Host, pid: i32) {
-    let before = used_ticks(host, pid).expect("it is there");
-    let look = || match used_ticks(host, pid) {
-        Some(ticks) if ticks > before => Ok(()),
+    let previous_ticks = processor_ticks(host, pid).expect("it is there");
+    let check = || match processor_ticks(host, pid) {
+        Some(ticks) if ticks > previous_ticks => Ok(()),
         other => Err(format!("{other:?} ticks as before")),
     };
-    wait_for(TIMEOUT, look).expect("it runs on");
+    wait_for(TIMEOUT, check).expect("it runs on");
 }
 
-/// Waits until a host has no process of the guest.
+/// Waits until the guest has ended and the host has no process of the guest's program.
 fn wait_until_ended(host: &Host, pid: i32) {
-    let look = || match (used_ticks(host, pid), processes(host, "busy")) {
-        (None, left) if left.is_empty() => Ok(()),
+    let check = || match (processor_ticks(host, pid), program_pids(host, "busy")) {
+        (None, pids) if pids.is_empty() => Ok(()),
         other => Err(format!("{other:?}")),
     };
-    wait_for(TIMEOUT, look).expect("it is ended");
+    wait_for(TIMEOUT, check).expect("it is ended");
 }
 
-/// Checks that the event log reports the end of this guest, and of no other task, for the owner of
-/// h2. Returns the owner's reason.
-fn check_end_is_logged(vm: &Vm, guest: &str) -> String {
-    let is_it = |tid: &Tid| tid.to_string() == guest;
-    let ended = vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
+/// Waits for the event that guests were ended, and checks that it contains this guest, no other
+/// task, and the host h2. Returns the owner's reason.
+fn wait_for_guest_end_event(vm: &Vm, guest: &str) -> String {
+    let is_guest = |tid: &Tid| tid.to_string() == guest;
+    let end_event = vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
         matches!(entry.kind, EventKind::GuestsEnded { .. })
     });
-    let ended = ended.or_panic_with_logs(vm);
-    let EventKind::GuestsEnded { guests, why, .. } = ended.kind else {
+    let end_event = end_event.or_panic_with_logs(vm);
+    let EventKind::GuestsEnded { guests, why, .. } = end_event.kind else {
         unreachable!()
     };
     assert!(
-        guests.len() == 1 && is_it(&guests[0]) && ended.host.as_deref() == Some("h2"),
+        guests.len() == 1 && is_guest(&guests[0]) && end_event.host.as_deref() == Some("h2"),
         "{guests:?}"
     );
-    let over = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_it(tid));
-    vm.wait_for_event(TIMEOUT, "its end", |entry| over(&entry.kind))
+    let is_guest_end =
+        |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_guest(tid));
+    vm.wait_for_event(TIMEOUT, "its end", |entry| is_guest_end(&entry.kind))
         .or_panic_with_logs(vm);
     let tasks = vm.tasks().or_panic_with_logs(vm);
     assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
@@ -176,12 +181,12 @@ fn check_end_is_logged(vm: &Vm, guest: &str) -> String {
 }
 
 /// Waits until a task can be spawned on h2 again.
-fn wait_until_host_is_used(vm: &Vm) {
-    let spawn = || {
-        vm.spawn(&["-h2", "busy"])
+fn wait_until_spawn_succeeds(vm: &Vm) {
+    let try_spawn = || {
+        vm.spawn_connected(&["-h2", "busy"])
             .map_err(|error| format!("{error:#}"))
     };
-    wait_for(TIMEOUT, spawn).or_panic_with_logs(vm);
+    wait_for(TIMEOUT, try_spawn).or_panic_with_logs(vm);
 }
 
 fn wait_for_pause_event(vm: &Vm) {
@@ -200,21 +205,22 @@ fn wait_for_resume_event(vm: &Vm) {
 
 /// Stops the master's daemon; then logs in the owner of h2. Returns the stopped process and the
 /// login.
-fn stop_master_and_log_in(vm: &Vm) -> (Pid, Login) {
-    let master = only_process(vm.bed().host(1), "pvmd");
-    kill(master, Signal::SIGSTOP).expect("it is there");
+fn stop_master_and_log_in(vm: &Vm) -> (Pid, SshLogin) {
+    let master_pid = single_pid(vm.testbed().host(1), "pvmd");
+    kill(master_pid, Signal::SIGSTOP).expect("it is there");
     (
-        master,
-        Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login"),
+        master_pid,
+        SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login"),
     )
 }
 
-/// Checks that a guest did not run between two times, by the guest's own clock.
-fn assert_not_run(vm: &Vm, guest: &str, from: u64, to: u64) {
-    let gaps = vm.busy_gaps(guest).or_panic_with_logs(vm);
+/// Checks that a guest did not run between two times, by the guest's own clock. Both times are in
+/// microseconds since 1970.
+fn assert_did_not_run(vm: &Vm, guest: &str, from_us: u64, to_us: u64) {
+    let gaps = vm.busy_gaps_us(guest).or_panic_with_logs(vm);
     assert!(
-        gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to),
-        "{guest} ran between {from} and {to}: {gaps:?}"
+        gaps.iter().any(|gap| gap.0 <= from_us && gap.1 >= to_us),
+        "{guest} ran between {from_us} and {to_us}: {gaps:?}"
     );
 }
 
@@ -223,16 +229,17 @@ fn assert_not_run(vm: &Vm, guest: &str, from: u64, to: u64) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_stops_guests_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
-        let theirs = vm.bed().host(2);
-        let (master, login) = stop_master_and_log_in(vm);
-        let still = wait_until_stopped(theirs, pid);
-        let resumed = now_us();
-        kill(master, Signal::SIGCONT).expect("it is there");
+        let owner_host = vm.testbed().host(2);
+        let (master_pid, login) = stop_master_and_log_in(vm);
+        let observed_us = wait_until_stopped(owner_host, pid);
+        let resumed_us = now_us();
+        kill(master_pid, Signal::SIGCONT).expect("it is there");
         login.log_out().expect("logs out");
-        // Only the guest's own host can have stopped it before the master's daemon was resumed.
-        assert_not_run(vm, guest, still - STOPPED_MIN_US, resumed);
+        // Only the guest's own host can have stopped the guest before the master's daemon was
+        // resumed.
+        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, resumed_us);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -241,14 +248,14 @@ fn an_owner_stops_guests_without_the_master() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_continue_without_the_master() {
     with_guest("leave_after = 600", |vm, guest, pid| {
-        let theirs = vm.bed().host(2);
-        let (master, login) = stop_master_and_log_in(vm);
-        let still = wait_until_stopped(theirs, pid);
-        let end = now_us();
+        let owner_host = vm.testbed().host(2);
+        let (master_pid, login) = stop_master_and_log_in(vm);
+        let observed_us = wait_until_stopped(owner_host, pid);
+        let end_us = now_us();
         login.log_out().expect("logs out");
-        wait_until_runs(theirs, pid);
-        kill(master, Signal::SIGCONT).expect("it is there");
-        assert_not_run(vm, guest, still - STOPPED_MIN_US, end);
+        wait_until_runs(owner_host, pid);
+        kill(master_pid, Signal::SIGCONT).expect("it is there");
+        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, end_us);
         wait_for_pause_event(vm);
         wait_for_resume_event(vm);
         vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
@@ -256,7 +263,7 @@ fn guests_continue_without_the_master() {
         })
         .or_panic_with_logs(vm);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
-        vm.halt().expect("halts");
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -265,44 +272,44 @@ fn guests_continue_without_the_master() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_are_killed_without_the_master() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
-        let theirs = vm.bed().host(2);
-        let (master, login) = stop_master_and_log_in(vm);
-        wait_until_ended(theirs, pid);
-        kill(master, Signal::SIGCONT).expect("it is there");
-        check_end_is_logged(vm, guest);
+        let owner_host = vm.testbed().host(2);
+        let (master_pid, login) = stop_master_and_log_in(vm);
+        wait_until_ended(owner_host, pid);
+        kill(master_pid, Signal::SIGCONT).expect("it is there");
+        wait_for_guest_end_event(vm, guest);
         login.log_out().expect("logs out");
-        wait_until_host_is_used(vm);
-        vm.halt().expect("halts");
+        wait_until_spawn_succeeds(vm);
+        vm.halt_and_wait().expect("halts");
     });
 }
 
-/// With a policy that kills guests, the guest is killed, and the event log and `why` have the
-/// reason.
+/// With a policy that kills guests, the guest is killed. The event log and the output of `why`
+/// contain the reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_are_killed_and_the_reason_is_reported() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
-        let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
-        let theirs = vm.bed().host(2);
-        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        wait_until_ended(theirs, pid);
-        let said = check_end_is_logged(vm, guest);
-        assert!(said.contains("olga"), "{said}");
-        let words = format!("guests ended for the owner of h2: {guest}: {said}");
+        let other = vm.spawn_connected(&["-h1", "busy"]).expect("spawned");
+        let owner_host = vm.testbed().host(2);
+        let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
+        wait_until_ended(owner_host, pid);
+        let reason = wait_for_guest_end_event(vm, guest);
+        assert!(reason.contains("olga"), "{reason}");
+        let expected_text = format!("guests ended for the owner of h2: {guest}: {reason}");
         for subject in ["h2", guest] {
-            // The resource manager is notified after the event is logged.
-            let told = || match vm.pvm(&["why", subject]) {
-                Ok(done) if done.out.contains(&words) => Ok(()),
+            // The resource manager is notified after the event is logged, so the query is repeated.
+            let check_reported = || match vm.run_pvm(&["why", subject]) {
+                Ok(output) if output.stdout.contains(&expected_text) => Ok(()),
                 other => Err(format!("{other:?}")),
             };
-            wait_for(TIMEOUT, told).or_panic_with_logs(vm);
+            wait_for(TIMEOUT, check_reported).or_panic_with_logs(vm);
         }
         // Guests on other hosts continue.
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
-        vm.busy_gaps(&other).or_panic_with_logs(vm);
+        vm.busy_gaps_us(&other).or_panic_with_logs(vm);
         login.log_out().expect("logs out");
-        wait_until_host_is_used(vm);
-        vm.halt().expect("halts");
+        wait_until_spawn_succeeds(vm);
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -312,22 +319,25 @@ fn guests_are_killed_and_the_reason_is_reported() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_has_all_processors_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, _, pid| {
-        let theirs = vm.bed().host(2);
-        kill(only_process(vm.bed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
-        wait_until_runs(theirs, pid);
-        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        wait_until_stopped(theirs, pid);
+        let owner_host = vm.testbed().host(2);
+        kill(single_pid(vm.testbed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
+        wait_until_runs(owner_host, pid);
+        let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
+        wait_until_stopped(owner_host, pid);
         assert_eq!(
-            processes(theirs, "pvmd").len(),
+            program_pids(owner_host, "pvmd").len(),
             1,
             "its daemon has not given up the master yet"
         );
         assert!(
-            used_ticks(theirs, pid).is_some(),
+            processor_ticks(owner_host, pid).is_some(),
             "it was stopped, not ended"
         );
         drop(login);
-        vm.bed().hosts().iter().for_each(Host::kill_all);
+        vm.testbed()
+            .hosts()
+            .iter()
+            .for_each(Host::kill_all_processes);
     });
 }
 
@@ -337,39 +347,38 @@ fn an_owner_has_all_processors_without_the_master() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_stopped_without_load_watcher() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
-        let theirs = vm.bed().host(2);
-        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        let owner_host = vm.testbed().host(2);
+        let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
         wait_for_pause_event(vm);
-        let begin = wait_until_stopped(theirs, pid);
-        let present = |status: &serde_json::Value| status["owner"] == "present";
+        let begin_us = wait_until_stopped(owner_host, pid);
+        let is_present = |status: &serde_json::Value| status["owner"] == "present";
         for round in 0..2 {
             if round == 1 {
                 // SIGTERM is a request to exit, so the resource manager is not restarted.
-                kill(only_process(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM)
+                kill(single_pid(vm.testbed().host(1), "pvm-rm"), Signal::SIGTERM)
                     .expect("it is there");
                 vm.wait_for_event(TIMEOUT, "no resource manager", |e| {
                     matches!(e.kind, EventKind::RmGone { .. })
                 })
                 .expect("seen");
             }
-            let dead = only_process(theirs, "pvm-load-watcher");
-            kill(dead, Signal::SIGKILL).expect("it is there");
-            wait_for(
-                TIMEOUT,
-                || match processes(theirs, "pvm-load-watcher")[..] {
-                    [pid] if pid != dead => Ok(()),
+            let killed_watcher = single_pid(owner_host, "pvm-load-watcher");
+            kill(killed_watcher, Signal::SIGKILL).expect("it is there");
+            wait_for(TIMEOUT, || {
+                match program_pids(owner_host, "pvm-load-watcher")[..] {
+                    [pid] if pid != killed_watcher => Ok(()),
                     ref other => Err(format!("{other:?}")),
-                },
-            )
+                }
+            })
             .or_panic_with_logs(vm);
-            wait_for_status(vm, 2, present);
+            wait_for_status(vm, 2, is_present);
         }
-        wait_until_stopped(theirs, pid);
-        let end = now_us();
+        wait_until_stopped(owner_host, pid);
+        let end_us = now_us();
         login.log_out().expect("logs out");
         wait_for_resume_event(vm);
-        assert_not_run(vm, guest, begin, end);
-        vm.halt().expect("halts");
+        assert_did_not_run(vm, guest, begin_us, end_us);
+        vm.halt_and_wait().expect("halts");
     });
 }
 
@@ -378,24 +387,27 @@ fn guests_stay_stopped_without_load_watcher() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_if_owner_leaves_early() {
     with_guest("leave_after = 600", |vm, guest, pid| {
-        let theirs = vm.bed().host(2);
-        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        let owner_host = vm.testbed().host(2);
+        let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
         wait_for_pause_event(vm);
-        let still = wait_until_stopped(theirs, pid);
-        let end = now_us();
+        let observed_us = wait_until_stopped(owner_host, pid);
+        let end_us = now_us();
         login.log_out().expect("logs out");
         wait_for_resume_event(vm);
-        assert_not_run(vm, guest, still - STOPPED_MIN_US, end);
+        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, end_us);
         vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
-        let moved =
+        let is_migration_text =
             |text: &str| text.contains(" migrated from ") || text.contains(" ordered because ");
         let events = vm.events().expect("events");
-        let moves: Vec<_> = events.iter().filter(|entry| moved(&entry.text)).collect();
-        assert!(moves.is_empty(), "{moves:?}");
-        vm.halt().expect("halts");
+        let migration_events: Vec<_> = events
+            .iter()
+            .filter(|entry| is_migration_text(&entry.text))
+            .collect();
+        assert!(migration_events.is_empty(), "{migration_events:?}");
+        vm.halt_and_wait().expect("halts");
     });
 }

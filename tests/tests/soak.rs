@@ -1,69 +1,76 @@
 //! Tasks that exchange messages migrate many times. Every message arrives once, and no files,
 //! processes or other resources of a migration remain.
 
-use sempa_tests::crowd::Crowd;
-use sempa_tests::footprint::{Footprint, KINDS, TASKS_KIND};
-use sempa_tests::requirements::testbed;
+use sempa_tests::all_to_all::AllToAllJob;
+use sempa_tests::footprint::{Footprint, KIND_NAMES, TASK_KIND_INDEX};
+use sempa_tests::requirements::require_testbed;
 use sempa_tests::rng::Rng;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
-const WORKERS: usize = 12;
+const HOST_NAMES: [&str; 4] = ["h1", "h2", "h3", "h4"];
+const WORKER_COUNT: usize = 12;
 /// Number of neighbours on each side with which a worker exchanges messages.
 const NEIGHBOURS_PER_SIDE: usize = 2;
-/// Migrations, as (migrations at the same time, repetitions).
-const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
+/// Measured migrations, as (number of migrations at the same time, repetitions).
+const MEASURED_MIGRATIONS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 
-/// Migrations before the first count, as (migrations at the same time, repetitions). Hosts keep
-/// some resources from their first migrations.
-const WARM_UP: [(usize, usize); 1] = [(4, 3)];
+/// Migrations before the first measurement, as (number of migrations at the same time,
+/// repetitions). Hosts retain some resources after their first migrations.
+const WARM_UP_MIGRATIONS: [(usize, usize); 1] = [(4, 3)];
 /// Number of descriptors that a tasker holds for a spare process-id namespace and its process.
-/// Taskers keep some namespaces for the next tasks.
+/// Taskers retain some namespaces for future tasks.
 const SPARE_NAMESPACE_DESCRIPTORS: u64 = 3;
 
-/// Returns the numbers of descriptors and threads of the virtual machine's own processes, by kind.
-/// Those of spare namespaces are subtracted.
+/// Returns the numbers of descriptors and threads of the virtual machine's own processes, as (kind
+/// of process, [descriptors, threads]). The descriptors and threads of spare namespaces are
+/// subtracted.
 fn resource_counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
-        let sum = &footprint.kinds[kind];
-        let namespaces = if KINDS[kind] == "taskers" {
-            sum.processes - HOSTS.len() as u64
+        let sum = &footprint.resources_by_kind[kind];
+        let namespaces = if KIND_NAMES[kind] == "taskers" {
+            sum.process_count - HOST_NAMES.len() as u64
         } else {
             0
         };
         (
-            KINDS[kind],
+            KIND_NAMES[kind],
             [
-                sum.descriptors - SPARE_NAMESPACE_DESCRIPTORS * namespaces,
-                sum.threads - namespaces,
+                sum.descriptor_count - SPARE_NAMESPACE_DESCRIPTORS * namespaces,
+                sum.thread_count - namespaces,
             ],
         )
     };
-    (0..TASKS_KIND).map(count).collect()
+    (0..TASK_KIND_INDEX).map(count).collect()
 }
 
 /// Starts tasks that exchange messages, migrates them, and checks that every message arrived once.
 fn migrate_crowd(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
-    let mut crowd =
-        Crowd::start(vm, WORKERS, NEIGHBOURS_PER_SIDE, &[], &HOSTS).or_panic_with_logs(vm);
-    for (at_once, times) in rounds {
-        for _ in 0..*times {
+    let mut crowd = AllToAllJob::start(vm, WORKER_COUNT, NEIGHBOURS_PER_SIDE, &[], &HOST_NAMES)
+        .or_panic_with_logs(vm);
+    for (parallel_count, repetitions) in rounds {
+        for _ in 0..*repetitions {
             crowd
-                .migrate_random(vm, rng, *at_once)
+                .migrate_random_workers(vm, rng, *parallel_count)
                 .or_panic_with_logs(vm);
         }
     }
-    crowd.check_hosts(vm).expect("where they were moved to");
-    let account = crowd.finish().or_panic_with_logs(vm);
-    assert!(account.is_faultless(), "{account:?}\n{}", vm.logs());
+    crowd
+        .check_worker_hosts(vm)
+        .expect("where they were moved to");
+    let account = crowd.end_and_report().or_panic_with_logs(vm);
+    assert!(
+        account.is_faultless(),
+        "{account:?}\n{}",
+        vm.events_and_logs()
+    );
     eprintln!("{account:?}");
-    sempa_tests::wait_for(TIMEOUT, || {
-        match Footprint::measure(vm).kinds[TASKS_KIND].processes {
+    wait_for(TIMEOUT, || {
+        match Footprint::measure(vm).resources_by_kind[TASK_KIND_INDEX].process_count {
             0 => Ok(()),
-            left => Err(format!("{left} tasks are left")),
+            task_count => Err(format!("{task_count} tasks are left")),
         }
     })
     .expect("all end");
@@ -74,33 +81,42 @@ fn migrate_crowd(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn many_moves_lose_nothing_and_leave_nothing() {
-    let bed = testbed(HOSTS.len());
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&HOSTS[1..]).expect("the others join");
+    let bed = require_testbed(HOST_NAMES.len());
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&HOST_NAMES[1..]).expect("the others join");
     let mut rng = Rng::new(5);
-    migrate_crowd(&vm, &WARM_UP, &mut rng);
-    let quiet = Footprint::measure(&vm);
-    migrate_crowd(&vm, &ROUNDS, &mut rng);
-    // Idle threads exit only after some time.
-    let same = wait_for(TIMEOUT, || {
-        let now = Footprint::measure(&vm);
-        let (before, after) = (resource_counts(&quiet), resource_counts(&now));
-        let grown = before
-            .iter()
-            .zip(&after)
-            .filter(|((_, before), (_, after))| before.iter().zip(after).any(|(b, a)| a > b));
-        let mut left: Vec<String> = grown
-            .map(|(before, after)| format!("{before:?}, now {after:?}"))
-            .collect();
-        left.extend(
-            (now.files > quiet.files).then(|| format!("{} files, now {}", quiet.files, now.files)),
+    migrate_crowd(&vm, &WARM_UP_MIGRATIONS, &mut rng);
+    let first_footprint = Footprint::measure(&vm);
+    migrate_crowd(&vm, &MEASURED_MIGRATIONS, &mut rng);
+    // Idle threads exit only after some time, so the measurement is repeated.
+    let wait_result = wait_for(TIMEOUT, || {
+        let footprint = Footprint::measure(&vm);
+        let (counts_before, counts_after) = (
+            resource_counts(&first_footprint),
+            resource_counts(&footprint),
         );
-        if left.is_empty() {
+        let increased_kinds = counts_before.iter().zip(&counts_after).filter(
+            |((_, counts_before), (_, counts_after))| {
+                counts_before.iter().zip(counts_after).any(|(b, a)| a > b)
+            },
+        );
+        let mut leaks: Vec<String> = increased_kinds
+            .map(|(counts_before, counts_after)| format!("{counts_before:?}, now {counts_after:?}"))
+            .collect();
+        leaks.extend(
+            (footprint.file_count > first_footprint.file_count).then(|| {
+                format!(
+                    "{} files, now {}",
+                    first_footprint.file_count, footprint.file_count
+                )
+            }),
+        );
+        if leaks.is_empty() {
             Ok(())
         } else {
-            Err(left.join("; "))
+            Err(leaks.join("; "))
         }
     });
-    same.unwrap_or_else(|error| panic!("{error:#}"));
-    vm.halt().expect("halts");
+    wait_result.unwrap_or_else(|error| panic!("{error:#}"));
+    vm.halt_and_wait().expect("halts");
 }

@@ -4,7 +4,7 @@ use crate::install::{self, BuildParts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use sempa_benches::{MicroSettings, PACKAGES, PeersSettings};
+use sempa_benches::{DEBIAN_PACKAGES, MicroSettings, PeersSettings};
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -41,10 +41,10 @@ enum BenchTarget {
     All,
 }
 
-/// Default duration of the login measurement in minutes.
-const OWNERS_MINUTES: u64 = 10;
-/// Default duration of the measurement of a load watcher in minutes.
-const LOAD_MINUTES: u64 = 3;
+/// Default duration of `bench owners` in minutes.
+const OWNERS_MINUTES_DEFAULT: u64 = 10;
+/// Default duration of `bench load` in minutes.
+const LOAD_MINUTES_DEFAULT: u64 = 3;
 
 #[derive(Args)]
 pub(crate) struct BenchArgs {
@@ -90,64 +90,64 @@ pub(crate) struct BenchArgs {
     results: Option<PathBuf>,
 }
 
-/// Runs the selected measurements. Returns false if one fails or exceeds its limit.
-pub(crate) fn run(words: &BenchArgs) -> Result<bool> {
-    if words.what == BenchTarget::Load {
+/// Runs the selected measurements. Returns false if a measurement fails or exceeds its limit.
+pub(crate) fn run(args: &BenchArgs) -> Result<bool> {
+    if args.what == BenchTarget::Load {
         setup::set_up_all()?;
         return bench_load::run(
-            &installed_prefix(words)?,
-            words.minutes.unwrap_or(LOAD_MINUTES),
-            &results_folder(words)?,
+            &installed_prefix(args)?,
+            args.minutes.unwrap_or(LOAD_MINUTES_DEFAULT),
+            &results_folder(args)?,
         );
     }
-    if words.what == BenchTarget::Decide {
-        return bench_virtual::decide(&results_folder(words)?);
+    if args.what == BenchTarget::Decide {
+        return bench_virtual::measure_decisions(&results_folder(args)?);
     }
-    if words.what == BenchTarget::Sim {
-        return bench_virtual::simulate(&results_folder(words)?);
+    if args.what == BenchTarget::Sim {
+        return bench_virtual::simulate_days(&results_folder(args)?);
     }
-    if words.what == BenchTarget::Rm {
-        return measure_rm(words);
+    if args.what == BenchTarget::Rm {
+        return measure_rm(args);
     }
-    if words.what == BenchTarget::Balance {
-        return balance(words);
+    if args.what == BenchTarget::Balance {
+        return measure_balance(args);
     }
-    if words.what == BenchTarget::Migrate {
-        return migrate(words);
+    if args.what == BenchTarget::Migrate {
+        return measure_migrations(args);
     }
-    if words.what == BenchTarget::Soak {
-        return soak(words);
+    if args.what == BenchTarget::Soak {
+        return run_soak(args);
     }
-    if words.what == BenchTarget::Owners {
+    if args.what == BenchTarget::Owners {
         setup::set_up_all()?;
-        if !words.sizes.is_empty() {
-            return evict(words);
+        if !args.sizes.is_empty() {
+            return measure_evictions(args);
         }
         return bench_owners::run(
-            &installed_prefix(words)?,
-            words.minutes.unwrap_or(OWNERS_MINUTES),
-            &results_folder(words)?,
+            &installed_prefix(args)?,
+            args.minutes.unwrap_or(OWNERS_MINUTES_DEFAULT),
+            &results_folder(args)?,
         );
     }
-    let mut good = true;
-    if words.what != BenchTarget::Peers {
-        good &= micro(words)?;
+    let mut succeeded = true;
+    if args.what != BenchTarget::Peers {
+        succeeded &= measure_layers(args)?;
     }
-    if words.what != BenchTarget::Micro {
-        good &= peers(words)?;
+    if args.what != BenchTarget::Micro {
+        succeeded &= measure_peers(args)?;
     }
-    Ok(good)
+    Ok(succeeded)
 }
 
-/// Returns the folder of the installed programs. Builds and installs them first, unless the command
-/// line has a folder.
-fn installed_prefix(words: &BenchArgs) -> Result<PathBuf> {
-    Ok(match &words.prefix {
+/// Returns the folder of the installed programs. If the command line does not name a folder, builds
+/// and installs the programs first.
+fn installed_prefix(args: &BenchArgs) -> Result<PathBuf> {
+    Ok(match &args.prefix {
         Some(prefix) => {
-            // The hosts of the testbed need a program of their own (`sempa-host`). It is built in
-            // the same cargo call as the installed programs, so that cargo selects the same
-            // features and compiles nothing twice.
-            if !install::cargo(&[
+            // The hosts of the testbed need the program `sempa-host`, which is not installed. It is
+            // built in the same cargo call as the installed programs, so that cargo selects the
+            // same features and compiles nothing twice.
+            if !install::cargo_command(&[
                 "build",
                 "--locked",
                 "--release",
@@ -164,134 +164,138 @@ fn installed_prefix(words: &BenchArgs) -> Result<PathBuf> {
             prefix.clone()
         }
         None => {
-            install::build(install::RELEASE, BuildParts::ProgramsAndHosts)?;
+            install::build(install::RELEASE_PROFILE, BuildParts::ProgramsAndHosts)?;
             let prefix = install::target_folder()?.join("sempa-prefix");
-            install::install_files(&prefix, install::RELEASE)?;
+            install::install_files(&prefix, install::RELEASE_PROFILE)?;
             prefix
         }
     }
     .canonicalize()?)
 }
 
-/// Returns the folder for results: the one on the command line. Without one: the folder of the
-/// project for a complete run, or a folder below the target folder for a partial one.
-fn results_folder(words: &BenchArgs) -> Result<PathBuf> {
-    let whole =
-        words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
-    let usual = if whole {
+/// Returns the folder for results: the folder on the command line; without it, a folder of the
+/// project for a complete run, or a folder below the target folder for a partial run.
+fn results_folder(args: &BenchArgs) -> Result<PathBuf> {
+    let is_complete_run =
+        args.only.is_empty() && args.sizes.is_empty() && args.rate.is_none() && !args.quick;
+    let default_folder = if is_complete_run {
         setup::project_folder().join("benches/results")
     } else {
         install::target_folder()?.join("bench")
     };
-    Ok(words.results.clone().unwrap_or(usual))
+    Ok(args.results.clone().unwrap_or(default_folder))
 }
 
-fn balance(words: &BenchArgs) -> Result<bool> {
-    let number = |word: &String| {
-        word.parse()
-            .with_context(|| format!("{word:?} is not the number of a repetition"))
+fn measure_balance(args: &BenchArgs) -> Result<bool> {
+    let parse_repetition = |text: &String| {
+        text.parse()
+            .with_context(|| format!("{text:?} is not the number of a repetition"))
     };
-    let only = words.only.iter().map(number).collect::<Result<_>>()?;
-    let usual = if words.quick {
+    let selected_repetitions = args
+        .only
+        .iter()
+        .map(parse_repetition)
+        .collect::<Result<_>>()?;
+    let default_folder = if args.quick {
         install::target_folder()?.join("bench")
     } else {
         setup::project_folder().join("benches/results")
     };
     sempa_benches::bench_balance(&sempa_benches::BalanceSettings {
-        prefix: installed_prefix(words)?,
-        own_build: words.prefix.is_none(),
-        quick: words.quick,
-        repetitions: words.repetitions,
-        only,
-        results: words.results.clone().unwrap_or(usual),
+        prefix: installed_prefix(args)?,
+        is_own_build: args.prefix.is_none(),
+        is_quick: args.quick,
+        repetition_count: args.repetitions,
+        selected_numbers: selected_repetitions,
+        results_folder: args.results.clone().unwrap_or(default_folder),
     })
 }
 
-fn migrate(words: &BenchArgs) -> Result<bool> {
+fn measure_migrations(args: &BenchArgs) -> Result<bool> {
     setup::set_up_all()?;
     sempa_benches::bench_migrations(&sempa_benches::MigrationSettings {
-        prefix: installed_prefix(words)?,
-        own_build: words.prefix.is_none(),
-        quick: words.quick,
-        sizes: words.sizes.clone(),
-        rate: words.rate,
-        repetitions: words.repetitions,
-        results: results_folder(words)?,
+        prefix: installed_prefix(args)?,
+        is_own_build: args.prefix.is_none(),
+        is_quick: args.quick,
+        sizes_mib: args.sizes.clone(),
+        bytes_per_second_max: args.rate,
+        repetition_count: args.repetitions,
+        results_folder: results_folder(args)?,
     })
 }
 
-fn evict(words: &BenchArgs) -> Result<bool> {
+fn measure_evictions(args: &BenchArgs) -> Result<bool> {
     sempa_benches::bench_evictions(&sempa_benches::EvictionSettings {
-        prefix: installed_prefix(words)?,
-        own_build: words.prefix.is_none(),
-        sizes: words.sizes.clone(),
-        logins_per_task: words.repetitions,
-        results: results_folder(words)?,
+        prefix: installed_prefix(args)?,
+        is_own_build: args.prefix.is_none(),
+        sizes_mib: args.sizes.clone(),
+        login_count: args.repetitions,
+        results_folder: results_folder(args)?,
     })?;
     Ok(true)
 }
 
-fn soak(words: &BenchArgs) -> Result<bool> {
+fn run_soak(args: &BenchArgs) -> Result<bool> {
     setup::set_up_all()?;
-    let usual = if words.quick {
+    let default_folder = if args.quick {
         install::target_folder()?.join("bench")
     } else {
         setup::project_folder().join("benches/results")
     };
     sempa_benches::bench_soak(&sempa_benches::SoakSettings {
-        prefix: installed_prefix(words)?,
-        own_build: words.prefix.is_none(),
-        quick: words.quick,
-        only: words.only.clone(),
-        results: words.results.clone().unwrap_or(usual),
+        prefix: installed_prefix(args)?,
+        is_own_build: args.prefix.is_none(),
+        is_quick: args.quick,
+        selected_parts: args.only.clone(),
+        results_folder: args.results.clone().unwrap_or(default_folder),
     })
 }
 
-fn measure_rm(words: &BenchArgs) -> Result<bool> {
-    setup::ensure_packages(&PACKAGES)?;
+fn measure_rm(args: &BenchArgs) -> Result<bool> {
+    setup::ensure_packages(&DEBIAN_PACKAGES)?;
     sempa_benches::bench_rm(
-        &installed_prefix(words)?,
-        words.prefix.is_none(),
-        words.quick,
-        &results_folder(words)?,
+        &installed_prefix(args)?,
+        args.prefix.is_none(),
+        args.quick,
+        &results_folder(args)?,
     )
 }
 
-/// Runs the benchmarks of single layers. Prints each line of their output when it arrives, and
-/// evaluates all of it at the end.
-fn micro(words: &BenchArgs) -> Result<bool> {
-    let mut benches = install::cargo(&["bench", "--locked", "-p", "sempa-benches"])?
+/// Runs the benchmarks of single layers. Prints each line of their output when the line arrives.
+/// Evaluates the whole output at the end, and returns false if a result is too slow.
+fn measure_layers(args: &BenchArgs) -> Result<bool> {
+    let mut bench_process = install::cargo_command(&["bench", "--locked", "-p", "sempa-benches"])?
         .stdout(Stdio::piped())
         .spawn()?;
-    let mut printed = String::new();
-    for line in BufReader::new(benches.stdout.take().context("no output")?).lines() {
+    let mut bench_output = String::new();
+    for line in BufReader::new(bench_process.stdout.take().context("no output")?).lines() {
         let line = line?;
         println!("{line}");
-        printed.push_str(&line);
-        printed.push('\n');
+        bench_output.push_str(&line);
+        bench_output.push('\n');
     }
-    if !benches.wait()?.success() {
+    if !bench_process.wait()?.success() {
         return Ok(false);
     }
-    let usual = setup::project_folder().join("benches/results");
-    let results = words.results.as_ref().unwrap_or(&usual);
+    let default_folder = setup::project_folder().join("benches/results");
+    let results = args.results.as_ref().unwrap_or(&default_folder);
     MicroSettings {
-        results,
-        save: words.save,
-        strict: words.strict,
-        tolerance: words.share / 100.0,
+        results_folder: results,
+        saves_figures: args.save,
+        is_strict: args.strict,
+        change_fraction_max: args.share / 100.0,
     }
-    .evaluate(&printed)
+    .compare_and_save(&bench_output)
 }
 
-fn peers(words: &BenchArgs) -> Result<bool> {
-    setup::ensure_packages(&PACKAGES)?;
+fn measure_peers(args: &BenchArgs) -> Result<bool> {
+    setup::ensure_packages(&DEBIAN_PACKAGES)?;
     sempa_benches::bench_peers(&PeersSettings {
-        prefix: installed_prefix(words)?,
-        own_build: words.prefix.is_none(),
-        quick: words.quick,
-        only: words.only.clone(),
-        repetitions: words.repetitions,
-        results: results_folder(words)?,
+        prefix: installed_prefix(args)?,
+        is_own_build: args.prefix.is_none(),
+        is_quick: args.quick,
+        selected_names: args.only.clone(),
+        repetition_count: args.repetitions,
+        results_folder: results_folder(args)?,
     })
 }

@@ -2,21 +2,23 @@
 //! of tasks compute.
 //!
 //! Measures how soon the guests stop after a login, by the guests' own clocks and by the kernel's
-//! counts of processor time. Checks to which hosts the guests migrate, and that the jobs end with
-//! correct results.
+//! counts of processor time. Checks that the guests migrate for the right reasons, and that the
+//! jobs end with correct results.
 
 mod judge;
 mod kernels;
 
 use crate::demo::{self, add_hosts, start_search};
 use anyhow::{Context, Result, ensure};
-use judge::{Clocks, Decision, LateHost, LateKernel, LateWorker, Outcome, ScriptedLogin};
+use judge::{
+    LateHost, LateKernel, LateWorker, OwnersOutcome, RmDecision, ScriptedLogin, WorkerClocks,
+};
 use kernels::{SamplingThread, now_us};
 use sempa_tests::rng::Rng;
 use sempa_tests::run::RunningCommand;
-use sempa_tests::ssh::Login;
+use sempa_tests::ssh::SshLogin;
 use sempa_tests::testbed::Host;
-use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::vm::{EventEntry, VmSettings};
 use sempa_tests::{Testbed, Vm, requirements};
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,19 +27,20 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 /// Number of hosts of the testbed. Owners log in on any of them, including the master's host.
-const HOSTS: usize = 4;
-/// Number of tasks of the farm. Each computes all the time and records when it ran.
-const FARM_WORKERS: usize = 4;
-/// Units of work of each task per second of the run. A unit takes about 10 ms of processor time.
-/// With [`FARM_WORKERS`] tasks on as many processors, a farm takes a third of the run.
+const HOST_COUNT: usize = 4;
+/// Number of tasks of the farm. Each task computes without a pause and records the times at which
+/// it ran.
+const FARM_WORKER_COUNT: usize = 4;
+/// Units of work of each farm task per second of the run. A unit takes about 10 ms of processor
+/// time. With [`FARM_WORKER_COUNT`] tasks on as many processors, a farm takes a third of the run.
 const UNITS_PER_SECOND: u64 = 5;
-/// Maximum number of owners who are logged in at the same time, so that guests always have a host
+/// Maximum number of owners who are logged in at the same time. Guests therefore always have a host
 /// to which they can migrate.
 const CONCURRENT_LOGINS_MAX: usize = 2;
 /// Minimum and maximum duration of a login, in milliseconds.
-const LOGIN_DURATION_MS: (usize, usize) = (3_000, 15_000);
+const LOGIN_DURATION_RANGE_MS: (usize, usize) = (3_000, 15_000);
 /// Minimum and maximum time between two logins, in milliseconds.
-const LOGIN_INTERVAL_MS: (usize, usize) = (1_000, 6_000);
+const LOGIN_INTERVAL_RANGE_MS: (usize, usize) = (1_000, 6_000);
 /// Time limit for each condition that the benchmark waits for.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for tablix2 and the farm to end after the last logout.
@@ -49,31 +52,31 @@ const JOBS_END_TIMEOUT: Duration = Duration::from_secs(900);
 /// # Errors
 /// A step cannot be performed.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
-    if let Some(lack) = requirements::lacks() {
-        anyhow::bail!("bench owners: {lack}");
+    if let Some(missing_requirement) = requirements::unmet_requirement() {
+        anyhow::bail!("bench owners: {missing_requirement}");
     }
-    let bed = Testbed::new(HOSTS, Some(prefix), &[])?;
+    let testbed = Testbed::new(HOST_COUNT, Some(prefix), &[])?;
     let vm = Vm::start(
-        &bed,
-        Settings {
-            rm: Some("pvm-rm --policy load".to_string()),
-            ..Settings::default()
+        &testbed,
+        VmSettings {
+            rm_command: Some("pvm-rm --policy load".to_string()),
+            ..VmSettings::default()
         },
     )?;
     let outcome = run_logins(&vm, Duration::from_secs(60 * minutes))
-        .inspect_err(|_| eprintln!("{}", vm.logs()))?;
-    vm.halt()?;
+        .inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
+    vm.halt_and_wait()?;
     print_outcome(&outcome);
     fs::create_dir_all(results)?;
-    let file = results.join("owners.json");
-    fs::write(&file, serde_json::to_vec_pretty(&outcome)?)
-        .with_context(|| file.display().to_string())?;
-    say(&format!("the same as JSON: {}", file.display()));
+    let json_path = results.join("owners.json");
+    fs::write(&json_path, serde_json::to_vec_pretty(&outcome)?)
+        .with_context(|| json_path.display().to_string())?;
+    print_progress(&format!("the same as JSON: {}", json_path.display()));
     Ok(outcome.good)
 }
 
-fn run_logins(vm: &Vm, span: Duration) -> Result<Outcome> {
-    let names = add_hosts(vm, say)?;
+fn run_logins(vm: &Vm, duration: Duration) -> Result<OwnersOutcome> {
+    let names = add_hosts(vm, print_progress)?;
     vm.compile_program("busy")?;
     let index_of = |host: &Host| {
         names
@@ -82,118 +85,131 @@ fn run_logins(vm: &Vm, span: Duration) -> Result<Outcome> {
             .map(|(index, _)| *index)
     };
     let hosts: Vec<(u16, &Host)> = vm
-        .bed()
+        .testbed()
         .hosts()
         .iter()
         .filter_map(|host| Some((index_of(host)?, host)))
         .collect();
     ensure!(
-        hosts.len() == HOSTS,
+        hosts.len() == HOST_COUNT,
         "not all hosts are in the virtual machine: {names:?}"
     );
-    let kernels = SamplingThread::start(&hosts, demo::KERNEL_PROGRAM)?;
-    let (mut outcome, mut events, mut stays) = (Outcome::default(), BTreeMap::new(), Vec::new());
-    let begin = Instant::now();
-    let mut jobs = Jobs::start(vm, span)?;
-    let (mut rng, mut there) = (Rng::new(1), BTreeMap::new());
-    while begin.elapsed() < span {
-        pause(&mut rng, LOGIN_INTERVAL_MS);
-        log_out_expired(&mut there, &mut stays, |until| until <= Instant::now())?;
-        let (index, host) = hosts[rng.below(HOSTS)];
-        if there.len() < CONCURRENT_LOGINS_MAX && !there.contains_key(&index) {
-            let (stay, from) = (millis(&mut rng, LOGIN_DURATION_MS), now_us());
-            let login = Login::new(vm.bed(), "olga", host)?;
-            there.insert(
+    let sampling_thread = SamplingThread::start(&hosts, demo::KERNEL_PROGRAM)?;
+    let (mut outcome, mut events, mut finished_logins) =
+        (OwnersOutcome::default(), BTreeMap::new(), Vec::new());
+    let start = Instant::now();
+    let mut jobs = Jobs::start(vm, duration)?;
+    let (mut rng, mut active_logins) = (Rng::new(1), BTreeMap::new());
+    while start.elapsed() < duration {
+        sleep_random(&mut rng, LOGIN_INTERVAL_RANGE_MS);
+        log_out_expired(&mut active_logins, &mut finished_logins, |logout_at| {
+            logout_at <= Instant::now()
+        })?;
+        let (index, host) = hosts[rng.next_below(HOST_COUNT)];
+        if active_logins.len() < CONCURRENT_LOGINS_MAX && !active_logins.contains_key(&index) {
+            let (login_duration, login_time_us) =
+                (random_duration(&mut rng, LOGIN_DURATION_RANGE_MS), now_us());
+            let login = SshLogin::log_in(vm.testbed(), "olga", host)?;
+            active_logins.insert(
                 index,
                 ActiveLogin {
-                    until: Instant::now() + stay,
-                    from,
+                    logout_at: Instant::now() + login_duration,
+                    login_at_us: login_time_us,
                     login,
                 },
             );
             outcome.visits += 1;
         }
-        jobs.restart_ended(vm, &mut outcome)?;
+        jobs.restart_ended_jobs(vm, &mut outcome)?;
         // The event log is bounded, so new events are read before they can be overwritten.
         read_new_events(vm, &mut events)?;
     }
-    log_out_expired(&mut there, &mut stays, |_| true)?;
-    say("everybody has left; waiting for tablix2 and the farm to end by themselves");
-    let clocks = jobs.finish(vm, &mut outcome)?;
-    outcome.seconds = begin.elapsed().as_secs();
+    log_out_expired(&mut active_logins, &mut finished_logins, |_| true)?;
+    print_progress("everybody has left; waiting for tablix2 and the farm to end by themselves");
+    let clocks = jobs.wait_and_check(vm, &mut outcome)?;
+    outcome.seconds = start.elapsed().as_secs();
     read_new_events(vm, &mut events)?;
-    let (events, seen) = (
+    let (events, kernel_samples) = (
         events.into_values().collect::<Vec<EventEntry>>(),
-        kernels.end()?,
+        sampling_thread.stop_and_wait()?,
     );
     let decisions = names
         .into_iter()
-        .map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
-    outcome.judge(
+        .map(|(index, name)| Ok((index, (name.clone(), query_decisions(vm, &name)?))));
+    outcome.evaluate_run(
         &events,
-        &stays,
+        &finished_logins,
         &decisions.collect::<Result<_>>()?,
         &clocks,
-        &seen,
+        &kernel_samples,
     );
     Ok(outcome)
 }
 
-/// A running tablix2 and a running farm. Each is started again when it ends.
+/// A running tablix2 and a running farm. Each of the two is started again when it has ended.
 struct Jobs {
     search: RunningCommand,
     farm: RunningCommand,
-    units: u64,
-    clocks: Clocks,
+    units_per_task: u64,
+    clocks: WorkerClocks,
 }
 
 impl Jobs {
-    fn start(vm: &Vm, span: Duration) -> Result<Jobs> {
-        let units = span.as_secs() * UNITS_PER_SECOND;
-        Ok(Jobs {
-            search: start_search(vm, say)?,
+    fn start(vm: &Vm, run_duration: Duration) -> Result<Self> {
+        let units = run_duration.as_secs() * UNITS_PER_SECOND;
+        Ok(Self {
+            search: start_search(vm, print_progress)?,
             farm: start_farm(vm, units)?,
-            units,
-            clocks: Clocks::new(),
+            units_per_task: units,
+            clocks: WorkerClocks::new(),
         })
     }
 
-    /// Checks the results of the jobs that have ended, and starts these jobs again.
-    fn restart_ended(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
-        if self.search.poll()?.is_some() {
-            let ended = std::mem::replace(&mut self.search, start_search(vm, say)?);
-            finish_search(vm, ended, WAIT_TIMEOUT, outcome);
+    /// Checks the results of the jobs that have ended, and starts new runs of these jobs.
+    fn restart_ended_jobs(&mut self, vm: &Vm, outcome: &mut OwnersOutcome) -> Result<()> {
+        if self.search.poll_status()?.is_some() {
+            let ended_job = std::mem::replace(&mut self.search, start_search(vm, print_progress)?);
+            wait_for_search(vm, ended_job, WAIT_TIMEOUT, outcome);
         }
-        if self.farm.poll()?.is_some() {
-            let ended = std::mem::replace(&mut self.farm, start_farm(vm, self.units)?);
-            finish_farm(ended, WAIT_TIMEOUT, outcome, &mut self.clocks);
+        if self.farm.poll_status()?.is_some() {
+            let ended_job = std::mem::replace(&mut self.farm, start_farm(vm, self.units_per_task)?);
+            wait_for_farm(ended_job, WAIT_TIMEOUT, outcome, &mut self.clocks);
         }
         Ok(())
     }
 
-    /// Waits until both jobs have ended and checks their results. Returns the clocks of all
+    /// Waits until both jobs have ended, and checks their results. Returns the clocks of all
     /// workers.
-    fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Clocks> {
-        finish_search(vm, self.search, JOBS_END_TIMEOUT, outcome);
-        finish_farm(self.farm, JOBS_END_TIMEOUT, outcome, &mut self.clocks);
+    fn wait_and_check(mut self, vm: &Vm, outcome: &mut OwnersOutcome) -> Result<WorkerClocks> {
+        wait_for_search(vm, self.search, JOBS_END_TIMEOUT, outcome);
+        wait_for_farm(self.farm, JOBS_END_TIMEOUT, outcome, &mut self.clocks);
         Ok(self.clocks)
     }
 }
 
 fn start_farm(vm: &Vm, units: u64) -> Result<RunningCommand> {
-    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/busy"));
-    command.args(["farm", &FARM_WORKERS.to_string(), &units.to_string()]);
+    let mut command = vm.user_command(
+        vm.testbed().host(1),
+        vm.user_home().join("pvm3/bin/LINUX64/busy"),
+    );
+    command.args(["farm", &FARM_WORKER_COUNT.to_string(), &units.to_string()]);
     RunningCommand::start(command, Stdio::null())
 }
 
-/// Waits until tablix2 has ended, and checks its timetables. Adds the result to `outcome`.
-fn finish_search(vm: &Vm, search: RunningCommand, deadline: Duration, outcome: &mut Outcome) {
-    let checked = search.finish(deadline).and_then(|done| {
-        done.expect_success("tablix2")?;
+/// Waits until tablix2 has ended, and checks its timetables. Adds the number of correct timetables,
+/// or an error, to `outcome`.
+fn wait_for_search(
+    vm: &Vm,
+    search: RunningCommand,
+    timeout: Duration,
+    outcome: &mut OwnersOutcome,
+) {
+    let search_result = search.wait_or_kill(timeout).and_then(|command_result| {
+        command_result.expect_success("tablix2")?;
         demo::read_solutions(vm)
     });
     outcome.searches += 1;
-    match checked {
+    match search_result {
         Ok(solutions) => {
             outcome.timetables += solutions.len();
             outcome.reasons.extend(demo::solution_error(&solutions));
@@ -202,23 +218,24 @@ fn finish_search(vm: &Vm, search: RunningCommand, deadline: Duration, outcome: &
     }
 }
 
-/// Waits until a farm has ended, and checks the result of each task. Adds the result to `outcome`.
-fn finish_farm(
+/// Waits until a farm has ended, and checks the result of each task. Adds the number of correct
+/// results, or an error, to `outcome`, and the clocks of the tasks to `clocks`.
+fn wait_for_farm(
     farm: RunningCommand,
-    deadline: Duration,
-    outcome: &mut Outcome,
-    clocks: &mut Clocks,
+    timeout: Duration,
+    outcome: &mut OwnersOutcome,
+    clocks: &mut WorkerClocks,
 ) {
     outcome.farms += 1;
     match farm
-        .finish(deadline)
-        .and_then(|done| done.expect_success("the farm"))
+        .wait_or_kill(timeout)
+        .and_then(|command_result| command_result.expect_success("the farm"))
     {
-        Ok(done) => match read_farm(&done.out, clocks) {
-            right if right == FARM_WORKERS => outcome.results += right,
+        Ok(command_result) => match read_farm(&command_result.stdout, clocks) {
+            right if right == FARM_WORKER_COUNT => outcome.results += right,
             right => outcome.reasons.push(format!(
-                "{right} of {FARM_WORKERS} tasks of a farm had the right result: {}",
-                done.out
+                "{right} of {FARM_WORKER_COUNT} tasks of a farm had the right result: {}",
+                command_result.stdout
             )),
         },
         Err(error) => outcome.reasons.push(format!("{error:#}")),
@@ -227,66 +244,73 @@ fn finish_farm(
 
 /// Returns the number of correct results in a farm's output. Adds the clocks of the farm's tasks to
 /// `clocks`.
-fn read_farm(out: &str, clocks: &mut Clocks) -> usize {
-    let span = |from: &str, to: &str| Some((from.parse::<u64>().ok()?, to.parse::<u64>().ok()?));
-    let mut right = 0;
-    for line in out.lines() {
+fn read_farm(farm_output: &str, clocks: &mut WorkerClocks) -> usize {
+    let parse_gap =
+        |start: &str, end: &str| Some((start.parse::<u64>().ok()?, end.parse::<u64>().ok()?));
+    let mut correct_results = 0;
+    for line in farm_output.lines() {
         match line.split(' ').collect::<Vec<_>>()[..] {
             ["spawned", tid] => drop(clocks.entry(tid.to_string()).or_default()),
-            ["watched", tid, from, to] => {
+            ["watched", tid, start, end] => {
                 let clock = clocks.entry(tid.to_string()).or_default();
-                (clock.first, clock.last) = span(from, to).unwrap_or_default();
+                (clock.first_reading_us, clock.last_reading_us) =
+                    parse_gap(start, end).unwrap_or_default();
             }
-            ["gap", tid, from, to] => clocks
+            ["gap", tid, start, end] => clocks
                 .entry(tid.to_string())
                 .or_default()
-                .gaps
-                .extend(span(from, to)),
-            ["task", _, "right"] => right += 1,
+                .gaps_us
+                .extend(parse_gap(start, end)),
+            ["task", _, "right"] => correct_results += 1,
             _ => {}
         }
     }
-    right
+    correct_results
 }
 
-fn say(line: &str) {
+fn print_progress(line: &str) {
     eprintln!("bench owners: {line}");
 }
 
-fn millis(rng: &mut Rng, (least, most): (usize, usize)) -> Duration {
-    Duration::from_millis((least + rng.below(most - least)) as u64)
+fn random_duration(rng: &mut Rng, (min_ms, max_ms): (usize, usize)) -> Duration {
+    Duration::from_millis((min_ms + rng.next_below(max_ms - min_ms)) as u64)
 }
 
-fn pause(rng: &mut Rng, span: (usize, usize)) {
-    std::thread::sleep(millis(rng, span));
+fn sleep_random(rng: &mut Rng, range_ms: (usize, usize)) {
+    std::thread::sleep(random_duration(rng, range_ms));
 }
 
-/// An owner who is logged in on a host.
+/// A login that the benchmark has not ended yet.
 struct ActiveLogin {
-    until: Instant,
+    logout_at: Instant,
     /// Time just before the login, in microseconds since 1970.
-    from: u64,
-    login: Login,
+    login_at_us: u64,
+    login: SshLogin,
 }
 
-/// Logs out all owners for whose time of logout `is_over` returns true.
+/// Logs out the owners whose time of logout satisfies `is_over`, and adds their logins to `finished_logins`.
 fn log_out_expired(
-    there: &mut BTreeMap<u16, ActiveLogin>,
-    stays: &mut Vec<ScriptedLogin>,
+    active_logins: &mut BTreeMap<u16, ActiveLogin>,
+    finished_logins: &mut Vec<ScriptedLogin>,
     is_over: impl Fn(Instant) -> bool,
 ) -> Result<()> {
-    let over: Vec<u16> = there
+    let expired_hosts: Vec<u16> = active_logins
         .iter()
-        .filter(|(_, there)| is_over(there.until))
+        .filter(|(_, active_logins)| is_over(active_logins.logout_at))
         .map(|(host, _)| *host)
         .collect();
-    for host in over {
-        if let Some(ActiveLogin { from, login, .. }) = there.remove(&host) {
+    for host in expired_hosts {
+        if let Some(ActiveLogin {
+            login_at_us: from,
+            login,
+            ..
+        }) = active_logins.remove(&host)
+        {
             login.log_out()?;
-            stays.push(ScriptedLogin {
-                host,
-                from,
-                to: now_us(),
+            finished_logins.push(ScriptedLogin {
+                host_index: host,
+                login_at_us: from,
+                logout_at_us: now_us(),
             });
         }
     }
@@ -299,26 +323,32 @@ fn read_new_events(vm: &Vm, events: &mut BTreeMap<u64, EventEntry>) -> Result<()
 }
 
 /// Returns all decisions about a host that the resource manager has recorded.
-fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
-    let mut answer = vm
-        .json(&["why", host])?
+fn query_decisions(vm: &Vm, host: &str) -> Result<Vec<RmDecision>> {
+    let mut why_output = vm
+        .pvm_json(&["why", host])?
         .pop()
         .context("why prints one value")?;
-    Ok(serde_json::from_value(answer["decisions"].take())?)
+    Ok(serde_json::from_value(why_output["decisions"].take())?)
 }
 
-fn print_outcome(outcome: &Outcome) {
-    let ms = |us: Option<&u64>| us.map_or("-".to_string(), |us| format!("{:.1}", *us as f64 / 1e3));
-    let line = |what: &str, all: &[u64]| {
-        let share = |percent: usize| {
-            ms(all.get((all.len() * percent / 100).min(all.len().saturating_sub(1))))
+fn print_outcome(outcome: &OwnersOutcome) {
+    let format_ms =
+        |us: Option<&u64>| us.map_or("-".to_string(), |us| format!("{:.1}", *us as f64 / 1e3));
+    let print_row = |description: &str, sorted_times_us: &[u64]| {
+        let percentile = |percent: usize| {
+            format_ms(
+                sorted_times_us.get(
+                    (sorted_times_us.len() * percent / 100)
+                        .min(sorted_times_us.len().saturating_sub(1)),
+                ),
+            )
         };
         println!(
-            "{what:48} {:>6} {:>8} {:>8} {:>8}",
-            all.len(),
-            share(50),
-            share(99),
-            ms(all.last())
+            "{description:48} {:>6} {:>8} {:>8} {:>8}",
+            sorted_times_us.len(),
+            percentile(50),
+            percentile(99),
+            format_ms(sorted_times_us.last())
         );
     };
     println!(
@@ -337,24 +367,24 @@ fn print_outcome(outcome: &Outcome) {
         "{:48} {:>6} {:>8} {:>8} {:>8}",
         "milliseconds after the login record", "times", "median", "99 %", "worst"
     );
-    line("its load watcher knows", &outcome.seen_us);
-    line(
+    print_row("its load watcher knows", &outcome.seen_us);
+    print_row(
         "all guests are paused, after its directive",
         &outcome.held_us,
     );
-    line(
+    print_row(
         "a worker runs no more, by its own clock",
         &outcome.stood_still_us,
     );
-    line(
+    print_row(
         "a kernel of tablix2 got so much after 50 ms",
         &outcome.kernels_got_us,
     );
-    line("and its dump, inside of it", &outcome.dumps_got_us);
-    line("and the kernel, to end it", &outcome.ends_got_us);
-    line("no guest is left on the host", &outcome.clean_us);
-    line("the same where there was one", &outcome.cleared_us);
-    line(
+    print_row("and its dump, inside of it", &outcome.dumps_got_us);
+    print_row("and the kernel, to end it", &outcome.ends_got_us);
+    print_row("no guest is left on the host", &outcome.clean_us);
+    print_row("the same where there was one", &outcome.cleared_us);
+    print_row(
         "the same where a guest had nowhere to go",
         &outcome.nowhere_us,
     );
@@ -364,7 +394,7 @@ fn print_outcome(outcome: &Outcome) {
             outcome.workers_skipped, outcome.kernels_skipped
         );
     }
-    print_late(outcome);
+    print_exceeded_limits(outcome);
     println!(
         "load: {}",
         fs::read_to_string("/proc/loadavg")
@@ -376,8 +406,8 @@ fn print_outcome(outcome: &Outcome) {
     }
 }
 
-/// Prints each host, worker and process that was later than promised, with its events.
-fn print_late(outcome: &Outcome) {
+/// Prints each host, worker and kernel that exceeded its limit, with the events.
+fn print_exceeded_limits(outcome: &OwnersOutcome) {
     for LateHost {
         host,
         clean_us,
@@ -414,24 +444,23 @@ fn print_late(outcome: &Outcome) {
 mod tests {
     use super::*;
 
-    /// The output of a farm has the correctness of each result, and the times in which each task
-    /// did not run.
+    /// A worker's record contains its gaps, the times in which it did not run.
     #[test]
     fn farm_output_has_results_and_gaps() {
-        let mut clocks = Clocks::new();
-        let out = "spawned t40002\nspawned t40003\nwatched t40003 10 400\ngap t40003 100 250\ntask t40003 right\n\
+        let mut clocks = WorkerClocks::new();
+        let farm_output = "spawned t40002\nspawned t40003\nwatched t40003 10 400\ngap t40003 100 250\ntask t40003 right\n\
                    watched t40002 12 300\ntask t40002 wrong\nfarm 2\n";
-        assert_eq!(read_farm(out, &mut clocks), 1);
-        let told = |tid: &str| {
+        assert_eq!(read_farm(farm_output, &mut clocks), 1);
+        let gaps_of = |tid: &str| {
             (
-                clocks[tid].first,
-                clocks[tid].last,
-                clocks[tid].gaps.clone(),
+                clocks[tid].first_reading_us,
+                clocks[tid].last_reading_us,
+                clocks[tid].gaps_us.clone(),
             )
         };
-        assert_eq!(told("t40003"), (10, 400, vec![(100, 250)]));
+        assert_eq!(gaps_of("t40003"), (10, 400, vec![(100, 250)]));
         assert_eq!(
-            told("t40002"),
+            gaps_of("t40002"),
             (12, 300, vec![]),
             "it was never paused, and is a worker all the same"
         );

@@ -1,5 +1,5 @@
 //! `cargo xtask bench decide` and `cargo xtask bench sim`: run benchmarks of the resource manager
-//! (`rm/benches`) that need no other host. Their output is printed and stored.
+//! (`rm/benches`) that need no other host. The output of the benchmarks is printed and stored.
 
 use crate::{install, setup};
 use anyhow::{Context, Result};
@@ -9,16 +9,17 @@ use std::process::Stdio;
 
 /// Measures the cost of decisions of the resource manager. Returns false if the median of a cost
 /// exceeds its limit.
-pub(crate) fn decide(results: &Path) -> Result<bool> {
-    let (text, json, good) = run("decide", &[])?;
+pub(crate) fn measure_decisions(results: &Path) -> Result<bool> {
+    let (text, json, within_limits) = run_benchmark("decide", &[])?;
     sempa_benches::store_decide(&text, &json, results)?;
-    Ok(good)
+    Ok(within_limits)
 }
 
-/// Simulates a week, and some days, in virtual time. The simulation uses the stored results of
-/// `bench owners` and `bench migrate`. Returns false if a waiting time exceeds its limit.
-pub(crate) fn simulate(results: &Path) -> Result<bool> {
-    let measured = |name: &str| {
+/// Simulates a week of many desktops, and some days with one dominant user, in virtual time. The
+/// simulation uses the stored results of `bench owners` and `bench migrate`. Returns false if a
+/// waiting time exceeds its limit.
+pub(crate) fn simulate_days(results: &Path) -> Result<bool> {
+    let stored_results = |name: &str| {
         format!(
             "--{name}={}",
             setup::project_folder()
@@ -26,29 +27,32 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
                 .display()
         )
     };
-    let (text, json, good) = run("sim", &[measured("owners"), measured("migrate")])?;
+    let (text, json, within_limits) = run_benchmark(
+        "sim",
+        &[stored_results("owners"), stored_results("migrate")],
+    )?;
     sempa_benches::store_sim(&text, &json, results)?;
-    Ok(good)
+    Ok(within_limits)
 }
 
-/// Builds and runs a benchmark. Returns its output, the path of its JSON file, and true if all
-/// results are within their limits.
-fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
-    let json = install::target_folder()?.join(format!("{name}.json"));
-    if json.exists() {
-        // The file of an earlier run is removed, so that it cannot be mistaken for that of this
-        // run.
-        fs::remove_file(&json).with_context(|| json.display().to_string())?;
+/// Builds the benchmark `name` and runs it with the arguments `arguments`. Returns its output, the path
+/// of its JSON file, and true if all results are within their limits.
+fn run_benchmark(name: &str, arguments: &[String]) -> Result<(String, PathBuf, bool)> {
+    let json_path = install::target_folder()?.join(format!("{name}.json"));
+    if json_path.exists() {
+        // The JSON file of an earlier run is removed, so that it cannot be mistaken for the file of
+        // this run.
+        fs::remove_file(&json_path).with_context(|| json_path.display().to_string())?;
     }
-    let mut command = install::cargo(&[
+    let mut command = install::cargo_command(&[
         "bench", "--locked", "-q", "-p", "pvm-rm", "--bench", name, "--",
     ])?;
     command
-        .args(words)
-        .arg(format!("--json={}", json.display()))
+        .args(arguments)
+        .arg(format!("--json={}", json_path.display()))
         .stderr(Stdio::inherit());
-    let done = command.output().context("cargo")?;
-    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    let cargo_output = command.output().context("cargo")?;
+    let text = String::from_utf8_lossy(&cargo_output.stdout).into_owned();
     print!("{text}");
-    Ok((text, json, done.status.success()))
+    Ok((text, json_path, cargo_output.status.success()))
 }

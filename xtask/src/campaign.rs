@@ -21,9 +21,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-use steps::{CampaignStep, PARTS};
+use steps::{CAMPAIGN_PARTS, CampaignStep};
 
-/// Time limit of one step. A step that exceeds it is killed and has failed.
+/// Time limit of one step. A step that exceeds the limit is killed and recorded as failed.
 const STEP_TIMEOUT: Duration = Duration::from_secs(2 * 60 * 60);
 
 #[derive(Args)]
@@ -49,7 +49,7 @@ pub(crate) struct CampaignArgs {
     list: bool,
 }
 
-/// Number of steps of one part, by outcome.
+/// Number of steps of one part by outcome, and the total duration of the steps.
 #[derive(Clone, Debug, Default, Serialize)]
 struct PartSummary {
     part: String,
@@ -71,120 +71,135 @@ struct CampaignSummary {
     skipped: Vec<StepRecord>,
 }
 
-/// Runs the steps of the campaign that have not passed yet. Returns false if one fails.
+/// Runs the steps of the campaign that have not passed yet. Returns false if a step has failed.
 ///
 /// # Errors
 /// The set-up or the build fails, a part is unknown, or the results cannot be written.
-pub(crate) fn run(words: &CampaignArgs) -> Result<bool> {
-    if let Some(unknown) = words.only.iter().find(|name| !PARTS.contains(&&***name)) {
-        bail!("there is no part {unknown:?}: {}", PARTS.join(", "));
+pub(crate) fn run(args: &CampaignArgs) -> Result<bool> {
+    if let Some(unknown_part) = args
+        .only
+        .iter()
+        .find(|name| !CAMPAIGN_PARTS.contains(&&***name))
+    {
+        bail!(
+            "there is no part {unknown_part:?}: {}",
+            CAMPAIGN_PARTS.join(", ")
+        );
     }
-    let begun = Instant::now();
-    let seed = words.seed.unwrap_or_else(test::seed);
-    let folder = match &words.results {
+    let start = Instant::now();
+    let seed = args.seed.unwrap_or_else(test::run_seed);
+    let folder = match &args.results {
         Some(folder) => folder.clone(),
         None => install::target_folder()?.join("campaign"),
     };
     fs::create_dir_all(folder.join("logs")).with_context(|| folder.display().to_string())?;
-    let profile = install::own_profile()?;
-    let prepared = test::prepare(&profile)?;
-    let mut env = test::test_variables(&prepared.prefix, seed);
+    let profile = install::build_profile()?;
+    let test_setup = test::set_up_and_install(&profile)?;
+    let mut env = test::test_variables(&test_setup.prefix, seed);
     env.push(("SEMPA_TEST_FULL", "1".to_string()));
-    let whole = runner::TestSelection {
+    let workspace_selection = runner::TestSelection {
         packages: &["--workspace"],
         env: &env,
     };
-    let tests = runner::runner(&profile).list(whole)?;
-    let mut skips = SkipDecider::new(prepared.no_criu, true);
-    let all = steps::all_steps(&tests, seed, &mut skips, &profile);
-    let chosen: Vec<&CampaignStep> = all
+    let tests = runner::select_runner(&profile).build_and_list(workspace_selection)?;
+    let mut skips = SkipDecider::new(test_setup.criu_error, true);
+    let all_steps = steps::all_steps(&tests, seed, &mut skips, &profile);
+    let selected_steps: Vec<&CampaignStep> = all_steps
         .iter()
-        .filter(|step| words.only.is_empty() || words.only.contains(&step.part.to_string()))
+        .filter(|step| args.only.is_empty() || args.only.contains(&step.part.to_string()))
         .collect();
-    if words.list {
-        chosen.iter().for_each(|step| println!("{}", step.id));
+    if args.list {
+        selected_steps
+            .iter()
+            .for_each(|step| println!("{}", step.id));
         return Ok(true);
     }
-    let commit = commit();
+    let commit = commit_description();
     println!(
         "campaign: {} steps, commit {commit}, seed {seed}",
-        chosen.len()
+        selected_steps.len()
     );
-    let mut journal = Journal::open(&folder, &commit, seed, words.fresh)?;
-    let end = words
+    let mut journal = Journal::open(&folder, &commit, seed, args.fresh)?;
+    let deadline = args
         .minutes
-        .map(|minutes| begun + Duration::from_secs(minutes * 60));
-    for step in &chosen {
+        .map(|minutes| start + Duration::from_secs(minutes * 60));
+    for step in &selected_steps {
         if journal.has_passed(&step.id) {
             continue;
         }
-        if end.is_some_and(|end| Instant::now() >= end) {
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             println!("campaign: the time is over");
             break;
         }
-        let record = perform(step, &folder, &env)?;
+        let record = run_step(step, &folder, &env)?;
         println!(
             "campaign: {:?} in {:.0} s: {}",
             record.outcome, record.seconds, record.step
         );
-        journal.add(record)?;
+        journal.append(record)?;
     }
-    write_summary(&chosen, &journal, &folder)
+    write_summary(&selected_steps, &journal, &folder)
 }
 
-/// Returns the commit that is checked out, or the error of git.
-fn commit() -> String {
-    let done = Command::new("git")
+/// Returns the description of the checked-out commit by git; `unknown` if git fails.
+fn commit_description() -> String {
+    let git_result = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
         .current_dir(crate::setup::project_folder())
         .output();
-    let text = done.map(|done| String::from_utf8_lossy(&done.stdout).trim().to_string());
+    let text = git_result.map(|git_result| {
+        String::from_utf8_lossy(&git_result.stdout)
+            .trim()
+            .to_string()
+    });
     text.ok()
         .filter(|text| !text.is_empty())
         .unwrap_or_else(|| "unknown".to_string())
 }
 
-/// Runs one step and writes its output to a log file.
-fn perform(step: &CampaignStep, folder: &Path, env: &[(&str, String)]) -> Result<StepRecord> {
-    let begun = Instant::now();
-    let log = folder
+/// Runs one step, unless the machine cannot run it. Writes the step's output to a log file and
+/// returns the record for the journal.
+fn run_step(step: &CampaignStep, folder: &Path, env: &[(&str, String)]) -> Result<StepRecord> {
+    let start = Instant::now();
+    let log_path = folder
         .join("logs")
-        .join(format!("{}.log", step.file_name()));
-    let (outcome, why) = match &step.skip {
+        .join(format!("{}.log", step.log_file_name()));
+    let (outcome, outcome_reason) = match &step.skip_reason {
         Some(reason) => (StepOutcome::Skipped, reason.clone()),
-        None => run_program(step, &log, env)?,
+        None => run_program(step, &log_path, env)?,
     };
     Ok(StepRecord {
         step: step.id.clone(),
         part: step.part.to_string(),
         outcome,
-        why,
-        seconds: begun.elapsed().as_secs_f64(),
-        log: log.display().to_string(),
+        why: outcome_reason,
+        seconds: start.elapsed().as_secs_f64(),
+        log: log_path.display().to_string(),
     })
 }
 
-/// Starts the program of a step and waits for its end. Returns the outcome and the reason for it.
+/// Runs the program of a step and waits for its end, at most for [`STEP_TIMEOUT`]. Returns the
+/// outcome and the reason for it.
 fn run_program(
     step: &CampaignStep,
-    log: &Path,
+    log_path: &Path,
     env: &[(&str, String)],
 ) -> Result<(StepOutcome, String)> {
-    let file = fs::File::create(log).with_context(|| log.display().to_string())?;
+    let log_file = fs::File::create(log_path).with_context(|| log_path.display().to_string())?;
     let mut command = Command::new(&step.program);
     command
-        .args(&step.words)
+        .args(&step.arguments)
         .current_dir(&step.folder)
         .envs(env.iter().map(|(name, value)| (name, value)))
         .envs(step.env.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::null())
-        .stdout(file.try_clone()?)
-        .stderr(file)
+        .stdout(log_file.try_clone()?)
+        .stderr(log_file)
         .process_group(0);
     let mut child = command
         .spawn()
         .with_context(|| step.program.display().to_string())?;
-    let end = Instant::now() + STEP_TIMEOUT;
+    let deadline = Instant::now() + STEP_TIMEOUT;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(if status.success() {
@@ -193,19 +208,22 @@ fn run_program(
                 (StepOutcome::Failed, status.to_string())
             });
         }
-        if Instant::now() >= end {
-            // The step runs in its own process group, which is killed as a whole.
-            let group = format!("-{}", child.id());
-            let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+        if Instant::now() >= deadline {
+            // The step runs in a process group of its own, which is killed as a whole.
+            let process_group = format!("-{}", child.id());
+            let _ = Command::new("kill")
+                .args(["-KILL", "--", &process_group])
+                .status();
             child.wait()?;
-            let why = format!("stopped after {} s", STEP_TIMEOUT.as_secs());
-            return Ok((StepOutcome::Failed, why));
+            let reason = format!("stopped after {} s", STEP_TIMEOUT.as_secs());
+            return Ok((StepOutcome::Failed, reason));
         }
         sleep(Duration::from_millis(100));
     }
 }
 
-/// Writes and prints the summary of the campaign. Returns false if a step has failed.
+/// Writes the summary of the campaign to `folder` and prints it. Returns false if a step has
+/// failed.
 fn write_summary(steps: &[&CampaignStep], journal: &Journal, folder: &Path) -> Result<bool> {
     let mut parts: Vec<PartSummary> = Vec::new();
     let (mut failures, mut skipped) = (Vec::new(), Vec::new());
@@ -252,7 +270,7 @@ fn write_summary(steps: &[&CampaignStep], journal: &Journal, folder: &Path) -> R
     Ok(summary.failures.is_empty())
 }
 
-/// Returns the summary as text.
+/// Formats the summary as text.
 fn summary_text(summary: &CampaignSummary) -> String {
     let mut text = format!(
         "campaign of {} with seed {}\n",
@@ -280,7 +298,7 @@ fn summary_text(summary: &CampaignSummary) -> String {
 mod tests {
     use super::*;
 
-    /// The summary has each failed step with its log, and the number of steps that have not run.
+    /// The summary also names the log file of each failed step.
     #[test]
     fn summary_names_failures_and_what_is_left() {
         let failure = StepRecord {

@@ -7,15 +7,15 @@ use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::requirements;
 
-/// Runs the programs of the suite on the systems that `against` names. `chosen` are parts of
-/// program names; if empty, all programs run. With `as_installed`, builds and installs nothing.
-/// Returns false if there is an unexplained difference.
+/// Runs the programs of the suite on the systems that `against` names. `name_parts` contains parts of
+/// program names; if it is empty, all programs run. If `as_installed` is true, nothing is built or
+/// installed. Returns false if there is an unexplained difference.
 ///
 /// # Errors
-/// The machine lacks something for a testbed, or a system does not start.
-pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Result<bool> {
-    if let Some(lack) = requirements::lacks() {
-        bail!("no conformance run: {lack}");
+/// The machine does not meet a requirement of the testbed, or a system does not start.
+pub(crate) fn run(against: &str, name_parts: &[String], as_installed: bool) -> Result<bool> {
+    if let Some(missing_requirement) = requirements::unmet_requirement() {
+        bail!("no conformance run: {missing_requirement}");
     }
     let systems: &[System] = match against {
         "pvm3" => &[System::Pvm3],
@@ -24,10 +24,10 @@ pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Resul
     };
     if !as_installed {
         setup::set_up_all()?;
-        install::build(&install::own_profile()?, BuildParts::ProgramsAndHosts)?;
+        install::build(&install::build_profile()?, BuildParts::ProgramsAndHosts)?;
         install::install_files(
             &install::target_folder()?.join("sempa-prefix"),
-            &install::own_profile()?,
+            &install::build_profile()?,
         )?;
     }
     let runs: Result<Vec<(System, Vec<Outcome>)>> = std::thread::scope(|scope| {
@@ -36,22 +36,26 @@ pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Resul
             .map(|system| {
                 (
                     system,
-                    scope.spawn(move || conformance::outcomes(*system, chosen)),
+                    scope.spawn(move || conformance::run_programs(*system, name_parts)),
                 )
             })
             .collect();
-        let joined = workers
+        let system_outcomes = workers
             .into_iter()
             .map(|(system, worker)| (system, worker.join().expect("no panic in a run")));
-        joined
+        system_outcomes
             .map(|(system, outcomes)| Ok((*system, outcomes?)))
             .collect()
     });
-    let verdict = conformance::judge(&runs?, &conformance::differences()?, chosen.is_empty());
-    print!("{}", verdict.text());
+    let verdict = conformance::compare_with_known(
+        &runs?,
+        &conformance::known_differences()?,
+        name_parts.is_empty(),
+    );
+    print!("{}", verdict.report());
     println!(
         "\n{} sentences, {} differences unexplained",
-        verdict.sentences.len(),
+        verdict.statements.len(),
         verdict.unexplained.len()
     );
     Ok(verdict.unexplained.is_empty())

@@ -1,8 +1,8 @@
 //! `cargo xtask demo`: tasks of a running PVM program migrate off a host whose owner logs in.
 //!
-//! The demo makes four hosts on this machine, runs Debian's unmodified tablix2 on them, and logs in
-//! on one by ssh. Then it prints what the virtual machine did. All processes are in namespaces that
-//! end with this process, so an interrupted demo leaves nothing.
+//! The demo creates four hosts on this machine, runs Debian's unmodified tablix2 on them, and logs
+//! in on one of them by ssh. Then it prints what the virtual machine did. All processes are in
+//! namespaces that end with this process, so nothing remains after an interrupted demo.
 
 use crate::demo_output::print_demo_line;
 use crate::install::{self, BuildParts};
@@ -10,10 +10,10 @@ use crate::timeline::Timeline;
 use crate::{one_host_demo, setup};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
-use sempa_tests::run::{RunningCommand, run_ok};
-use sempa_tests::ssh::Login;
+use sempa_tests::run::{RunningCommand, run_successfully};
+use sempa_tests::ssh::SshLogin;
 use sempa_tests::timetable::{self, DEMO_SCHOOL, FINISH_OPTION, Solution};
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::VmSettings;
 use sempa_tests::{Testbed, Vm, requirements, wait_for};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -22,20 +22,20 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Time limit for each condition that the demo waits for, on a loaded machine.
+/// Time limit for each condition that the demo waits for, long enough for a loaded machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for the search of tablix2 on a slow machine.
+/// Time limit for the search of tablix2, long enough for a slow machine.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
-/// Minimum duration of the search. In a shorter search the demo would show nothing.
-const SEARCH_MIN: Duration = Duration::from_secs(20);
-/// Number of tablix2's kernels, one for each host.
+/// Minimum duration of tablix2's search. A shorter search could end before the login.
+const SEARCH_DURATION_MIN: Duration = Duration::from_secs(20);
+/// Number of tablix2's kernels: one for each host.
 const KERNEL_COUNT: usize = 4;
 /// Number of the host whose owner logs in.
 const OWNED_HOST: usize = 2;
 
 /// The results of the demo, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
-struct Outcome {
+struct DemoOutcome {
     /// True if all checks have passed.
     good: bool,
     /// The reasons for which checks have failed.
@@ -56,44 +56,44 @@ struct Outcome {
 pub(crate) fn run(json: &Path) -> Result<bool> {
     setup::set_up_all()?;
     print_demo_line("building (release)");
-    let profile = install::own_profile()?;
+    let profile = install::build_profile()?;
     install::build(&profile, BuildParts::ProgramsAndHosts)?;
     let prefix = install::target_folder()?.join("sempa-prefix");
     install::install_files(&prefix, &profile)?;
     let prefix = prefix.canonicalize()?;
-    if let Some(lack) = requirements::lacks() {
+    if let Some(missing_requirement) = requirements::unmet_requirement() {
         println!(
-            "demo: {lack}; so the demo has no login and no migration, only a virtual machine of this one host"
+            "demo: {missing_requirement}; so the demo has no login and no migration, only a virtual machine of this one host"
         );
         return one_host_demo::run(&prefix);
     }
     print_demo_line(&format!(
         "making {KERNEL_COUNT} hosts, each with its own network, files, processes and sshd"
     ));
-    let bed = Testbed::new(KERNEL_COUNT, Some(&prefix), &[])?;
-    let rm = "pvm-rm --policy load".to_string();
+    let testbed = Testbed::new(KERNEL_COUNT, Some(&prefix), &[])?;
+    let rm_command = "pvm-rm --policy load".to_string();
     let vm = Vm::start(
-        &bed,
-        Settings {
-            rm: Some(rm),
-            ..Settings::default()
+        &testbed,
+        VmSettings {
+            rm_command: Some(rm_command),
+            ..VmSettings::default()
         },
     )?;
-    let outcome = run_story(&vm).inspect_err(|_| eprintln!("{}", vm.logs()))?;
+    let outcome = run_scenario(&vm).inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
     if let Some(timeline) = &outcome.timeline {
         timeline.print();
     }
-    let place = if json.is_absolute() {
+    let json_path = if json.is_absolute() {
         json.to_path_buf()
     } else {
         setup::project_folder().join(json)
     };
-    if let Some(folder) = place.parent() {
+    if let Some(folder) = json_path.parent() {
         fs::create_dir_all(folder)?;
     }
-    fs::write(&place, serde_json::to_vec_pretty(&outcome)?)
-        .with_context(|| place.display().to_string())?;
-    print_demo_line(&format!("the same as JSON: {}", place.display()));
+    fs::write(&json_path, serde_json::to_vec_pretty(&outcome)?)
+        .with_context(|| json_path.display().to_string())?;
+    print_demo_line(&format!("the same as JSON: {}", json_path.display()));
     for reason in &outcome.reasons {
         println!("demo: NOT GOOD: {reason}");
     }
@@ -103,26 +103,29 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     Ok(outcome.good)
 }
 
-fn run_story(vm: &Vm) -> Result<Outcome> {
+fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
     let names = add_hosts(vm, print_demo_line)?;
-    let (index, owned) = (index_of(&names, OWNED_HOST)?, vm.bed().host(OWNED_HOST));
-    let started = Instant::now();
+    let (index, owned_host) = (
+        host_index(&names, OWNED_HOST)?,
+        vm.testbed().host(OWNED_HOST),
+    );
+    let search_start = Instant::now();
     let mut search = start_search(vm, print_demo_line)?;
     wait_for_guests(vm, &mut search)?;
     print_demo_line(&format!(
         "olga logs into {} over ssh, with a terminal",
-        owned.name()
+        owned_host.name()
     ));
-    let login = Login::new(vm.bed(), "olga", owned)?;
+    let login = SshLogin::log_in(vm.testbed(), "olga", owned_host)?;
     vm.wait_for_event(
         WAIT_TIMEOUT,
         "clean host after the login",
         |entry| matches!(entry.kind, EventKind::HostVacated { host } if host.index() == index),
     )?;
-    let mut reasons = remaining_guests(vm, owned.name())?;
+    let mut reasons = remaining_guests(vm, owned_host.name())?;
     print_demo_line(&format!(
         "{} is clean; olga works, then logs out",
-        owned.name()
+        owned_host.name()
     ));
     login.log_out()?;
     vm.wait_for_event(
@@ -130,74 +133,83 @@ fn run_story(vm: &Vm) -> Result<Outcome> {
         "event that says the owner has left",
         |entry| matches!(entry.kind, EventKind::OwnerAbsent { host, .. } if host.index() == index),
     )?;
-    if let Err(error) = wait_until_host_is_used(vm, owned.name()) {
+    if let Err(error) = wait_until_host_is_used(vm, owned_host.name()) {
         reasons.push(format!("{error:#}"));
     }
     print_demo_line("waiting for tablix2 to end by itself");
-    let done = search.finish(SEARCH_TIMEOUT)?;
-    let searched = started.elapsed();
-    if !done.succeeded() {
+    let search_result = search.wait_or_kill(SEARCH_TIMEOUT)?;
+    let search_duration = search_start.elapsed();
+    if !search_result.succeeded() {
         reasons.push(format!(
             "tablix2 ended with {}: {}",
-            done.status,
-            done.err.trim()
+            search_result.status,
+            search_result.stderr.trim()
         ));
     }
-    if searched < SEARCH_MIN {
-        reasons.push(format!("tablix2 ran only {:.1} s", searched.as_secs_f64()));
+    if search_duration < SEARCH_DURATION_MIN {
+        reasons.push(format!(
+            "tablix2 ran only {:.1} s",
+            search_duration.as_secs_f64()
+        ));
     }
     let solutions = read_solutions(vm)?;
     reasons.extend(solution_error(&solutions));
     let timeline = Timeline::from_events(index, &names, &vm.events()?);
     match &timeline {
-        Some(timeline) => reasons.extend(timeline.missing_parts()),
+        Some(timeline) => reasons.extend(timeline.missing_events()),
         None => reasons.push("the event log knows of no login".to_string()),
     }
     if !reasons.is_empty() {
-        eprintln!("{}", vm.logs());
+        eprintln!("{}", vm.events_and_logs());
     }
-    halt_and_check(vm, &mut reasons)?;
+    halt_and_check_leftovers(vm, &mut reasons)?;
     let fitness: Vec<u64> = solutions.iter().map(|solution| solution.fitness).collect();
     print_demo_line(&format!(
         "tablix2 ran {:.1} s, ended with {}, {} timetables without a mandatory error (unmet wishes: {fitness:?})",
-        searched.as_secs_f64(),
-        done.status,
+        search_duration.as_secs_f64(),
+        search_result.status,
         solutions.len()
     ));
-    Ok(Outcome {
+    Ok(DemoOutcome {
         good: reasons.is_empty(),
         reasons,
         timeline,
-        search_s: searched.as_secs_f64(),
+        search_s: search_duration.as_secs_f64(),
         fitness,
     })
 }
 
-/// Adds the hosts over ssh and waits for a load watcher on each. Returns the host names, by host
-/// index.
-pub(crate) fn add_hosts(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>> {
-    let hosts = vm.bed().hosts();
-    let others: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
-    say(&format!(
+/// Adds the hosts over ssh, and waits until a load watcher runs on each host. Prints the progress
+/// with `print_line`. Returns the host names by host index.
+pub(crate) fn add_hosts(vm: &Vm, print_line: fn(&str)) -> Result<BTreeMap<u16, String>> {
+    let hosts = vm.testbed().hosts();
+    let added_names: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
+    print_line(&format!(
         "the virtual machine runs on h1; adding {} over ssh",
-        others.join(" ")
+        added_names.join(" ")
     ));
-    vm.add(&others)?;
+    vm.add_hosts(&added_names)?;
     wait_for(WAIT_TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let watched = |name: &str| {
+        let has_watcher = |name: &str| {
             tasks.iter().any(|task| {
                 task.name.ends_with("pvm-load-watcher") && task.host.as_deref() == Some(name)
             })
         };
-        match hosts.iter().find(|host| !watched(host.name())) {
+        match hosts.iter().find(|host| !has_watcher(host.name())) {
             Some(host) => Err(format!("no load watcher on {}", host.name())),
             None => Ok(()),
         }
     })?;
-    let conf = vm.json(&["conf"])?.pop().context("conf prints one value")?;
+    let configuration = vm
+        .pvm_json(&["conf"])?
+        .pop()
+        .context("conf prints one value")?;
     let mut names = BTreeMap::new();
-    for host in conf["hosts"].as_array().context("conf lists the hosts")? {
+    for host in configuration["hosts"]
+        .as_array()
+        .context("conf lists the hosts")?
+    {
         let index = host["index"]
             .as_u64()
             .and_then(|index| u16::try_from(index).ok())
@@ -209,31 +221,31 @@ pub(crate) fn add_hosts(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>>
         "{} hosts are in the virtual machine: {names:?}",
         names.len()
     );
-    say("the resource manager is registered and every host has a load watcher");
+    print_line("the resource manager is registered and every host has a load watcher");
     Ok(names)
 }
 
-fn index_of(names: &BTreeMap<u16, String>, number: usize) -> Result<u16> {
-    let wanted = format!("h{number}");
-    let found = names.iter().find(|(_, name)| **name == wanted);
-    found
+fn host_index(names: &BTreeMap<u16, String>, host_number: usize) -> Result<u16> {
+    let host_name = format!("h{host_number}");
+    let host_entry = names.iter().find(|(_, name)| **name == host_name);
+    host_entry
         .map(|(index, _)| *index)
-        .with_context(|| format!("{wanted} is not in {names:?}"))
+        .with_context(|| format!("{host_name} is not in {names:?}"))
 }
 
 fn work_folder(vm: &Vm) -> PathBuf {
-    vm.home().join("timetable")
+    vm.user_home().join("timetable")
 }
 
-pub(crate) fn start_search(vm: &Vm, say: fn(&str)) -> Result<RunningCommand> {
+pub(crate) fn start_search(vm: &Vm, print_line: fn(&str)) -> Result<RunningCommand> {
     let folder = work_folder(vm);
     fs::create_dir_all(&folder)?;
-    let problem = folder.join("school.xml");
-    fs::write(&problem, timetable::problem(DEMO_SCHOOL, 1))?;
-    say(&format!(
+    let problem_path = folder.join("school.xml");
+    fs::write(&problem_path, timetable::problem_xml(DEMO_SCHOOL, 1))?;
+    print_line(&format!(
         "tablix2 looks for a timetable with {KERNEL_COUNT} kernels"
     ));
-    let mut command = vm.command(vm.bed().host(1), "tablix2");
+    let mut command = vm.user_command(vm.testbed().host(1), "tablix2");
     command
         .args([
             "-n",
@@ -245,32 +257,32 @@ pub(crate) fn start_search(vm: &Vm, say: fn(&str)) -> Result<RunningCommand> {
             "-o",
         ])
         .arg(folder.join("demo_"))
-        .arg(&problem);
+        .arg(&problem_path);
     RunningCommand::start(command, Stdio::null())
 }
 
 /// Waits until a kernel of tablix2 runs on the owner's host and the search has made progress.
 fn wait_for_guests(vm: &Vm, search: &mut RunningCommand) -> Result<()> {
-    let owned = vm.bed().host(OWNED_HOST).name();
+    let owned_name = vm.testbed().host(OWNED_HOST).name();
     wait_for(WAIT_TIMEOUT, || {
-        if let Ok(Some(status)) = search.poll() {
-            let words =
-                search.err_so_far().unwrap_or_default() + &search.out_so_far().unwrap_or_default();
+        if let Ok(Some(status)) = search.poll_status() {
+            let exit_text =
+                search.stderr_so_far().unwrap_or_default() + &search.stdout_so_far().unwrap_or_default();
             return Ok(Err(format!(
                 "tablix2 ended early, {status}: {}",
-                words.trim()
+                exit_text.trim()
             )));
         }
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let there = tasks
+        let kernel_on_host = tasks
             .iter()
-            .any(|task| is_kernel(&task.name) && task.host.as_deref() == Some(owned));
-        let out =
-            search.out_so_far().unwrap_or_default() + &search.err_so_far().unwrap_or_default();
-        match (there, out.contains(" reports ")) {
+            .any(|task| is_kernel(&task.name) && task.host.as_deref() == Some(owned_name));
+        let search_output =
+            search.stdout_so_far().unwrap_or_default() + &search.stderr_so_far().unwrap_or_default();
+        match (kernel_on_host, search_output.contains(" reports ")) {
             (true, true) => Ok(Ok(())),
-            (there, reports) => Err(format!(
-                "kernel on {owned}: {there}, progress reported: {reports}; tasks: {tasks:?}"
+            (kernel_on_host, reports) => Err(format!(
+                "kernel on {owned_name}: {kernel_on_host}, progress reported: {reports}; tasks: {tasks:?}"
             )),
         }
     })?
@@ -284,34 +296,38 @@ fn is_kernel(name: &str) -> bool {
     name.ends_with(KERNEL_PROGRAM)
 }
 
-/// Returns the kernels that are still on a host, according to the console and to the host's process
-/// table.
-fn remaining_guests(vm: &Vm, host: &str) -> Result<Vec<String>> {
-    let mut left = Vec::new();
+/// Returns descriptions of the kernels that still run on a host, according to the console or to the
+/// host's process table.
+fn remaining_guests(vm: &Vm, host_name: &str) -> Result<Vec<String>> {
+    let mut remaining = Vec::new();
     for task in vm.tasks()? {
-        if is_kernel(&task.name) && task.host.as_deref() == Some(host) {
-            left.push(format!("the console still lists {} on {host}", task.tid));
+        if is_kernel(&task.name) && task.host.as_deref() == Some(host_name) {
+            remaining.push(format!(
+                "the console still lists {} on {host_name}",
+                task.tid
+            ));
         }
     }
-    for (pid, line) in vm.bed().host(OWNED_HOST).processes() {
+    for (pid, line) in vm.testbed().host(OWNED_HOST).processes() {
         if line.contains(KERNEL_PROGRAM) {
-            left.push(format!("process {pid} ({line}) is still on {host}"));
+            remaining.push(format!("process {pid} ({line}) is still on {host_name}"));
         }
     }
-    Ok(left)
+    Ok(remaining)
 }
 
-/// Waits until a new task that names no host is placed on `host`, whose owner has logged out.
+/// Waits until the virtual machine places a new task on `host`, whose owner has logged out. The
+/// task does not request a host.
 fn wait_until_host_is_used(vm: &Vm, host: &str) -> Result<()> {
     vm.compile_program("hold")?;
     wait_for(WAIT_TIMEOUT, || {
-        let attempt = || -> Result<bool> {
-            let tid = vm.spawn(&["hold", "1"])?;
-            let place = vm.host_of(&tid)?;
-            vm.pvm(&["kill", &tid])?;
-            Ok(place == host)
+        let try_placement = || -> Result<bool> {
+            let tid = vm.spawn_connected(&["hold", "1"])?;
+            let placed_host = vm.host_of(&tid)?;
+            vm.run_pvm(&["kill", &tid])?;
+            Ok(placed_host == host)
         };
-        match attempt() {
+        match try_placement() {
             Ok(true) => Ok(()),
             Ok(false) => Err(format!("new tasks are not placed on {host}")),
             Err(error) => Err(format!("{error:#}")),
@@ -323,30 +339,35 @@ fn wait_until_host_is_used(vm: &Vm, host: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns what is wrong in the set of solutions; `None` if all solutions have all lessons.
+/// Returns what is wrong with the solutions; `None` if each solution has all lessons.
 pub(crate) fn solution_error(solutions: &[Solution]) -> Option<String> {
-    let lessons = DEMO_SCHOOL.days * DEMO_SCHOOL.lessons_per_day * DEMO_SCHOOL.concurrent_lessons;
-    let wrong = solutions.iter().any(|solution| solution.lessons != lessons);
-    wrong.then(|| format!("a solution does not have all {lessons} lessons: {solutions:?}"))
+    let expected_lessons =
+        DEMO_SCHOOL.day_count * DEMO_SCHOOL.lessons_per_day * DEMO_SCHOOL.concurrent_lesson_count;
+    let is_incomplete = solutions
+        .iter()
+        .any(|solution| solution.lesson_count != expected_lessons);
+    is_incomplete
+        .then(|| format!("a solution does not have all {expected_lessons} lessons: {solutions:?}"))
 }
 
-/// Converts the result of each kernel with tablix2's own program, and checks it. Returns the
+/// Converts the result of each kernel with tablix2's own program, and parses it. Returns the
 /// solutions.
 pub(crate) fn read_solutions(vm: &Vm) -> Result<Vec<Solution>> {
     let folder = work_folder(vm);
     let mut solutions = Vec::new();
-    for number in 0..KERNEL_COUNT {
-        let table = folder.join(format!("demo_{number}.csv"));
-        let mut command = vm.command(vm.bed().host(1), "tablix2_output");
+    for kernel_number in 0..KERNEL_COUNT {
+        let csv_path = folder.join(format!("demo_{kernel_number}.csv"));
+        let mut command = vm.user_command(vm.testbed().host(1), "tablix2_output");
         command
             .arg("-o")
-            .arg(&table)
+            .arg(&csv_path)
             .arg("csv")
-            .arg(folder.join(format!("demo_result{number}.xml")));
-        run_ok(command, WAIT_TIMEOUT)?;
-        let text = fs::read_to_string(&table).with_context(|| table.display().to_string())?;
-        solutions
-            .push(timetable::check_solution(&text).with_context(|| format!("result {number}"))?);
+            .arg(folder.join(format!("demo_result{kernel_number}.xml")));
+        run_successfully(command, WAIT_TIMEOUT)?;
+        let text = fs::read_to_string(&csv_path).with_context(|| csv_path.display().to_string())?;
+        solutions.push(
+            timetable::check_solution(&text).with_context(|| format!("result {kernel_number}"))?,
+        );
     }
     if solutions.is_empty() {
         bail!("tablix2 has written no result");
@@ -354,17 +375,18 @@ pub(crate) fn read_solutions(vm: &Vm) -> Result<Vec<Solution>> {
     Ok(solutions)
 }
 
-/// Halts the virtual machine. Adds a reason to `reasons` for each process or file that remains.
-fn halt_and_check(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
-    vm.halt()?;
-    let before = reasons.len();
-    for host in vm.bed().hosts() {
-        let files = host.leftover_files(vm.bed().folder());
+/// Halts the virtual machine. Adds a reason to `reasons` for each process or file that remains on a
+/// host.
+fn halt_and_check_leftovers(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
+    vm.halt_and_wait()?;
+    let previous_count = reasons.len();
+    for host in vm.testbed().hosts() {
+        let files = host.leftover_files(vm.testbed().folder());
         if !files.is_empty() {
             reasons.push(format!("halt left files on {}: {files:?}", host.name()));
         }
     }
-    if reasons.len() == before {
+    if reasons.len() == previous_count {
         print_demo_line("halted; no process and no file is left on any host");
     }
     Ok(())

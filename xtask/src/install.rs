@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names of the installed programs.
-const PROGRAMS: [&str; 6] = [
+const INSTALLED_PROGRAMS: [&str; 6] = [
     "pvm",
     "pvmd",
     "pvm-rm",
@@ -18,7 +18,7 @@ const PROGRAMS: [&str; 6] = [
     "pvm_gstat",
 ];
 /// Names of the packages that build the programs and the libraries.
-const CRATES: [&str; 7] = [
+const INSTALLED_PACKAGES: [&str; 7] = [
     "pvm-console",
     "pvmd",
     "pvm-rm",
@@ -29,44 +29,48 @@ const CRATES: [&str; 7] = [
 ];
 
 /// Name of the build profile for the programs that users install and benchmarks measure.
-pub(crate) const RELEASE: &str = "release";
+pub(crate) const RELEASE_PROFILE: &str = "release";
 
 /// Returns cargo's target folder of this build: two levels above the running program.
 pub(crate) fn target_folder() -> Result<PathBuf> {
-    let build = sempa_tests::requirements::build_folder()?;
-    Ok(build.parent().unwrap_or(&build).to_path_buf())
+    let build_folder = sempa_tests::requirements::build_folder()?;
+    Ok(build_folder.parent().unwrap_or(&build_folder).to_path_buf())
 }
 
-/// Returns the profile with which this program was built: `ci` for tests, otherwise `release`.
-pub(crate) fn own_profile() -> Result<String> {
-    let build = sempa_tests::requirements::build_folder()?;
-    let folder = build.file_name().unwrap_or_default().to_string_lossy();
-    Ok(match &*folder {
+/// Returns the profile with which this program was built.
+pub(crate) fn build_profile() -> Result<String> {
+    let build_folder = sempa_tests::requirements::build_folder()?;
+    let folder_name = build_folder
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy();
+    Ok(match &*folder_name {
         "debug" => "dev".to_string(),
         other => other.to_string(),
     })
 }
 
-/// Returns the name of the folder in the target folder that contains the programs of a profile.
+/// Returns the name of the folder below the target folder that contains the programs of a profile.
 fn profile_folder(profile: &str) -> &str {
     if profile == "dev" { "debug" } else { profile }
 }
 
 /// Returns a command that runs cargo in the project, with the target folder of this build.
-pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
+pub(crate) fn cargo_command(arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
-        .args(words)
+        .args(arguments)
         .current_dir(project_folder())
         .env("CARGO_TARGET_DIR", target_folder()?);
-    // Cargo sets variables that describe this package. To the build scripts of other packages they
-    // look like a change: cargo would rebuild those packages and all their dependents each time.
-    let ours = |name: &OsString| {
+    // Cargo sets variables that describe this package. They are removed: build scripts of other
+    // packages would treat them as a change, and cargo would rebuild those packages and all their
+    // dependents each time.
+    let describes_package = |name: &OsString| {
         ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
-            .any(|of| name.to_string_lossy().starts_with(of))
+            .any(|variable_prefix| name.to_string_lossy().starts_with(variable_prefix))
     };
-    for (name, _) in std::env::vars_os().filter(|(name, _)| ours(name)) {
+    for (name, _) in std::env::vars_os().filter(|(name, _)| describes_package(name)) {
         command.env_remove(name);
     }
     Ok(command)
@@ -76,7 +80,7 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
 pub(crate) enum BuildParts {
     /// The installed programs and libraries.
     Programs,
-    /// The programs, and those that run the hosts of a testbed.
+    /// The programs, the libraries, and the programs that run the hosts of a testbed.
     ProgramsAndHosts,
     /// The whole workspace with its tests.
     Tests,
@@ -87,11 +91,11 @@ pub(crate) enum BuildParts {
 /// # Errors
 /// The build fails.
 pub(crate) fn build(profile: &str, parts: BuildParts) -> Result<()> {
-    let mut command = cargo(&["build", "--locked", "--profile", profile])?;
+    let mut command = cargo_command(&["build", "--locked", "--profile", profile])?;
     if parts == BuildParts::Tests {
         command.args(["--workspace", "--all-targets"]);
     } else {
-        command.args(CRATES.iter().flat_map(|name| ["-p", name]));
+        command.args(INSTALLED_PACKAGES.iter().flat_map(|name| ["-p", name]));
     }
     if parts == BuildParts::ProgramsAndHosts {
         command.args(["-p", "sempa-tests"]);
@@ -102,22 +106,26 @@ pub(crate) fn build(profile: &str, parts: BuildParts) -> Result<()> {
     Ok(())
 }
 
-/// Copies the programs and files of a build to their places under `prefix`. Replaces each file as a
-/// whole, so running programs are not affected.
+/// Copies the programs and files of a build to their locations under `prefix`. Each file is
+/// replaced as a whole, so that running programs are not affected.
 ///
 /// # Errors
 /// A program was not built, or the prefix cannot be written.
 pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
-    let built = target_folder()?.join(profile_folder(profile));
+    let build_folder = target_folder()?.join(profile_folder(profile));
     for folder in ["bin", "lib/pkgconfig", "include"] {
         let folder = prefix.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
-    for name in PROGRAMS {
-        install_file(&built.join(name), &prefix.join("bin").join(name), 0o755)?;
+    for name in INSTALLED_PROGRAMS {
+        install_file(
+            &build_folder.join(name),
+            &prefix.join("bin").join(name),
+            0o755,
+        )?;
     }
     install_file(
-        &built.join("libpvm3.so"),
+        &build_folder.join("libpvm3.so"),
         &prefix.join("lib/libpvm3.so.3"),
         0o755,
     )?;
@@ -131,25 +139,25 @@ pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
         )?;
     }
     install_file(
-        &built.join("libpvm3.a"),
+        &build_folder.join("libpvm3.a"),
         &prefix.join("lib/libpvm3.a"),
         0o644,
     )?;
     write_package_config(prefix, &capi.join("pvm3.pc.in"))?;
-    install_groups_and_fortran(prefix, &built)?;
+    install_groups_and_fortran(prefix, &build_folder)?;
     install_manuals(prefix)
 }
 
 /// Installs the group library with its programs, and the files that Fortran programs need.
-fn install_groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
+fn install_groups_and_fortran(prefix: &Path, build_folder: &Path) -> Result<()> {
     install_file(
-        &built.join("libgpvm3.so"),
+        &build_folder.join("libgpvm3.so"),
         &prefix.join("lib/libgpvm3.so.3"),
         0o755,
     )?;
     replace_link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
     install_file(
-        &built.join("libgpvm3.a"),
+        &build_folder.join("libgpvm3.a"),
         &prefix.join("lib/libgpvm3.a"),
         0o644,
     )?;
@@ -163,15 +171,16 @@ fn install_groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
     )
 }
 
-/// Writes a file for pkg-config from the template `form`.
-fn write_package_config(prefix: &Path, form: &Path) -> Result<()> {
-    let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
-    let place = std::path::absolute(prefix)?.display().to_string();
+/// Writes a file for pkg-config. `template_path` is the path of the template.
+fn write_package_config(prefix: &Path, template_path: &Path) -> Result<()> {
+    let text =
+        fs::read_to_string(template_path).with_context(|| template_path.display().to_string())?;
+    let absolute_prefix = std::path::absolute(prefix)?.display().to_string();
     let text = text
-        .replace("@PREFIX@", &place)
-        .replace("@prefix@", &place)
+        .replace("@PREFIX@", &absolute_prefix)
+        .replace("@prefix@", &absolute_prefix)
         .replace("@VERSION@", env!("CARGO_PKG_VERSION"));
-    let name = form.file_stem().unwrap_or_default();
+    let name = template_path.file_stem().unwrap_or_default();
     replace_file(
         &prefix.join("lib/pkgconfig").join(name),
         text.as_bytes(),
@@ -199,41 +208,44 @@ fn install_manuals(prefix: &Path) -> Result<()> {
     Ok(())
 }
 
-fn install_file(from: &Path, to: &Path, mode: u32) -> Result<()> {
-    let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
-    replace_file(to, &bytes, mode)
+fn install_file(source_path: &Path, target_path: &Path, mode: u32) -> Result<()> {
+    let bytes =
+        fs::read(source_path).with_context(|| format!("cannot read {}", source_path.display()))?;
+    replace_file(target_path, &bytes, mode)
 }
 
-/// Replaces a file: writes a temporary file in the same folder and renames it. An identical file is
-/// not replaced, because other builds compare its time of modification.
-fn replace_file(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    if fs::read(to).is_ok_and(|there| there == bytes) {
+/// Replaces the file `target_path`: writes a temporary file in the same folder and renames it. An identical
+/// file is not replaced, because other builds compare its time of modification.
+fn replace_file(target_path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    if fs::read(target_path).is_ok_and(|existing| existing == bytes) {
         return Ok(());
     }
-    let fresh = temporary_path(to);
-    let made = fs::write(&fresh, bytes)
-        .and_then(|()| fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)))
-        .and_then(|()| fs::rename(&fresh, to));
-    made.with_context(|| format!("cannot write {}", to.display()))
+    let temporary = temporary_path(target_path);
+    let write_result = fs::write(&temporary, bytes)
+        .and_then(|()| fs::set_permissions(&temporary, fs::Permissions::from_mode(mode)))
+        .and_then(|()| fs::rename(&temporary, target_path));
+    write_result.with_context(|| format!("cannot write {}", target_path.display()))
 }
 
-fn replace_link(content: &str, place: &Path) -> Result<()> {
-    if fs::read_link(place).is_ok_and(|there| there == Path::new(content)) {
+fn replace_link(link_target: &str, link_path: &Path) -> Result<()> {
+    if fs::read_link(link_path)
+        .is_ok_and(|existing_target| existing_target == Path::new(link_target))
+    {
         return Ok(());
     }
-    let fresh = temporary_path(place);
-    let _ = fs::remove_file(&fresh);
-    symlink(content, &fresh)
-        .and_then(|()| fs::rename(&fresh, place))
-        .with_context(|| place.display().to_string())
+    let temporary = temporary_path(link_path);
+    let _ = fs::remove_file(&temporary);
+    symlink(link_target, &temporary)
+        .and_then(|()| fs::rename(&temporary, link_path))
+        .with_context(|| link_path.display().to_string())
 }
 
-/// Returns the path of a temporary file in the same folder. No other process uses this path.
-fn temporary_path(place: &Path) -> PathBuf {
-    let name = place
+/// Returns the path of a temporary file in the folder of `final_path`. No other process uses this path.
+fn temporary_path(final_path: &Path) -> PathBuf {
+    let name = final_path
         .file_name()
         .unwrap_or_default()
         .to_string_lossy()
         .into_owned();
-    place.with_file_name(format!(".{name}.{}", std::process::id()))
+    final_path.with_file_name(format!(".{name}.{}", std::process::id()))
 }

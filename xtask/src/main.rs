@@ -80,10 +80,10 @@ enum XtaskCommand {
 }
 
 fn main() -> ExitCode {
-    let done = match XtaskArgs::parse().command {
+    let command_result = match XtaskArgs::parse().command {
         XtaskCommand::Demo { json } => demo::run(&json),
         XtaskCommand::Test { words } => test::run(&words),
-        XtaskCommand::Tidy => tidy::run(),
+        XtaskCommand::Tidy => tidy::run_checks(),
         XtaskCommand::Campaign(words) => campaign::run(&words),
         XtaskCommand::Install { prefix } => build_and_install(&prefix),
         XtaskCommand::Criu { prefix } => setup::ensure_criu_at(&prefix).map(|()| true),
@@ -94,7 +94,7 @@ fn main() -> ExitCode {
         } => conformance::run(&against, &programs, as_installed),
         XtaskCommand::Bench(words) => bench::run(&words),
     };
-    match done {
+    match command_result {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -105,8 +105,8 @@ fn main() -> ExitCode {
 }
 
 fn build_and_install(prefix: &std::path::Path) -> Result<bool> {
-    install::build(install::RELEASE, install::BuildParts::Programs)?;
-    install::install_files(prefix, install::RELEASE)?;
+    install::build(install::RELEASE_PROFILE, install::BuildParts::Programs)?;
+    install::install_files(prefix, install::RELEASE_PROFILE)?;
     println!(
         "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
         prefix.display()

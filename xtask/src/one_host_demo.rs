@@ -1,25 +1,27 @@
-//! The part of the demo that needs no testbed: a virtual machine that consists only of this host
-//! and runs a PVM program.
+//! A demo without a testbed: a virtual machine that consists only of this host and runs a PVM
+//! program.
 
 use crate::demo_output::print_demo_line;
 use anyhow::{Context, Result, bail};
 use sempa_tests::programs;
-use sempa_tests::run::{CommandResult, run as run_to_end};
+use sempa_tests::run::{CommandResult, run_to_end};
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+/// Time limit for each command of the demo.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Path of one of Debian's examples. If it is not installed, a program of the tests is run instead.
+/// Path of one of Debian's examples. If the example is not installed, a program of the tests is run
+/// instead.
 const EXAMPLE_PROGRAM: &str = "/usr/bin/master1";
 
-/// Starts, uses and halts a virtual machine whose files are in a temporary folder. Returns false if
-/// a check fails.
+/// Starts, uses and halts a virtual machine whose files are in a temporary folder. `prefix` is the
+/// folder with the installed programs. Returns false if a check fails.
 ///
 /// # Errors
 /// A program cannot be started.
 pub(crate) fn run(prefix: &Path) -> Result<bool> {
-    let folder = tempfile_folder()?;
+    let folder = create_temporary_folder()?;
     let command = |program: &Path| {
         let mut command = Command::new(program);
         command
@@ -36,53 +38,54 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         );
         command
     };
-    let pvm = |words: &[&str]| -> Result<CommandResult> {
+    let pvm = |arguments: &[&str]| -> Result<CommandResult> {
         let mut command = command(&prefix.join("bin/pvm"));
-        command.args(words);
+        command.args(arguments);
         run_to_end(command, WAIT_TIMEOUT)
     };
-    let good = (|| -> Result<bool> {
+    let run_result = (|| -> Result<bool> {
         pvm(&["start"])?.expect_success("starting the virtual machine")?;
         print_demo_line("the virtual machine runs on this host");
-        let done = if Path::new(EXAMPLE_PROGRAM).exists() {
+        let program_result = if Path::new(EXAMPLE_PROGRAM).exists() {
             print_demo_line("Debian's example master1, as it is, and its slaves:");
             run_to_end(command(Path::new(EXAMPLE_PROGRAM)), WAIT_TIMEOUT)?
         } else {
             print_demo_line(
                 "a small program of our own, because Debian's pvm-examples is not installed:",
             );
-            let mut own = command(&programs::compile("pingpong", prefix, &folder)?);
-            own.arg(name_of_this_host(&pvm(&["--json", "conf"])?)?);
-            run_to_end(own, WAIT_TIMEOUT)?
+            let mut pingpong_command =
+                command(&programs::compile_into("pingpong", prefix, &folder)?);
+            pingpong_command.arg(first_host_name(&pvm(&["--json", "conf"])?)?);
+            run_to_end(pingpong_command, WAIT_TIMEOUT)?
         };
-        print!("{}{}", done.out, done.err);
-        Ok(done.succeeded())
+        print!("{}{}", program_result.stdout, program_result.stderr);
+        Ok(program_result.succeeded())
     })();
-    let halted = pvm(&["halt"]);
-    let removed = std::fs::remove_dir_all(&folder);
-    let good = good?;
-    if !halted?.succeeded() {
+    let halt_result = pvm(&["halt"]);
+    let removal_result = std::fs::remove_dir_all(&folder);
+    let run_result = run_result?;
+    if !halt_result?.succeeded() {
         bail!("the virtual machine does not halt");
     }
-    removed.with_context(|| folder.display().to_string())?;
-    print_demo_line(if good {
+    removal_result.with_context(|| folder.display().to_string())?;
+    print_demo_line(if run_result {
         "what can be shown on one host held"
     } else {
         "NOT GOOD: the example failed"
     });
-    Ok(good)
+    Ok(run_result)
 }
 
-fn name_of_this_host(conf: &CommandResult) -> Result<String> {
-    let value: serde_json::Value =
-        serde_json::from_str(conf.out.trim()).context("pvm --json conf")?;
-    Ok(value["hosts"][0]["name"]
+fn first_host_name(conf_result: &CommandResult) -> Result<String> {
+    let configuration: serde_json::Value =
+        serde_json::from_str(conf_result.stdout.trim()).context("pvm --json conf")?;
+    Ok(configuration["hosts"][0]["name"]
         .as_str()
         .context("conf names the hosts")?
         .to_string())
 }
 
-fn tempfile_folder() -> Result<std::path::PathBuf> {
+fn create_temporary_folder() -> Result<std::path::PathBuf> {
     let folder = std::env::temp_dir().join(format!("sempa-demo-{}", std::process::id()));
     std::fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
     Ok(folder)

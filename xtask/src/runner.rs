@@ -16,11 +16,11 @@ pub(crate) struct Test {
     /// Name of the test within the binary.
     pub(crate) name: String,
     /// True if the test has the attribute `#[ignore]`, so that it belongs to the system tier.
-    pub(crate) ignored: bool,
+    pub(crate) is_ignored: bool,
     /// Path of the test binary.
-    pub(crate) path: PathBuf,
+    pub(crate) binary_path: PathBuf,
     /// Folder of the test's package. Tests run in this folder.
-    pub(crate) folder: PathBuf,
+    pub(crate) package_folder: PathBuf,
 }
 
 /// Number of tests of a run, by outcome.
@@ -31,7 +31,7 @@ pub(crate) struct TestCounts {
 }
 
 impl std::ops::AddAssign for TestCounts {
-    fn add_assign(&mut self, other: TestCounts) {
+    fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
     }
@@ -51,25 +51,25 @@ pub(crate) fn has_nextest() -> bool {
     Command::new("cargo")
         .args(["nextest", "--version"])
         .output()
-        .is_ok_and(|done| done.status.success())
+        .is_ok_and(|version_output| version_output.status.success())
 }
 
-/// Lists and runs tests.
-pub(crate) trait Runner {
+/// Lists and runs the tests, with or without nextest.
+pub(crate) trait TestRunner {
     /// Builds the selected tests and lists them.
-    fn list(&self, selection: TestSelection) -> Result<Vec<Test>>;
-    /// Runs all tests of both tiers except for those in `skipped`. `words` are arguments that
-    /// restrict the tests.
-    fn run(
+    fn build_and_list(&self, selection: TestSelection) -> Result<Vec<Test>>;
+    /// Runs all tests of both tiers except the tests in `skipped`. `name_arguments` are arguments that
+    /// restrict the tests. Returns the number of passed and failed tests.
+    fn run_tests(
         &self,
         selection: TestSelection,
         skipped: &[Test],
-        words: &[String],
+        name_arguments: &[String],
     ) -> Result<TestCounts>;
 }
 
 /// Returns the runner for this machine: [`Nextest`] if nextest is installed, otherwise [`Libtest`].
-pub(crate) fn runner(profile: &str) -> Box<dyn Runner> {
+pub(crate) fn select_runner(profile: &str) -> Box<dyn TestRunner> {
     let profile = profile.to_string();
     if has_nextest() {
         Box::new(Nextest { profile })
@@ -84,8 +84,9 @@ struct Nextest {
 }
 
 impl Nextest {
-    fn command(&self, verb: &str, selection: TestSelection) -> Result<Command> {
-        let mut command = install::cargo(&["nextest", verb, "--locked", "--cargo-profile"])?;
+    fn nextest_command(&self, subcommand: &str, selection: TestSelection) -> Result<Command> {
+        let mut command =
+            install::cargo_command(&["nextest", subcommand, "--locked", "--cargo-profile"])?;
         command
             .arg(&self.profile)
             .args(selection.packages)
@@ -96,35 +97,38 @@ impl Nextest {
     }
 }
 
-impl Runner for Nextest {
-    fn list(&self, selection: TestSelection) -> Result<Vec<Test>> {
-        let mut command = self.command("list", selection)?;
-        let done = command
+impl TestRunner for Nextest {
+    fn build_and_list(&self, selection: TestSelection) -> Result<Vec<Test>> {
+        let mut command = self.nextest_command("list", selection)?;
+        let cargo_output = command
             .args(["--message-format", "json"])
             .stderr(Stdio::inherit())
             .output()
             .context("cargo nextest list")?;
-        if !done.status.success() {
+        if !cargo_output.status.success() {
             bail!("cargo nextest list failed");
         }
-        parse_nextest_list(&serde_json::from_slice(&done.stdout)?)
+        parse_nextest_list(&serde_json::from_slice(&cargo_output.stdout)?)
     }
 
-    fn run(
+    fn run_tests(
         &self,
         selection: TestSelection,
         skipped: &[Test],
-        words: &[String],
+        name_arguments: &[String],
     ) -> Result<TestCounts> {
-        let report = junit_report_path(&install::target_folder()?);
-        let _ = fs::remove_file(&report);
-        let mut command = self.command("run", selection)?;
+        let report_path = junit_report_path(&install::target_folder()?);
+        let _ = fs::remove_file(&report_path);
+        let mut command = self.nextest_command("run", selection)?;
         command.arg("--no-fail-fast");
         if !skipped.is_empty() {
             command.args(["-E", &exclusion_filter(skipped)]);
         }
-        let status = command.args(words).status().context("cargo nextest run")?;
-        let text = fs::read_to_string(&report).unwrap_or_default();
+        let status = command
+            .args(name_arguments)
+            .status()
+            .context("cargo nextest run")?;
+        let text = fs::read_to_string(&report_path).unwrap_or_default();
         let counts = parse_report(&text);
         if !status.success() && counts.failed == 0 {
             bail!("cargo nextest ended with {status} and reports no failed test");
@@ -138,8 +142,8 @@ pub(crate) fn junit_report_path(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
-/// True if `name` is the name of a test. Functions named `child_…` are not tests: they run in
-/// processes that tests start.
+/// True if `name` is the name of a test. A function named `child_…` is not a test: it runs in a
+/// process that a test starts.
 fn is_test(name: &str) -> bool {
     !name
         .rsplit("::")
@@ -153,27 +157,28 @@ fn parse_nextest_list(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
     for (binary, suite) in suites {
-        let text = |key: &str| PathBuf::from(suite[key].as_str().unwrap_or_default());
-        let cases = suite["testcases"].as_object().into_iter().flatten();
-        for (name, test) in cases.filter(|(name, _)| is_test(name)) {
+        let path_value =
+            |json_key: &str| PathBuf::from(suite[json_key].as_str().unwrap_or_default());
+        let test_cases = suite["testcases"].as_object().into_iter().flatten();
+        for (name, test) in test_cases.filter(|(name, _)| is_test(name)) {
             tests.push(Test {
                 binary: binary.clone(),
                 name: name.clone(),
-                ignored: test["ignored"] == true,
-                path: text("binary-path"),
-                folder: text("cwd"),
+                is_ignored: test["ignored"] == true,
+                binary_path: path_value("binary-path"),
+                package_folder: path_value("cwd"),
             });
         }
     }
     Ok(tests)
 }
 
-/// Returns nextest's filter expression that excludes these tests.
+/// Returns nextest's filter expression that excludes `tests`.
 fn exclusion_filter(tests: &[Test]) -> String {
     let mut binaries: Vec<&str> = tests.iter().map(|test| test.binary.as_str()).collect();
     binaries.sort_unstable();
     binaries.dedup();
-    let of = |binary: &str| {
+    let binary_filter = |binary: &str| {
         let names: Vec<String> = tests
             .iter()
             .filter(|test| test.binary == binary)
@@ -181,21 +186,21 @@ fn exclusion_filter(tests: &[Test]) -> String {
             .collect();
         format!("(binary_id(={binary}) & ({}))", names.join(" | "))
     };
-    let all: Vec<String> = binaries.into_iter().map(of).collect();
-    format!("not ({})", all.join(" | "))
+    let binary_filters: Vec<String> = binaries.into_iter().map(binary_filter).collect();
+    format!("not ({})", binary_filters.join(" | "))
 }
 
-/// Returns the number of tests in a JUnit report, by outcome.
+/// Returns the numbers of passed and failed tests from a JUnit report.
 fn parse_report(report: &str) -> TestCounts {
-    let number = |name: &str| {
-        let head = report.split_once("<testsuites ")?.1;
-        let value = head.split_once(&format!(" {name}=\""))?.1;
+    let parse_attribute = |name: &str| {
+        let after_element_name = report.split_once("<testsuites ")?.1;
+        let value = after_element_name.split_once(&format!(" {name}=\""))?.1;
         value.split('"').next()?.parse::<usize>().ok()
     };
-    let of = |name| number(name).unwrap_or(0);
-    let failed = of("failures") + of("errors");
+    let attribute_or_zero = |name| parse_attribute(name).unwrap_or(0);
+    let failed = attribute_or_zero("failures") + attribute_or_zero("errors");
     TestCounts {
-        passed: of("tests").saturating_sub(failed),
+        passed: attribute_or_zero("tests").saturating_sub(failed),
         failed,
     }
 }
@@ -206,27 +211,28 @@ struct Libtest {
 }
 
 struct TestBinary {
+    /// Name of the binary in nextest's form.
     id: String,
-    /// Names of functions that are not tests: they run in processes that tests start.
-    children: Vec<String>,
-    path: PathBuf,
-    folder: PathBuf,
+    /// Names of the functions in the binary that are not tests ([`is_test`]).
+    child_functions: Vec<String>,
+    binary_path: PathBuf,
+    package_folder: PathBuf,
 }
 
 impl Libtest {
-    fn binaries(&self, selection: TestSelection) -> Result<Vec<TestBinary>> {
-        let words = ["test", "--locked", "--no-run", "--message-format", "json"];
-        let mut command = install::cargo(&words)?;
-        let done = command
+    fn build_binaries(&self, selection: TestSelection) -> Result<Vec<TestBinary>> {
+        let arguments = ["test", "--locked", "--no-run", "--message-format", "json"];
+        let mut command = install::cargo_command(&arguments)?;
+        let cargo_output = command
             .args(["--profile", &self.profile])
             .args(selection.packages)
             .stderr(Stdio::inherit())
             .output()
             .context("cargo test")?;
-        if !done.status.success() {
+        if !cargo_output.status.success() {
             bail!("the build of the tests failed");
         }
-        let lines = String::from_utf8_lossy(&done.stdout);
+        let lines = String::from_utf8_lossy(&cargo_output.stdout);
         let messages = lines
             .lines()
             .filter_map(|line| serde_json::from_str(line).ok());
@@ -235,25 +241,25 @@ impl Libtest {
             .collect();
         for binary in &mut binaries {
             let names = list_names(binary, &["--list", "--format", "terse"])?;
-            binary.children = names.into_iter().filter(|name| !is_test(name)).collect();
+            binary.child_functions = names.into_iter().filter(|name| !is_test(name)).collect();
         }
         Ok(binaries)
     }
 
-    fn words(binary: &TestBinary, words: &[&str], env: &[(&str, String)]) -> Command {
-        let mut command = Command::new(&binary.path);
+    fn binary_command(binary: &TestBinary, arguments: &[&str], env: &[(&str, String)]) -> Command {
+        let mut command = Command::new(&binary.binary_path);
         command
-            .args(words)
-            .current_dir(&binary.folder)
-            .env("CARGO_MANIFEST_DIR", &binary.folder)
+            .args(arguments)
+            .current_dir(&binary.package_folder)
+            .env("CARGO_MANIFEST_DIR", &binary.package_folder)
             .envs(env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null());
         command
     }
 }
 
-/// Returns the test binary that a JSON message of cargo describes; `None` if the message describes
-/// something else.
+/// Returns the test binary that a JSON message of cargo describes; `None` if the message does not
+/// describe a test binary.
 fn parse_test_binary(message: &Value) -> Option<TestBinary> {
     let path = message["executable"].as_str()?;
     if message["profile"]["test"] != true {
@@ -274,93 +280,94 @@ fn parse_test_binary(message: &Value) -> Option<TestBinary> {
     };
     Some(TestBinary {
         id,
-        children: Vec::new(),
-        path: path.into(),
-        folder: folder.to_path_buf(),
+        child_functions: Vec::new(),
+        binary_path: path.into(),
+        package_folder: folder.to_path_buf(),
     })
 }
 
-/// Runs a test binary with list arguments. Returns the names of the tests that it prints.
-fn list_names(binary: &TestBinary, words: &[&str]) -> Result<Vec<String>> {
-    let done = Libtest::words(binary, words, &[]).output()?;
-    let text = String::from_utf8_lossy(&done.stdout);
+/// Runs a test binary with the arguments `arguments`, which request a list. Returns the names of the
+/// tests in the list.
+fn list_names(binary: &TestBinary, arguments: &[&str]) -> Result<Vec<String>> {
+    let binary_output = Libtest::binary_command(binary, arguments, &[]).output()?;
+    let text = String::from_utf8_lossy(&binary_output.stdout);
     let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
     Ok(names.map(String::from).collect())
 }
 
-impl Runner for Libtest {
-    fn list(&self, selection: TestSelection) -> Result<Vec<Test>> {
+impl TestRunner for Libtest {
+    fn build_and_list(&self, selection: TestSelection) -> Result<Vec<Test>> {
         let mut tests = Vec::new();
-        for binary in self.binaries(selection)? {
-            let ignored = list_names(&binary, &["--list", "--format", "terse", "--ignored"])?;
-            let all = list_names(&binary, &["--list", "--format", "terse"])?;
-            for name in all.into_iter().filter(|name| is_test(name)) {
+        for binary in self.build_binaries(selection)? {
+            let ignored_names = list_names(&binary, &["--list", "--format", "terse", "--ignored"])?;
+            let names = list_names(&binary, &["--list", "--format", "terse"])?;
+            for name in names.into_iter().filter(|name| is_test(name)) {
                 tests.push(Test {
                     binary: binary.id.clone(),
-                    ignored: ignored.contains(&name),
+                    is_ignored: ignored_names.contains(&name),
                     name,
-                    path: binary.path.clone(),
-                    folder: binary.folder.clone(),
+                    binary_path: binary.binary_path.clone(),
+                    package_folder: binary.package_folder.clone(),
                 });
             }
         }
         Ok(tests)
     }
 
-    fn run(
+    fn run_tests(
         &self,
         selection: TestSelection,
         skipped: &[Test],
-        words: &[String],
+        name_arguments: &[String],
     ) -> Result<TestCounts> {
         let mut counts = TestCounts::default();
-        for binary in self.binaries(selection)? {
-            let mut all = vec!["--include-ignored", "--test-threads", "2"];
-            let of = skipped.iter().filter(|test| test.binary == binary.id);
-            let mut names: Vec<&str> = of.map(|test| test.name.as_str()).collect();
-            let children = binary.children.iter().map(String::as_str);
+        for binary in self.build_binaries(selection)? {
+            let mut libtest_arguments = vec!["--include-ignored", "--test-threads", "2"];
+            let skipped_in_binary = skipped.iter().filter(|test| test.binary == binary.id);
+            let mut names: Vec<&str> = skipped_in_binary.map(|test| test.name.as_str()).collect();
+            let children = binary.child_functions.iter().map(String::as_str);
             names.extend(children);
-            all.extend(names.iter().flat_map(|name| ["--skip", name]));
-            // The words are parts of test names. Exact names are possible only if there are no
-            // words.
-            if !names.is_empty() && words.is_empty() {
-                all.push("--exact");
+            libtest_arguments.extend(names.iter().flat_map(|name| ["--skip", name]));
+            // `name_arguments` are parts of test names. The exact names of skipped tests can be passed only
+            // if there are no such parts.
+            if !names.is_empty() && name_arguments.is_empty() {
+                libtest_arguments.push("--exact");
             }
-            all.extend(words.iter().map(String::as_str));
+            libtest_arguments.extend(name_arguments.iter().map(String::as_str));
             println!("test: {}", binary.id);
-            let done = Libtest::words(&binary, &all, selection.env)
+            let binary_output = Self::binary_command(&binary, &libtest_arguments, selection.env)
                 .stderr(Stdio::inherit())
                 .output()
-                .with_context(|| binary.path.display().to_string())?;
-            let text = String::from_utf8_lossy(&done.stdout);
+                .with_context(|| binary.binary_path.display().to_string())?;
+            let text = String::from_utf8_lossy(&binary_output.stdout);
             print!("{text}");
-            let of_this = sum_results(&text);
-            if !done.status.success() && of_this.failed == 0 {
-                bail!("{} ended with {}", binary.id, done.status);
+            let binary_counts = sum_results(&text);
+            if !binary_output.status.success() && binary_counts.failed == 0 {
+                bail!("{} ended with {}", binary.id, binary_output.status);
             }
-            counts += of_this;
+            counts += binary_counts;
         }
         Ok(counts)
     }
 }
 
-/// Sums the result lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
+/// Sums the numbers in the result lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
 pub(crate) fn sum_results(text: &str) -> TestCounts {
     let mut counts = TestCounts::default();
     for line in text
         .lines()
         .filter(|line| line.starts_with("test result: "))
     {
-        let number = |of: &str| {
-            let before = line.split_once(of)?.0;
-            before
+        let count_before = |label: &str| {
+            let text_before = line.split_once(label)?.0;
+            text_before
                 .rsplit([' ', '.'])
                 .find(|word| !word.is_empty())?
                 .parse()
                 .ok()
         };
-        counts.passed += number(" passed").unwrap_or(0);
-        counts.failed += number(" failed").unwrap_or(0);
+        counts.passed += count_before(" passed").unwrap_or(0);
+        counts.failed += count_before(" failed").unwrap_or(0);
     }
     counts
 }
@@ -369,7 +376,6 @@ pub(crate) fn sum_results(text: &str) -> TestCounts {
 mod tests {
     use super::*;
 
-    /// The counts of a report are in its first element.
     #[test]
     fn report_is_counted() {
         let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">";
@@ -381,7 +387,6 @@ mod tests {
         assert_eq!(parse_report(""), TestCounts::default());
     }
 
-    /// The counts of several binaries are added.
     #[test]
     fn results_of_binaries_add_up() {
         let text = "test result: ok. 5 passed; 0 failed; 1 ignored\n\
@@ -393,15 +398,14 @@ mod tests {
         assert_eq!(sum_results(text), counts);
     }
 
-    /// The filter contains each excluded test with its binary.
     #[test]
     fn filter_names_binary_and_test() {
         let test = |binary: &str, name: &str| Test {
             binary: binary.into(),
             name: name.into(),
-            ignored: true,
-            path: PathBuf::new(),
-            folder: PathBuf::new(),
+            is_ignored: true,
+            binary_path: PathBuf::new(),
+            package_folder: PathBuf::new(),
         };
         let filter = exclusion_filter(&[test("a::b", "x"), test("a::b", "y"), test("c", "z")]);
         assert_eq!(
@@ -410,15 +414,15 @@ mod tests {
         );
     }
 
-    /// The list has for each test whether it belongs to the system tier.
+    /// A test belongs to the system tier if the list marks it as ignored.
     #[test]
-    fn list_tells_the_tier() {
+    fn listed_tests_have_their_tier() {
         let list = serde_json::json!({"rust-suites": {"a::b": {"testcases": {
             "pure": {"ignored": false}, "real": {"ignored": true}}}}});
         let tests = parse_nextest_list(&list).expect("a list");
         let tiers: Vec<(&str, bool)> = tests
             .iter()
-            .map(|test| (test.name.as_str(), test.ignored))
+            .map(|test| (test.name.as_str(), test.is_ignored))
             .collect();
         assert_eq!(tiers, [("pure", false), ("real", true)]);
     }

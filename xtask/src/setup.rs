@@ -1,5 +1,5 @@
-//! Installs what tests and the demo need on the machine: Debian packages and a CRIU that works on
-//! its kernel.
+//! Installs what tests and the demo need on the machine: Debian packages, and a CRIU that works on
+//! the machine's kernel.
 
 use anyhow::{Context, Result, bail};
 use sempa_tests::requirements;
@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names of the required Debian packages.
-pub(crate) const PACKAGES: [&str; 22] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 22] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
     "iproute2",
-    // PVM's daemon and library look up the protocol number of TCP in a file of this package.
+    // PVM's daemon and library read the protocol number of TCP from a file of this package.
     "netbase",
     "pvm",
     "pvm-dev",
@@ -24,7 +24,7 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "xvfb",
     "x11-apps",
     "xdotool",
-    // A bus for the fake logind.
+    // The program of a D-Bus bus for the fake logind.
     "dbus-daemon",
     "procps",
     "gcc",
@@ -32,7 +32,7 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "make",
     "pkg-config",
     "libc6-dev",
-    // For tests that migrate tasks in other languages. Perl is always installed.
+    // Tests migrate tasks in this language. Perl is always installed.
     "python3",
 ];
 
@@ -51,26 +51,26 @@ pub(crate) fn project_folder() -> PathBuf {
         .to_path_buf()
 }
 
-/// Installs the missing packages and CRIU. Without root, only prints what is missing.
+/// Installs the missing packages and CRIU. If the user is not root, only prints what is missing.
 ///
 /// # Errors
 /// A package or CRIU cannot be installed although the user is root.
 pub(crate) fn set_up_all() -> Result<()> {
-    ensure_packages(&PACKAGES)?;
-    // If no testbed can be made, no task can migrate and CRIU is not needed. The caller reports
-    // this.
-    if requirements::lacks().is_none() {
+    ensure_packages(&REQUIRED_PACKAGES)?;
+    // Without a testbed no task can migrate, so CRIU is not needed. The caller reports the missing
+    // testbed.
+    if requirements::unmet_requirement().is_none() {
         ensure_criu()
     } else {
         Ok(())
     }
 }
 
-/// Makes sure that a CRIU under [`CRIU_PREFIX`], or another one that the tasker finds, works on
-/// this kernel.
+/// Checks that a CRIU under [`CRIU_PREFIX`], or another CRIU that the tasker finds, works on this
+/// kernel; otherwise installs one.
 ///
 /// # Errors
-/// The user is not root, or the call of [`ensure_criu_at`] fails.
+/// The user is not root, or [`ensure_criu_at`] fails.
 pub(crate) fn ensure_criu() -> Result<()> {
     if !is_root() {
         bail!("tasks migrate by CRIU, which needs root");
@@ -78,73 +78,76 @@ pub(crate) fn ensure_criu() -> Result<()> {
     ensure_criu_at(Path::new(CRIU_PREFIX))
 }
 
-/// Installs those of these Debian packages that are missing.
+/// Installs the packages in `names` that are missing.
 ///
 /// # Errors
 /// A package cannot be installed although the user is root.
 pub(crate) fn ensure_packages(names: &[&'static str]) -> Result<()> {
-    let missing: Vec<&str> = names
+    let missing_packages: Vec<&str> = names
         .iter()
         .copied()
-        .filter(|name| !installed(name))
+        .filter(|name| !is_package_installed(name))
         .collect();
-    if missing.is_empty() {
+    if missing_packages.is_empty() {
         return Ok(());
     }
     if !is_root() {
         println!(
             "setup: not installed, and only root can: {}",
-            missing.join(" ")
+            missing_packages.join(" ")
         );
         return Ok(());
     }
-    println!("setup: installing {}", missing.join(" "));
-    if install(&missing).is_ok() {
+    println!("setup: installing {}", missing_packages.join(" "));
+    if install_packages(&missing_packages).is_ok() {
         return Ok(());
     }
-    apt(&["update"]).context("apt-get update")?;
-    install(&missing).with_context(|| format!("installing {}", missing.join(" ")))
+    run_apt(&["update"]).context("apt-get update")?;
+    install_packages(&missing_packages)
+        .with_context(|| format!("installing {}", missing_packages.join(" ")))
 }
 
-fn installed(name: &str) -> bool {
+fn is_package_installed(name: &str) -> bool {
     let mut query = Command::new("dpkg-query");
     query.args(["-W", "-f", "${db:Status-Status}", name]);
-    query.output().is_ok_and(|done| done.stdout == b"installed")
+    query
+        .output()
+        .is_ok_and(|query_output| query_output.stdout == b"installed")
 }
 
-fn install(names: &[&str]) -> Result<()> {
-    let mut words = vec!["install", "-y", "--no-install-recommends"];
-    words.extend(names);
-    apt(&words)
+fn install_packages(names: &[&str]) -> Result<()> {
+    let mut arguments = vec!["install", "-y", "--no-install-recommends"];
+    arguments.extend(names);
+    run_apt(&arguments)
 }
 
-fn apt(words: &[&str]) -> Result<()> {
+fn run_apt(arguments: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
     command
         .arg("-qq")
         .args(["-o", "Acquire::Retries=3"])
-        .args(words);
+        .args(arguments);
     command
         .env("DEBIAN_FRONTEND", "noninteractive")
         .stdin(std::process::Stdio::null());
-    let done = command.output().context("apt-get (is this Debian?)")?;
-    if done.status.success() {
+    let apt_output = command.output().context("apt-get (is this Debian?)")?;
+    if apt_output.status.success() {
         return Ok(());
     }
     bail!(
         "apt-get {}: {}",
-        words.join(" "),
-        String::from_utf8_lossy(&done.stderr).trim()
+        arguments.join(" "),
+        String::from_utf8_lossy(&apt_output.stderr).trim()
     )
 }
 
-/// Makes sure that a CRIU works on this kernel: the one that the tasker finds, or a new one under
-/// `prefix`.
+/// Checks that the CRIU that the tasker finds works on this kernel; otherwise installs a new one
+/// under `prefix`.
 ///
 /// # Errors
 /// No CRIU works, and none can be installed.
 pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
-    if let Some(program) = requirements::engine().filter(|program| criu_works(program)) {
+    if let Some(program) = requirements::find_engine().filter(|program| criu_works(program)) {
         println!("setup: {} works", program.display());
         return Ok(());
     }
@@ -170,22 +173,25 @@ pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
     }
 }
 
-/// True if `criu check` succeeds and the version is known to work. The version alone proves
-/// nothing, because the result depends on the kernel.
+/// True if `criu check` succeeds and the version is known to work. The version alone is not
+/// sufficient, because the result depends on the kernel.
 fn criu_works(program: &Path) -> bool {
-    let quiet = |word: &str| Command::new(program).arg(word).output();
-    let version = quiet("--version")
-        .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())
+    let run_criu = |argument: &str| Command::new(program).arg(argument).output();
+    let version = run_criu("--version")
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
         .unwrap_or_default();
-    let number = version
+    let version_number = version
         .lines()
         .find_map(|line| line.strip_prefix("Version:"))
         .unwrap_or("0")
         .trim()
         .to_string();
-    let mut parts = number
+    let mut number_parts = version_number
         .split('.')
-        .map(|part| part.parse::<u32>().unwrap_or(0));
-    let known = (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (4, 1);
-    known && quiet("check").is_ok_and(|done| done.status.success())
+        .map(|number_part| number_part.parse::<u32>().unwrap_or(0));
+    let is_known_version = (
+        number_parts.next().unwrap_or(0),
+        number_parts.next().unwrap_or(0),
+    ) >= (4, 1);
+    is_known_version && run_criu("check").is_ok_and(|output| output.status.success())
 }

@@ -1,7 +1,7 @@
 //! Decides which tests of the system tier this machine cannot run, and for which reason.
 //!
-//! Such a test is excluded before the run and reported as skipped. A test that is started
-//! nevertheless panics with the same reason (`sempa_tests::needs`).
+//! Such a test is excluded before the run and reported as skipped. If the test is started
+//! nevertheless, it panics with the same reason (`sempa_tests::needs`).
 
 use procfs::{Current, Meminfo};
 use sempa_tests::{limits, logind, pvm_examples, requirements, screen};
@@ -16,22 +16,25 @@ enum TestNeed {
     Hosts,
     /// A CRIU that works on this kernel.
     Criu,
-    /// A program, given as (name or path, Debian package that installs it).
+    /// An installed file or program, given as (path, or name in PATH; Debian package that installs
+    /// it).
     Program(&'static str, &'static str),
     /// The sources of PVM's examples, and the compilers for them.
     Examples,
+    /// The requirements of tests with a screen (`sempa_tests::screen`).
     Screen,
-    /// A bus for the fake logind.
+    /// A D-Bus bus for the fake logind.
     Bus,
     /// Control groups that limit processors.
     ProcessorGroups,
     /// Control groups that limit memory.
     MemoryGroups,
-    /// Control groups of version 2, which freeze processes.
+    /// Control groups of version 2, with which the tasker freezes tasks.
     Freezer,
-    /// A `/tmp` on a disk, not in memory.
+    /// A `/tmp` on a disk, because a file system in memory behaves differently.
     Disk,
-    /// Free memory in MiB, as (for the default sizes, for the sizes with `SEMPA_TEST_FULL`).
+    /// Free memory in MiB, as (amount for the default sizes, amount for the sizes with
+    /// `SEMPA_TEST_FULL`).
     FreeMemory(u64, u64),
 }
 
@@ -54,7 +57,7 @@ const SLSH: TestNeed = TestNeed::Program("/usr/bin/slsh", "slsh");
 /// The needs of ignored tests, as (binary, test, needs). The binary has nextest's form; the part
 /// before `::` alone stands for all binaries of a package. The test is a part of the test's name,
 /// or empty for all tests.
-const NEEDS: &[(&str, &str, &[TestNeed])] = &[
+const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests", "", &[Hosts]),
     ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
     ("sempa-tests::checkpoint", "", &[Criu]),
@@ -131,58 +134,59 @@ const NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
 ];
 
-/// Returns the needs of an ignored test. If the table does not have its binary, the test needs
-/// hosts.
-fn needs_of(binary: &str, test: &str) -> Vec<TestNeed> {
+/// Returns the needs of an ignored test. A test whose binary is not in the table needs hosts.
+fn test_needs(binary: &str, test: &str) -> Vec<TestNeed> {
     let package = binary.split("::").next().unwrap_or(binary);
-    let rows = NEEDS
-        .iter()
-        .filter(|(of, part, _)| (*of == binary || *of == package) && test.contains(part));
+    let rows = TEST_NEEDS.iter().filter(|(table_binary, name_part, _)| {
+        (*table_binary == binary || *table_binary == package) && test.contains(name_part)
+    });
     let needs: Vec<TestNeed> = rows
         .flat_map(|(_, _, needs)| needs.iter().copied())
         .collect();
-    let known = NEEDS
+    let has_binary = TEST_NEEDS
         .iter()
-        .any(|(of, _, _)| *of == binary || *of == package);
-    if known { needs } else { vec![Hosts] }
+        .any(|(table_binary, _, _)| *table_binary == binary || *table_binary == package);
+    if has_binary { needs } else { vec![Hosts] }
 }
 
-/// Returns why a need is not met on this machine; `None` if it is met. `criu` is the reason why
-/// CRIU does not work, as found by the set-up. `full` is true if tests run with `SEMPA_TEST_FULL`.
-fn lack(need: TestNeed, criu: Option<&str>, full: bool) -> Option<String> {
+/// Returns the reason why a need is not met on this machine; `None` if the need is met. `criu_error` is
+/// the reason why CRIU does not work, as determined by the set-up; `None` if CRIU works. `is_full_run` is
+/// true if tests run with `SEMPA_TEST_FULL`.
+fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> Option<String> {
     match need {
-        TestNeed::FreeMemory(usual, all) => {
-            let wanted = if full { all } else { usual };
-            let free = free_mebibytes();
-            (free < wanted).then(|| format!("{wanted} MiB of free memory are needed, not {free}"))
+        TestNeed::FreeMemory(default_mib, full_mib) => {
+            let required_mib = if is_full_run { full_mib } else { default_mib };
+            let free_mib = free_mebibytes();
+            (free_mib < required_mib)
+                .then(|| format!("{required_mib} MiB of free memory are needed, not {free_mib}"))
         }
-        TestNeed::Root => (!requirements::is_root()).then(|| "this is not root".to_string()),
-        TestNeed::Hosts => requirements::lacks(),
-        TestNeed::Criu => criu.map(String::from),
+        Root => (!requirements::is_root()).then(|| "this is not root".to_string()),
+        Hosts => requirements::unmet_requirement(),
+        Criu => criu_error.map(String::from),
         TestNeed::Program(name, package) => {
-            let found = if name.starts_with('/') {
+            let is_installed = if name.starts_with('/') {
                 Path::new(name).exists()
             } else {
                 requirements::find_in_path(name).is_some()
             };
-            (!found).then(|| format!("{name} is missing: install {package}"))
+            (!is_installed).then(|| format!("{name} is missing: install {package}"))
         }
-        TestNeed::Examples => pvm_examples::lacks(),
-        TestNeed::Screen => screen::lacks(),
-        TestNeed::Bus => logind::lacks(),
-        TestNeed::ProcessorGroups => limits::lacks(),
-        TestNeed::MemoryGroups => limits::lacks_memory(),
-        TestNeed::Freezer => {
+        Examples => pvm_examples::unmet_requirement(),
+        Screen => screen::unmet_requirement(),
+        Bus => logind::unmet_requirement(),
+        ProcessorGroups => limits::unmet_cpu_requirement(),
+        MemoryGroups => limits::unmet_memory_requirement(),
+        Freezer => {
             let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
             sempa_proto::cgroup::find_mount_point(&mounts, None)
                 .is_none()
                 .then(|| "control groups of version 2 are not mounted".to_string())
         }
-        TestNeed::Disk => requirements::lacks_disk(),
+        Disk => requirements::missing_disk_reason(),
     }
 }
 
-/// Returns the memory in MiB that the kernel could still give to programs.
+/// Returns the available memory in MiB; 0 if it is unknown.
 fn free_mebibytes() -> u64 {
     let memory = Meminfo::current().ok();
     memory.and_then(|memory| memory.mem_available).unwrap_or(0) >> 20
@@ -190,28 +194,28 @@ fn free_mebibytes() -> u64 {
 
 /// Decides which tests are skipped. Each need is checked only once.
 pub(crate) struct SkipDecider {
-    criu: Option<String>,
-    full: bool,
-    lacks_by_need: BTreeMap<TestNeed, Option<String>>,
+    criu_error: Option<String>,
+    is_full_run: bool,
+    unmet_reasons: BTreeMap<TestNeed, Option<String>>,
 }
 
 impl SkipDecider {
-    /// `criu` is the reason why CRIU does not work; `None` if it works. `full` is true if tests run
-    /// with `SEMPA_TEST_FULL`.
-    pub(crate) fn new(criu: Option<String>, full: bool) -> SkipDecider {
-        SkipDecider {
-            criu,
-            full,
-            lacks_by_need: BTreeMap::new(),
+    /// `no_criu_reason` is the reason why CRIU does not work; `None` if CRIU works. `full` is true if tests
+    /// run with `SEMPA_TEST_FULL`.
+    pub(crate) fn new(no_criu_reason: Option<String>, full: bool) -> Self {
+        Self {
+            criu_error: no_criu_reason,
+            is_full_run: full,
+            unmet_reasons: BTreeMap::new(),
         }
     }
 
     /// Returns the reason to skip an ignored test; `None` if the machine meets all its needs.
-    pub(crate) fn reason(&mut self, binary: &str, test: &str) -> Option<String> {
-        needs_of(binary, test).into_iter().find_map(|need| {
-            self.lacks_by_need
+    pub(crate) fn skip_reason(&mut self, binary: &str, test: &str) -> Option<String> {
+        test_needs(binary, test).into_iter().find_map(|need| {
+            self.unmet_reasons
                 .entry(need)
-                .or_insert_with(|| lack(need, self.criu.as_deref(), self.full))
+                .or_insert_with(|| unmet_reason(need, self.criu_error.as_deref(), self.is_full_run))
                 .clone()
         })
     }
@@ -221,28 +225,28 @@ impl SkipDecider {
 mod tests {
     use super::*;
 
-    /// A test has the needs of its package, of its binary and of its name.
+    /// The needs of a test are those of its package, those of its binary and those of its name.
     #[test]
     fn needs_of_package_binary_and_name_add_up() {
         assert_eq!(
-            needs_of("sempa-tests::finish_right", "python_tasks"),
+            test_needs("sempa-tests::finish_right", "python_tasks"),
             [Hosts, Criu, PYTHON]
         );
-        assert_eq!(needs_of("pvm-tasker::kinds", "x"), [Criu, GCC]);
-        assert_eq!(needs_of("pvm-console::terminal", "x"), [Hosts; 0]);
+        assert_eq!(test_needs("pvm-tasker::kinds", "x"), [Criu, GCC]);
+        assert_eq!(test_needs("pvm-console::terminal", "x"), [Hosts; 0]);
     }
 
-    /// A binary that is not in the table needs hosts.
     #[test]
     fn unknown_binary_needs_hosts() {
-        assert_eq!(needs_of("pvm-other::it", "x"), [Hosts]);
+        assert_eq!(test_needs("pvm-other::it", "x"), [Hosts]);
     }
 
-    /// Without CRIU the tests of migrations are skipped, with the reason from the set-up.
+    /// The tests of migrations are skipped with the CRIU error that the set-up has returned. All
+    /// other tests run.
     #[test]
-    fn missing_criu_skips_moves_only() {
+    fn missing_criu_skips_only_migration_tests() {
         let mut skips = SkipDecider::new(Some("no CRIU".into()), false);
-        let reason = |skips: &mut SkipDecider, name| skips.reason(name, "x");
+        let reason = |skips: &mut SkipDecider, name| skips.skip_reason(name, "x");
         assert_eq!(
             reason(&mut skips, "pvm-tasker::moves").as_deref(),
             Some("no CRIU")

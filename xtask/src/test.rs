@@ -1,9 +1,9 @@
 //! `cargo xtask test`: checks the sources, sets up the machine, builds once, installs the programs,
 //! and runs the tests of both tiers.
 //!
-//! Format and language are checked first, because that takes seconds. The model checker is built
-//! before the long run, so that an error in its code appears early. Clippy, rustdoc and cargo-deny
-//! follow the tests. A failed check does not stop the run, but the run counts as failed.
+//! Format and language are checked first, because these checks take only seconds. The model checker
+//! is built before the long run, so that an error in its code appears early. Clippy, rustdoc and
+//! cargo-deny follow the tests. A failed check does not stop the run, but the run counts as failed.
 
 use crate::install::{self, BuildParts};
 use crate::runner::{self, Test, TestCounts, TestSelection};
@@ -15,19 +15,20 @@ use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::{Instant, SystemTime};
 
-/// Environment variable and value that set the seed of proptest. The seed is fixed, so that a new
-/// failure is caused by a change.
-const PROPTEST_SEED: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
+/// Environment variable and value that set the seed of proptest. With a fixed seed, only a change
+/// of the code can cause a new failure.
+const PROPTEST_SEED_VARIABLE: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
 
-/// Environment variable with the seed that selects faults, victims and steps.
-pub(crate) const SEED_ENV: &str = "SEMPA_TEST_SEED";
+/// Environment variable with the seed that determines which faults, victims and steps the tests
+/// select.
+pub(crate) const TEST_SEED_VARIABLE: &str = "SEMPA_TEST_SEED";
 
 /// Environment variable and value that set the number of random inputs for all parsers of packed
 /// data.
-const FUZZ_INPUTS: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
+const FUZZ_INPUTS_VARIABLE: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
 
-/// The model checker: rings and doorbells with two threads in all interleavings.
-const MODEL_CHECKER: TestSelection = TestSelection {
+/// The test of the model checker: rings and doorbells with two threads in all interleavings.
+const MODEL_CHECKER_TESTS: TestSelection = TestSelection {
     packages: &[
         "--package",
         "sempa-ring",
@@ -39,149 +40,152 @@ const MODEL_CHECKER: TestSelection = TestSelection {
     env: &[],
 };
 
-/// Runs all tests. `words` are passed to the test runner and restrict the tests; if there are any,
-/// the sources are not checked. Returns false if a test or a check fails.
+/// Runs all tests. `runner_arguments` are passed to the test runner and restrict the tests; if `runner_arguments` is not
+/// empty, the sources are not checked. Returns false if a test or a check fails.
 ///
 /// # Errors
 /// The set-up or the build fails.
-pub(crate) fn run(words: &[String]) -> Result<bool> {
+pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
     let start = Instant::now();
-    let profile = install::own_profile()?;
-    let seed = seed();
-    println!("test: profile {profile}, {SEED_ENV}={seed}");
+    let profile = install::build_profile()?;
+    let seed = run_seed();
+    println!("test: profile {profile}, {TEST_SEED_VARIABLE}={seed}");
     let mut failed_checks = Vec::new();
-    if words.is_empty() {
+    if runner_arguments.is_empty() {
         failed_checks.extend(check_sources()?);
     }
-    let env = prepare(&profile)?;
-    let mut skips = SkipDecider::new(env.no_criu, false);
+    let test_setup = set_up_and_install(&profile)?;
+    let mut skips = SkipDecider::new(test_setup.criu_error, false);
     println!(
         "test: set-up and build took {} s",
         start.elapsed().as_secs()
     );
-    let begun = Instant::now();
-    let variables = test_variables(&env.prefix, seed);
-    let whole = TestSelection {
+    let test_start = Instant::now();
+    let variables = test_variables(&test_setup.prefix, seed);
+    let workspace_selection = TestSelection {
         packages: &["--workspace"],
         env: &variables,
     };
-    let runner = runner::runner(&profile);
-    let skipped = skipped_tests(&runner.list(whole)?, &mut skips);
-    if words.is_empty() {
-        // Listing builds the tests.
-        runner.list(MODEL_CHECKER)?;
+    let runner = runner::select_runner(&profile);
+    let skipped = skipped_tests(&runner.build_and_list(workspace_selection)?, &mut skips);
+    if runner_arguments.is_empty() {
+        // Listing the tests builds them.
+        runner.build_and_list(MODEL_CHECKER_TESTS)?;
     }
-    let mut counts = runner.run(whole, &skipped, words)?;
-    if words.is_empty() {
-        counts += runner.run(MODEL_CHECKER, &[], &[])?;
+    let mut counts = runner.run_tests(workspace_selection, &skipped, runner_arguments)?;
+    if runner_arguments.is_empty() {
+        counts += runner.run_tests(MODEL_CHECKER_TESTS, &[], &[])?;
         counts += run_doc_tests(&profile)?;
         failed_checks.extend(check_code(&profile)?);
     }
-    let good = counts.failed == 0 && failed_checks.is_empty();
+    let succeeded = counts.failed == 0 && failed_checks.is_empty();
     println!(
         "test: {}: {} passed, {} failed{}, {} skipped in {} s after {} s of set-up and build; \
-         {SEED_ENV}={seed}",
-        if good { "all passed" } else { "NOT ALL PASSED" },
+         {TEST_SEED_VARIABLE}={seed}",
+        if succeeded {
+            "all passed"
+        } else {
+            "NOT ALL PASSED"
+        },
         counts.passed,
         counts.failed + failed_checks.len(),
         describe_failed_checks(&failed_checks),
         skipped.len(),
-        begun.elapsed().as_secs(),
-        (begun - start).as_secs(),
+        test_start.elapsed().as_secs(),
+        (test_start - start).as_secs(),
     );
-    Ok(good)
+    Ok(succeeded)
 }
 
 /// The result of the set-up for tests of the system tier.
 pub(crate) struct TestSetup {
     /// Folder in which the programs are installed.
     pub(crate) prefix: String,
-    /// The reason why CRIU does not work; `None` if it works.
-    pub(crate) no_criu: Option<String>,
+    /// The reason why CRIU does not work; `None` if CRIU works.
+    pub(crate) criu_error: Option<String>,
 }
 
 /// Installs packages, builds the workspace and installs its programs below the target folder.
 ///
 /// # Errors
 /// A package cannot be installed, or the build fails.
-pub(crate) fn prepare(profile: &str) -> Result<TestSetup> {
-    setup::ensure_packages(&setup::PACKAGES)?;
-    let no_criu = setup::ensure_criu().err().map(|error| format!("{error:#}"));
+pub(crate) fn set_up_and_install(profile: &str) -> Result<TestSetup> {
+    setup::ensure_packages(&setup::REQUIRED_PACKAGES)?;
+    let criu_error_text = setup::ensure_criu().err().map(|error| format!("{error:#}"));
     install::build(profile, BuildParts::Tests)?;
     let prefix = install::target_folder()?.join("sempa-prefix");
     install::install_files(&prefix, profile)?;
     Ok(TestSetup {
         prefix: prefix.display().to_string(),
-        no_criu,
+        criu_error: criu_error_text,
     })
 }
 
-/// Returns the seed of this run: the value of [`SEED_ENV`], or the number of the day.
-pub(crate) fn seed() -> u64 {
-    let given = std::env::var(SEED_ENV)
+/// Returns the seed of this run: the value of [`SEED_ENV`], or the number of days since 1970.
+pub(crate) fn run_seed() -> u64 {
+    let configured_seed = std::env::var(TEST_SEED_VARIABLE)
         .ok()
         .and_then(|text| text.parse().ok());
-    given.unwrap_or_else(|| {
+    configured_seed.unwrap_or_else(|| {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         now.map_or(0, |time| time.as_secs() / (24 * 60 * 60))
     })
 }
 
-/// Returns the environment variables for all tests. A variable that the caller has set keeps its
-/// value.
+/// Returns the environment variables for all tests, except those that the caller has already set.
 pub(crate) fn test_variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
-    let usual = [PROPTEST_SEED, FUZZ_INPUTS];
-    let unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
-    let mut all: Vec<(&'static str, String)> = usual
+    let default_variables = [PROPTEST_SEED_VARIABLE, FUZZ_INPUTS_VARIABLE];
+    let is_unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
+    let mut variables: Vec<(&'static str, String)> = default_variables
         .into_iter()
-        .filter(unset)
+        .filter(is_unset)
         .map(|(name, value)| (name, value.to_string()))
         .collect();
-    all.push(("SEMPA_PREFIX", prefix.to_string()));
-    all.push((SEED_ENV, seed.to_string()));
-    all
+    variables.push(("SEMPA_PREFIX", prefix.to_string()));
+    variables.push((TEST_SEED_VARIABLE, seed.to_string()));
+    variables
 }
 
-/// Returns the tests of the system tier that this machine cannot run. Prints their number for each
-/// binary and reason.
+/// Returns the tests of the system tier that this machine cannot run. Prints the number of these
+/// tests for each binary and reason.
 pub(crate) fn skipped_tests(tests: &[Test], skips: &mut SkipDecider) -> Vec<Test> {
     let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
     let mut skipped = Vec::new();
-    for test in tests.iter().filter(|test| test.ignored) {
-        if let Some(reason) = skips.reason(&test.binary, &test.name) {
+    for test in tests.iter().filter(|test| test.is_ignored) {
+        if let Some(reason) = skips.skip_reason(&test.binary, &test.name) {
             *reasons.entry((&test.binary, reason)).or_default() += 1;
             skipped.push(test.clone());
         }
     }
-    for ((binary, reason), count) in reasons {
-        println!("skipped: {count} tests of {binary}: {reason}");
+    for ((binary, reason), test_count) in reasons {
+        println!("skipped: {test_count} tests of {binary}: {reason}");
     }
     skipped
 }
 
-/// Tests the examples in the documentation, which nextest does not run.
+/// Tests the examples in the documentation, because nextest does not run them.
 fn run_doc_tests(profile: &str) -> Result<TestCounts> {
-    let words = ["test", "--locked", "--doc", "--workspace"];
-    let done = install::cargo(&words)?
+    let arguments = ["test", "--locked", "--doc", "--workspace"];
+    let cargo_output = install::cargo_command(&arguments)?
         .args(["--profile", profile])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()?;
-    let text = String::from_utf8_lossy(&done.stdout);
-    let mut counts = runner::sum_results(&text);
-    if !done.status.success() {
-        print!("{text}");
+    let cargo_stdout = String::from_utf8_lossy(&cargo_output.stdout);
+    let mut counts = runner::sum_results(&cargo_stdout);
+    if !cargo_output.status.success() {
+        print!("{cargo_stdout}");
         counts.failed = counts.failed.max(1);
     }
     Ok(counts)
 }
 
-/// True if a component of the toolchain is installed.
+/// True if the subcommand `component` of cargo is installed.
 fn has_component(component: &str) -> bool {
     Command::new("cargo")
         .args([component, "--version"])
         .output()
-        .is_ok_and(|done| done.status.success())
+        .is_ok_and(|cargo_output| cargo_output.status.success())
 }
 
 /// Checks the sources without a build. Returns the names of the failed checks.
@@ -189,14 +193,14 @@ fn has_component(component: &str) -> bool {
 /// # Errors
 /// A source file cannot be read.
 fn check_sources() -> Result<Vec<&'static str>> {
-    let mut failed = Vec::new();
+    let mut failed_checks = Vec::new();
     if !check_format() {
-        failed.push("format");
+        failed_checks.push("format");
     }
-    if !tidy::run()? {
-        failed.push("tidy");
+    if !tidy::run_checks()? {
+        failed_checks.push("tidy");
     }
-    Ok(failed)
+    Ok(failed_checks)
 }
 
 /// Checks the code with clippy, its documentation with rustdoc, and its dependencies with
@@ -208,14 +212,14 @@ fn check_sources() -> Result<Vec<&'static str>> {
 /// # Errors
 /// Cargo cannot be started.
 fn check_code(profile: &str) -> Result<Vec<&'static str>> {
-    let mut failed = Vec::new();
+    let mut failed_checks = Vec::new();
     if !has_component("clippy") {
         println!("test: clippy is not installed: the lints are not checked");
     } else if !check_lints(profile)? {
-        failed.push("clippy");
+        failed_checks.push("clippy");
     }
     if !check_documentation(profile)? {
-        failed.push("rustdoc");
+        failed_checks.push("rustdoc");
     }
     if !has_component("deny") {
         println!(
@@ -223,9 +227,9 @@ fn check_code(profile: &str) -> Result<Vec<&'static str>> {
              install it with cargo install --locked cargo-deny"
         );
     } else if !check_dependencies()? {
-        failed.push("deny");
+        failed_checks.push("deny");
     }
-    Ok(failed)
+    Ok(failed_checks)
 }
 
 /// Returns the names of the failed checks in parentheses, for the last line of the run; empty if no
@@ -238,31 +242,32 @@ fn describe_failed_checks(names: &[&str]) -> String {
     }
 }
 
-/// Checks the format of the sources. Returns true if it is correct, or if rustfmt is not installed.
+/// Checks the format of the sources. Returns true if the format is correct, or if rustfmt is not
+/// installed.
 fn check_format() -> bool {
     if !has_component("fmt") {
         println!("test: rustfmt is not installed: the format is not checked");
         return true;
     }
-    let checked = install::cargo(&["fmt", "--all", "--check"])
+    let fmt_status = install::cargo_command(&["fmt", "--all", "--check"])
         .and_then(|mut command| Ok(command.stdin(Stdio::null()).status()?));
-    let good = checked.is_ok_and(|status| status.success());
-    if !good {
+    let is_formatted = fmt_status.is_ok_and(|status| status.success());
+    if !is_formatted {
         println!("test: THE FORMAT IS WRONG: run cargo fmt --all");
     }
-    good
+    is_formatted
 }
 
 /// Checks the workspace with clippy. Returns true if there are no findings.
 fn check_lints(profile: &str) -> Result<bool> {
-    let words = [
+    let arguments = [
         "clippy",
         "--locked",
         "--workspace",
         "--all-targets",
         "--quiet",
     ];
-    let mut command = install::cargo(&words)?;
+    let mut command = install::cargo_command(&arguments)?;
     command.args(["--profile", profile, "--", "--deny", "warnings"]);
     run_check("clippy", command)
 }
@@ -270,7 +275,7 @@ fn check_lints(profile: &str) -> Result<bool> {
 /// Builds the documentation of all items, including private ones. Returns true if rustdoc has no
 /// warnings.
 fn check_documentation(profile: &str) -> Result<bool> {
-    let words = [
+    let arguments = [
         "doc",
         "--locked",
         "--workspace",
@@ -278,7 +283,7 @@ fn check_documentation(profile: &str) -> Result<bool> {
         "--document-private-items",
         "--quiet",
     ];
-    let mut command = install::cargo(&words)?;
+    let mut command = install::cargo_command(&arguments)?;
     command
         .args(["--profile", profile])
         .env("RUSTDOCFLAGS", "--deny warnings");
@@ -286,31 +291,35 @@ fn check_documentation(profile: &str) -> Result<bool> {
 }
 
 /// Checks licences, sources and known faults of the dependencies (`deny.toml`). Returns true if
-/// there are no errors.
+/// cargo-deny reports no errors.
 fn check_dependencies() -> Result<bool> {
     run_check(
         "cargo-deny",
-        install::cargo(&["deny", "--locked", "check"])?,
+        install::cargo_command(&["deny", "--locked", "check"])?,
     )
 }
 
-/// Runs a check and prints its outcome with its duration. Returns true if it succeeds.
+/// Runs a check; prints whether it has succeeded, and its duration. Returns true if it has
+/// succeeded.
 fn run_check(name: &str, mut command: Command) -> Result<bool> {
-    let begun = Instant::now();
-    let good = command.stdin(Stdio::null()).status()?.success();
+    let start = Instant::now();
+    let succeeded = command.stdin(Stdio::null()).status()?.success();
     println!(
         "test: {name} {} in {} s",
-        if good { "found nothing" } else { "COMPLAINS" },
-        begun.elapsed().as_secs()
+        if succeeded {
+            "found nothing"
+        } else {
+            "COMPLAINS"
+        },
+        start.elapsed().as_secs()
     );
-    Ok(good)
+    Ok(succeeded)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The last line of a run names each failed check.
     #[test]
     fn failed_checks_are_named() {
         assert_eq!(describe_failed_checks(&[]), "");

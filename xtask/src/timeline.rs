@@ -8,30 +8,30 @@ use sempa_tests::vm::EventEntry;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What happened to the guests of one host after one login. All times with the unit `ms` are
-/// milliseconds after the login record.
+/// The events that concern the guests of one host after one login. All fields with the suffix `_ms`
+/// are milliseconds after the login record.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Timeline {
     /// The name of the owner's host.
     pub(crate) host: String,
     /// Time of the login record, in microseconds since 1970.
     pub(crate) login_at_us: u64,
-    /// The load watcher's reason why the owner is present.
+    /// The reason, as reported by the load watcher, why the owner is present.
     pub(crate) why: String,
-    /// Time at which the load watcher detected the login.
+    /// Time at which the load watcher detected the login; `None` if unknown.
     pub(crate) login_seen_ms: Option<f64>,
-    /// Time at which the last guest had stopped.
+    /// Time at which all guests had stopped; `None` if the event log does not contain it.
     pub(crate) guests_stopped_ms: Option<f64>,
-    /// The migrations of guests off the host.
+    /// The completed migrations of guests off the host.
     pub(crate) moves: Vec<GuestMigration>,
-    /// Time at which no guest was left on the host.
+    /// Time at which the last guest had left the host; `None` if guests remained.
     pub(crate) host_clean_ms: Option<f64>,
-    /// Migrations that have failed, each with the reason.
+    /// Descriptions of the migrations that have failed, from the event log.
     pub(crate) failures: Vec<String>,
 }
 
-/// The migration of one task. All times are milliseconds after the login record, except for
-/// `frozen_ms`.
+/// The migration of one task. All fields with the suffix `_ms` except `frozen_ms` are milliseconds
+/// after the login record; `None` if the event log does not contain the step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct GuestMigration {
     pub(crate) tid: String,
@@ -49,36 +49,37 @@ pub(crate) struct GuestMigration {
     pub(crate) transferred_ms: Option<f64>,
     /// Time at which the task ran again.
     pub(crate) running_ms: Option<f64>,
-    /// Milliseconds from the task's disconnection from its daemon until the task ran again.
+    /// Duration in milliseconds from the task's disconnection from its daemon until the task ran
+    /// again.
     pub(crate) frozen_ms: Option<f64>,
 }
 
 impl Timeline {
-    /// Returns the timeline of the first login on the host `index`; `None` if the event log has no
-    /// login there. `names` are the host names by index.
+    /// Returns the timeline of the first login on the host `host_index`; `None` if the event log
+    /// contains no login on this host. `names` are the host names by index.
     pub(crate) fn from_events(
-        index: u16,
+        host_index: u16,
         names: &BTreeMap<u16, String>,
         events: &[EventEntry],
-    ) -> Option<Timeline> {
-        let name = |index: u16| {
+    ) -> Option<Self> {
+        let host_name = |host_index: u16| {
             names
-                .get(&index)
+                .get(&host_index)
                 .cloned()
-                .unwrap_or_else(|| format!("host {index}"))
+                .unwrap_or_else(|| format!("host {host_index}"))
         };
-        let (since, seen, why) = first_login(index, events)?;
-        let after = |at_us: u64| Some((at_us as f64 - since as f64) / 1000.0);
-        let mut line = Timeline {
-            host: name(index),
-            login_at_us: since,
+        let (login_us, detected_at_us, why) = find_first_login(host_index, events)?;
+        let ms_after_login = |at_us: u64| Some((at_us as f64 - login_us as f64) / 1000.0);
+        let mut timeline = Self {
+            host: host_name(host_index),
+            login_at_us: login_us,
             why,
-            login_seen_ms: after(seen),
-            ..Timeline::default()
+            login_seen_ms: ms_after_login(detected_at_us),
+            ..Self::default()
         };
-        let mut journeys: Vec<(u64, GuestMigration)> = Vec::new();
-        for entry in events.iter().filter(|entry| entry.at_us >= since) {
-            let at = after(entry.at_us);
+        let mut migrations: Vec<(u64, GuestMigration)> = Vec::new();
+        for entry in events.iter().filter(|entry| entry.at_us >= login_us) {
+            let at_ms = ms_after_login(entry.at_us);
             match &entry.kind {
                 EventKind::MigrationStep {
                     id,
@@ -87,13 +88,13 @@ impl Timeline {
                     to,
                     step,
                     bytes,
-                } if from.index() == index => {
-                    let route = (name(from.index()), name(to.index()));
-                    let journey = journey_of(&mut journeys, id.0, *tid, route);
+                } if from.index() == host_index => {
+                    let host_names = (host_name(from.index()), host_name(to.index()));
+                    let migration = find_or_add_migration(&mut migrations, id.0, *tid, host_names);
                     match step {
-                        Step::Stop => journey.stopped_ms = at,
-                        Step::Dump => (journey.dumped_ms, journey.bytes) = (at, *bytes),
-                        Step::Transfer => journey.transferred_ms = at,
+                        Step::Stop => migration.stopped_ms = at_ms,
+                        Step::Dump => (migration.dumped_ms, migration.bytes) = (at_ms, *bytes),
+                        Step::Transfer => migration.transferred_ms = at_ms,
                         _ => {}
                     }
                 }
@@ -103,70 +104,73 @@ impl Timeline {
                     bytes,
                     frozen,
                     ..
-                } if from.index() == index => {
-                    if let Some((_, journey)) =
-                        journeys.iter_mut().find(|(number, _)| *number == id.0)
+                } if from.index() == host_index => {
+                    if let Some((_, migration)) = migrations
+                        .iter_mut()
+                        .find(|(migration_id, _)| *migration_id == id.0)
                     {
-                        (journey.running_ms, journey.bytes) = (at, *bytes);
-                        journey.frozen_ms = Some(frozen.0 as f64 / 1000.0);
+                        (migration.running_ms, migration.bytes) = (at_ms, *bytes);
+                        migration.frozen_ms = Some(frozen.0 as f64 / 1000.0);
                     }
                 }
                 EventKind::GuestsPaused { host, .. }
-                    if host.index() == index && line.guests_stopped_ms.is_none() =>
+                    if host.index() == host_index && timeline.guests_stopped_ms.is_none() =>
                 {
-                    line.guests_stopped_ms = at;
+                    timeline.guests_stopped_ms = at_ms;
                 }
-                EventKind::MigrationFailed { from, .. } if from.index() == index => {
-                    line.failures.push(entry.text.clone())
+                EventKind::MigrationFailed { from, .. } if from.index() == host_index => {
+                    timeline.failures.push(entry.text.clone())
                 }
                 EventKind::HostVacated { host }
-                    if host.index() == index && line.host_clean_ms.is_none() =>
+                    if host.index() == host_index && timeline.host_clean_ms.is_none() =>
                 {
-                    line.host_clean_ms = at;
+                    timeline.host_clean_ms = at_ms;
                 }
                 _ => {}
             }
         }
-        line.moves = journeys
+        timeline.moves = migrations
             .into_iter()
-            .map(|(_, journey)| journey)
-            .filter(|one| one.running_ms.is_some())
+            .map(|(_, migration)| migration)
+            .filter(|completed| completed.running_ms.is_some())
             .collect();
-        // If there was no directive for the whole host, each task was stopped by its own migration.
-        let by_moves = || {
-            line.moves
+        // Without a directive for the whole host, each task was stopped by its own migration.
+        let last_stop_ms = || {
+            timeline
+                .moves
                 .iter()
-                .filter_map(|one| one.stopped_ms)
+                .filter_map(|completed| completed.stopped_ms)
                 .reduce(f64::max)
         };
-        line.guests_stopped_ms = line.guests_stopped_ms.or_else(by_moves);
-        Some(line)
+        timeline.guests_stopped_ms = timeline.guests_stopped_ms.or_else(last_stop_ms);
+        Some(timeline)
     }
 
-    /// Returns the parts that are missing in the timeline; empty if it is complete.
-    pub(crate) fn missing_parts(&self) -> Vec<String> {
-        let mut lacks = Vec::new();
+    /// Returns a description of each event that is missing in the timeline; empty if the timeline
+    /// is complete.
+    pub(crate) fn missing_events(&self) -> Vec<String> {
+        let mut missing = Vec::new();
         if self.moves.is_empty() {
-            lacks.push(format!("no guest of {} has migrated", self.host));
+            missing.push(format!("no guest of {} has migrated", self.host));
         }
-        for journey in &self.moves {
+        for migration in &self.moves {
             let steps = [
-                journey.stopped_ms,
-                journey.dumped_ms,
-                journey.transferred_ms,
-                journey.running_ms,
+                migration.stopped_ms,
+                migration.dumped_ms,
+                migration.transferred_ms,
+                migration.running_ms,
             ];
             if steps.iter().any(Option::is_none) {
-                lacks.push(format!(
-                    "steps of {} are missing in the event log: {journey:?}",
-                    journey.tid
+                missing.push(format!(
+                    "steps of {} are missing in the event log: {migration:?}",
+                    migration.tid
                 ));
             }
         }
         if self.host_clean_ms.is_none() {
-            lacks.push(format!("{} was never clean", self.host));
+            missing.push(format!("{} was never clean", self.host));
         }
-        lacks
+        missing
     }
 
     /// Prints the timeline as a table.
@@ -175,35 +179,39 @@ impl Timeline {
             "\nWhat happened on {} ({}), in ms since the login:\n",
             self.host, self.why
         );
-        let row = |at: Option<f64>, what: &str| match at {
-            Some(at) => println!("  {at:>9.1}  {what}"),
-            None => println!("          -  {what}"),
+        let print_row = |at_ms: Option<f64>, description: &str| match at_ms {
+            Some(at_ms) => println!("  {at_ms:>9.1}  {description}"),
+            None => println!("          -  {description}"),
         };
-        row(Some(0.0), "login record written by sshd");
-        row(self.login_seen_ms, "login seen by the load watcher");
+        print_row(Some(0.0), "login record written by sshd");
+        print_row(self.login_seen_ms, "login seen by the load watcher");
         let mut rows: Vec<(Option<f64>, String)> = Vec::new();
-        for one in &self.moves {
-            let way = format!("{} {} -> {}", one.tid, one.from, one.to);
-            rows.push((one.stopped_ms, format!("{way}  stopped")));
+        for migration in &self.moves {
+            let task_and_hosts =
+                format!("{} {} -> {}", migration.tid, migration.from, migration.to);
+            rows.push((migration.stopped_ms, format!("{task_and_hosts}  stopped")));
             rows.push((
-                one.dumped_ms,
-                format!("{way}  dumped, {:.1} MiB", one.bytes as f64 / 1_048_576.0),
+                migration.dumped_ms,
+                format!(
+                    "{task_and_hosts}  dumped, {:.1} MiB",
+                    migration.bytes as f64 / 1_048_576.0
+                ),
             ));
             rows.push((
-                one.transferred_ms,
-                format!("{way}  transferred and verified"),
+                migration.transferred_ms,
+                format!("{task_and_hosts}  transferred and verified"),
             ));
-            let frozen = one.frozen_ms.unwrap_or_default();
+            let frozen_ms = migration.frozen_ms.unwrap_or_default();
             rows.push((
-                one.running_ms,
-                format!("{way}  running again, frozen {frozen:.1} ms"),
+                migration.running_ms,
+                format!("{task_and_hosts}  running again, frozen {frozen_ms:.1} ms"),
             ));
         }
         rows.push((self.guests_stopped_ms, "all guests stopped".to_string()));
         rows.push((self.host_clean_ms, format!("{} is clean", self.host)));
         rows.sort_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(std::cmp::Ordering::Equal));
-        for (at, what) in rows {
-            row(at, &what);
+        for (at_ms, description) in rows {
+            print_row(at_ms, &description);
         }
         for failure in &self.failures {
             println!("             {failure}");
@@ -212,39 +220,43 @@ impl Timeline {
     }
 }
 
-/// Returns the first login on the host `index`: its time, the time of its detection, and the reason
-/// for which the owner counts as present.
-fn first_login(index: u16, events: &[EventEntry]) -> Option<(u64, u64, String)> {
+/// Returns the first login on the host `host_index`: the time of the login and the time of its
+/// detection, in microseconds since 1970, and the reason for which the owner counts as present.
+/// `None` if there is no login.
+fn find_first_login(host_index: u16, events: &[EventEntry]) -> Option<(u64, u64, String)> {
     events.iter().find_map(|entry| match &entry.kind {
         EventKind::OwnerPresent {
             host,
             since,
-            detected_at: seen,
+            detected_at: detection_time,
             why,
-        } if host.index() == index => Some((since.0, seen.0, why.clone())),
+        } if host.index() == host_index => Some((since.0, detection_time.0, why.clone())),
         _ => None,
     })
 }
 
-/// Returns the migration with the number `id`. Adds it if it is not in the list.
-fn journey_of(
-    journeys: &mut Vec<(u64, GuestMigration)>,
+/// Returns the migration with the number `id` from the list, with the task's tid and the names of
+/// its hosts. If the list does not contain it, it is added.
+fn find_or_add_migration(
+    migrations: &mut Vec<(u64, GuestMigration)>,
     id: u64,
     tid: Tid,
-    (from, to): (String, String),
+    (source_name, target_name): (String, String),
 ) -> &mut GuestMigration {
-    let found = journeys.iter().position(|(number, _)| *number == id);
-    let at_index = found.unwrap_or_else(|| {
+    let position = migrations
+        .iter()
+        .position(|(migration_id, _)| *migration_id == id);
+    let index = position.unwrap_or_else(|| {
         let migration = GuestMigration {
             tid: tid.to_string(),
-            from,
-            to,
+            from: source_name,
+            to: target_name,
             ..GuestMigration::default()
         };
-        journeys.push((id, migration));
-        journeys.len() - 1
+        migrations.push((id, migration));
+        migrations.len() - 1
     });
-    &mut journeys[at_index].1
+    &mut migrations[index].1
 }
 
 #[cfg(test)]
@@ -266,18 +278,18 @@ mod tests {
     #[test]
     fn timeline_is_made_from_events() {
         let (h1, h2) = (HostId::MASTER, HostId::new(2).expect("an index"));
-        let (id, tid) = (MigrationId(7), Tid::task(h2, 1).expect("a tid"));
-        let step = |step, bytes| EventKind::MigrationStep {
+        let (id, tid) = (MigrationId(7), Tid::for_task(h2, 1).expect("a tid"));
+        let migration_step = |migration_step, bytes| EventKind::MigrationStep {
             id,
             tid,
             from: h2,
             to: h1,
-            step,
+            step: migration_step,
             bytes,
         };
         let cause = MigrationCause::Owner { why: "x".into() };
         let events = [
-            entry(500, step(Step::Stop, 0)),
+            entry(500, migration_step(Step::Stop, 0)),
             entry(
                 1_003_000,
                 EventKind::OwnerPresent {
@@ -287,9 +299,9 @@ mod tests {
                     why: "x".into(),
                 },
             ),
-            entry(1_010_000, step(Step::Stop, 0)),
-            entry(1_020_000, step(Step::Dump, 5)),
-            entry(1_030_000, step(Step::Transfer, 5)),
+            entry(1_010_000, migration_step(Step::Stop, 0)),
+            entry(1_020_000, migration_step(Step::Dump, 5)),
+            entry(1_030_000, migration_step(Step::Transfer, 5)),
             entry(
                 1_040_000,
                 EventKind::Migrated {
@@ -307,21 +319,21 @@ mod tests {
             entry(1_041_000, EventKind::HostVacated { host: h2 }),
         ];
         let names = BTreeMap::from([(1, "h1".to_string()), (2, "h2".to_string())]);
-        let line = Timeline::from_events(2, &names, &events).expect("a login");
-        assert_eq!(line.missing_parts(), Vec::<String>::new());
+        let timeline = Timeline::from_events(2, &names, &events).expect("a login");
+        assert_eq!(timeline.missing_events(), Vec::<String>::new());
         assert_eq!(
             (
-                line.login_seen_ms,
-                line.guests_stopped_ms,
-                line.host_clean_ms
+                timeline.login_seen_ms,
+                timeline.guests_stopped_ms,
+                timeline.host_clean_ms
             ),
             (Some(2.0), Some(10.0), Some(41.0))
         );
         assert_eq!(
             (
-                line.moves[0].running_ms,
-                line.moves[0].frozen_ms,
-                line.moves[0].bytes
+                timeline.moves[0].running_ms,
+                timeline.moves[0].frozen_ms,
+                timeline.moves[0].bytes
             ),
             (Some(40.0), Some(30.5), 5)
         );
@@ -329,7 +341,7 @@ mod tests {
         assert!(
             !Timeline::from_events(2, &names, &events[..3])
                 .expect("a login")
-                .missing_parts()
+                .missing_events()
                 .is_empty()
         );
     }

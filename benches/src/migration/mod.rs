@@ -3,15 +3,15 @@
 //!
 //! Five methods of migration are compared:
 //!
-//! - bare CRIU, stop-and-copy: the process is dumped to memory, the images are copied, and the
+//! - CRIU alone, stop-and-copy: the process is dumped to memory, the images are copied, and the
 //!   process is restored;
-//! - bare CRIU, post-copy;
-//! - our system with pre-copy and post-copy;
-//! - our system without pre-copy;
-//! - our system without post-copy: all memory is sent with the images.
+//! - CRIU alone, post-copy;
+//! - Sempa with pre-copy and post-copy;
+//! - Sempa without pre-copy;
+//! - Sempa without post-copy: all memory is sent with the images.
 //!
-//! The hosts of all methods are up at the same time and the methods take turns, so that other load
-//! on the machine affects all methods equally.
+//! The hosts of all methods run at the same time and the methods are measured alternately, so that
+//! other load on the machine affects all methods equally.
 
 mod bare;
 
@@ -23,77 +23,77 @@ use bare::{PostCopy, StopAndCopy};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::run::wait_for;
-use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::vm::{EventEntry, VmSettings};
 use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Memory of the tasks in MiB.
-const SIZES: [u32; 4] = [16, 128, 512, 2048];
-/// Memory of the tasks in a quick run, in MiB.
-const SIZES_QUICK: [u32; 2] = [16, 128];
+/// Sizes of the tasks' memory in MiB.
+const SIZES_MIB: [u32; 4] = [16, 128, 512, 2048];
+/// Sizes of the tasks' memory in a quick run, in MiB.
+const QUICK_SIZES_MIB: [u32; 2] = [16, 128];
 /// Number of repetitions in a full run.
-const REPETITIONS_FULL: usize = 7;
+const FULL_REPETITION_COUNT: usize = 7;
 /// Number of repetitions for large tasks, and in quick runs.
-const REPETITIONS_FEW: usize = 3;
-/// Minimum memory of a large task in MiB.
-const LARGE_MIB: u32 = 1024;
-/// Goal: maximum difference between our freeze time and that of bare CRIU, in milliseconds.
+const REDUCED_REPETITION_COUNT: usize = 3;
+/// A task with at least this memory, in MiB, is large.
+const LARGE_TASK_MIB_MIN: u32 = 1024;
+/// Goal: maximum difference between the freeze times of Sempa and of CRIU alone, in milliseconds.
 const FREEZE_DIFFERENCE_MAX_MS: f64 = 30.0;
 /// Time limit for one step of a migration.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
-/// Environment variable and value that disable pre-copy.
-const NO_PRE_COPY: (&str, &str) = ("SEMPA_PRE_COPY", "never");
-/// Environment variable and value that disable post-copy.
-const NO_POST_COPY: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// Environment variable with the limit of the transfer rate of migrations, in bytes per second.
-const RATE_VARIABLE: &str = "SEMPA_MOVE_RATE";
-/// Names of the compared methods, in the order in which they are measured.
-const METHODS: [&str; 5] = [
+/// Name and value of the environment variable that disables pre-copy.
+const NO_PRE_COPY_ENV: (&str, &str) = ("SEMPA_PRE_COPY", "never");
+/// Name and value of the environment variable that disables post-copy.
+const NO_POST_COPY_ENV: (&str, &str) = ("SEMPA_POST_COPY", "never");
+/// Environment variable that limits the transfer rate of migrations, in bytes per second.
+const RATE_LIMIT_ENV: &str = "SEMPA_MOVE_RATE";
+/// Names of the compared methods. Repetition `n` starts with method `n`.
+const METHOD_NAMES: [&str; 5] = [
     "bare CRIU",
     "bare CRIU, memory follows",
     "ours",
     "ours, nothing ahead",
     "ours, at once",
 ];
-/// Folder for the images of bare CRIU on its hosts. Like the image folder of the daemons, it is in
-/// memory.
+/// Folder for the images of CRIU alone, on its hosts. The folder is in memory, as the image folder
+/// of the daemons is.
 const IMAGE_FOLDER: &str = "/tmp/bare";
 
 /// Settings of `bench migrate`.
 #[derive(Clone, Debug)]
 pub struct MigrationSettings {
-    /// Folder in which our programs are installed.
+    /// Folder in which the programs of Sempa are installed.
     pub prefix: PathBuf,
-    /// True if the programs were built from these sources for this run.
-    pub own_build: bool,
-    /// Uses small tasks and fewer repetitions.
-    pub quick: bool,
-    /// Memory of the tasks in MiB. If empty, the defaults are used.
-    pub sizes: Vec<u32>,
-    /// Number of repetitions; `None` for the default.
-    pub repetitions: Option<usize>,
-    /// Limit of the transfer rate of our migrations, in bytes per second.
-    pub rate: Option<u64>,
+    /// True if the programs were built for this run.
+    pub is_own_build: bool,
+    /// True if the run has only small tasks and fewer repetitions.
+    pub is_quick: bool,
+    /// Sizes of the tasks' memory in MiB. If empty, the default sizes are used.
+    pub sizes_mib: Vec<u32>,
+    /// Number of repetitions; `None` for the default number.
+    pub repetition_count: Option<usize>,
+    /// Limit of the transfer rate of Sempa's migrations, in bytes per second; `None` for no limit.
+    pub bytes_per_second_max: Option<u64>,
     /// Folder to which the table, the JSON file and the plot are written.
-    pub results: PathBuf,
+    pub results_folder: PathBuf,
 }
 
-/// The times and the size of one migration.
+/// The times of one migration, and the size of its images.
 #[derive(Clone, Debug, Serialize)]
 struct MigrationTimes {
     /// Time for which the task did not run, by the task's own clock.
     freeze_ms: f64,
-    /// Time from the command until the task ran again.
+    /// Time from the start of the command until the task ran again.
     total_ms: f64,
-    /// Time from the command until all memory had arrived.
+    /// Time from the start of the command until all memory had arrived.
     arrived_ms: f64,
-    /// Size of the images in bytes.
+    /// Total size of the images in bytes.
     bytes: u64,
-    /// Names of the steps in order, each with its duration in milliseconds. The last step ends when
-    /// the task runs.
+    /// The steps in order: name, and duration in milliseconds. The last step ends when the task
+    /// runs.
     steps: Vec<(String, f64)>,
 }
 
@@ -102,12 +102,12 @@ struct MigrationTimes {
 struct SizeResult {
     mib: u32,
     bare: Vec<MigrationTimes>,
-    /// Migrations by bare CRIU with post-copy.
+    /// Migrations by CRIU alone with post-copy.
     bare_follows: Vec<MigrationTimes>,
     ours: Vec<MigrationTimes>,
-    /// Migrations by our system without pre-copy.
+    /// Migrations by Sempa without pre-copy.
     not_ahead: Vec<MigrationTimes>,
-    /// Migrations by our system without post-copy.
+    /// Migrations by Sempa without post-copy.
     at_once: Vec<MigrationTimes>,
 }
 
@@ -115,7 +115,7 @@ struct SizeResult {
 struct Results {
     machine: MachineInfo,
     goal_ms: f64,
-    /// Limit of the transfer rate of our migrations, in bytes per second.
+    /// Limit of the transfer rate of Sempa's migrations, in bytes per second; `None` for no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     rate: Option<u64>,
     sizes: Vec<SizeResult>,
@@ -124,227 +124,250 @@ struct Results {
 /// Runs the measurement and prints a table. Writes the table, JSON and a plot after each size.
 /// Returns true if the medians meet the goal.
 pub fn bench_migrations(settings: &MigrationSettings) -> Result<bool> {
-    if let Some(missing) = requirements::lacks() {
-        bail!("bench migrate: {missing}");
+    if let Some(unmet_requirement) = requirements::unmet_requirement() {
+        bail!("bench migrate: {unmet_requirement}");
     }
     let engine =
-        requirements::engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
-    let usual = if settings.quick {
-        &SIZES_QUICK[..]
+        requirements::find_engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
+    let default_sizes_mib = if settings.is_quick {
+        &QUICK_SIZES_MIB[..]
     } else {
-        &SIZES[..]
+        &SIZES_MIB[..]
     };
-    let sizes = if settings.sizes.is_empty() {
-        usual.to_vec()
+    let sizes_mib = if settings.sizes_mib.is_empty() {
+        default_sizes_mib.to_vec()
     } else {
-        settings.sizes.clone()
+        settings.sizes_mib.clone()
     };
-    let few = |mib: u32| {
-        if mib >= LARGE_MIB || settings.quick {
-            REPETITIONS_FEW
+    let default_repetition_count = |mib: u32| {
+        if mib >= LARGE_TASK_MIB_MIN || settings.is_quick {
+            REDUCED_REPETITION_COUNT
         } else {
-            REPETITIONS_FULL
+            FULL_REPETITION_COUNT
         }
     };
-    fs::create_dir_all(&settings.results)
-        .with_context(|| settings.results.display().to_string())?;
-    let rate = settings.rate.map(|rate| rate.to_string());
-    let rate = rate.as_deref().map(|rate| (RATE_VARIABLE, rate));
-    let envs = [None, Some(NO_PRE_COPY), Some(NO_POST_COPY)]
-        .map(|less| rate.into_iter().chain(less).collect::<Vec<_>>());
-    let hosts = [bare::BARE_HOSTS.into_iter().max().unwrap_or(2), 2, 2];
-    let beds = hosts
+    fs::create_dir_all(&settings.results_folder)
+        .with_context(|| settings.results_folder.display().to_string())?;
+    let rate = settings.bytes_per_second_max.map(|rate| rate.to_string());
+    let rate = rate.as_deref().map(|rate| (RATE_LIMIT_ENV, rate));
+    let envs = [None, Some(NO_PRE_COPY_ENV), Some(NO_POST_COPY_ENV)]
+        .map(|feature_env| rate.into_iter().chain(feature_env).collect::<Vec<_>>());
+    let host_counts = [bare::BARE_HOST_NUMBERS.into_iter().max().unwrap_or(2), 2, 2];
+    let testbeds = host_counts
         .iter()
         .zip(&envs)
-        .map(|(hosts, env)| Testbed::with_env(*hosts, Some(&settings.prefix), env));
-    let beds = beds.collect::<Result<Vec<Testbed>>>()?;
-    let vms = beds.iter().zip(&envs).map(|(bed, env)| start_vm(bed, env));
+        .map(|(host_counts, env)| Testbed::with_env(*host_counts, Some(&settings.prefix), env));
+    let testbeds = testbeds.collect::<Result<Vec<Testbed>>>()?;
+    let vms = testbeds
+        .iter()
+        .zip(&envs)
+        .map(|(testbed, env)| start_vm(testbed, env));
     let vms = vms.collect::<Result<Vec<Vm<'_>>>>()?;
-    let logs = |_: &_| vms.iter().for_each(|vm| eprintln!("{}", vm.logs()));
-    let mut machine = MachineInfo::describe(
-        settings.own_build,
-        settings.repetitions.unwrap_or(few(0)),
-        settings.quick,
+    let print_logs = |_: &_| {
+        vms.iter()
+            .for_each(|vm| eprintln!("{}", vm.events_and_logs()))
+    };
+    let mut machine = MachineInfo::collect(
+        settings.is_own_build,
+        settings
+            .repetition_count
+            .unwrap_or(default_repetition_count(0)),
+        settings.is_quick,
     );
-    let (mut all, mut good) = (Vec::new(), false);
-    for mib in sizes {
-        let times = settings.repetitions.unwrap_or(few(mib));
-        all.push(measure_size(&vms, &engine, mib, times).inspect_err(logs)?);
-        machine.update_load();
-        let (text, met) = table(&all);
+    let (mut size_results, mut meets_goal) = (Vec::new(), false);
+    for mib in sizes_mib {
+        let repetition_count = settings
+            .repetition_count
+            .unwrap_or(default_repetition_count(mib));
+        size_results
+            .push(measure_size(&vms, &engine, mib, repetition_count).inspect_err(print_logs)?);
+        machine.update_load_after();
+        let (text, table_meets_goal) = format_table(&size_results);
         let results = Results {
             machine: machine.clone(),
             goal_ms: FREEZE_DIFFERENCE_MAX_MS,
-            rate: settings.rate,
-            sizes: all.clone(),
+            rate: settings.bytes_per_second_max,
+            sizes: size_results.clone(),
         };
-        write_results(&settings.results, &results, &text)?;
-        good = met;
+        write_results(&settings.results_folder, &results, &text)?;
+        meets_goal = table_meets_goal;
         println!("{text}");
     }
-    vms.iter().try_for_each(Vm::halt)?;
-    println!("written: {}", settings.results.display());
-    Ok(good)
+    vms.iter().try_for_each(Vm::halt_and_wait)?;
+    println!("written: {}", settings.results_folder.display());
+    Ok(meets_goal)
 }
 
-/// Starts a virtual machine of two hosts and compiles the measured program there.
-fn start_vm<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
+/// Starts a virtual machine of two hosts and compiles the measured program on it.
+fn start_vm<'a>(testbed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     let env = env
         .iter()
         .map(|(name, value)| (name.to_string(), value.to_string()))
         .collect();
     let vm = Vm::start(
-        bed,
-        Settings {
+        testbed,
+        VmSettings {
             env,
-            ..Settings::default()
+            ..VmSettings::default()
         },
     )?;
-    vm.add(&["h2"])?;
+    vm.add_hosts(&["h2"])?;
     vm.compile_program("memory")?;
     Ok(vm)
 }
 
 /// Measures the migrations of tasks of one size. The first of `vms` has the default settings, and
-/// its testbed also has the hosts for bare CRIU; the second one runs without pre-copy, the third
-/// one without post-copy.
-fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<SizeResult> {
-    let mut bare = StopAndCopy::start(&vms[0], engine, mib)?;
-    let mut followed = PostCopy::start(&vms[0], engine, mib)?;
+/// its testbed also has the hosts for CRIU alone. The second virtual machine runs without pre-copy,
+/// the third without post-copy.
+fn measure_size(
+    vms: &[Vm<'_>],
+    engine: &Path,
+    mib: u32,
+    repetition_count: usize,
+) -> Result<SizeResult> {
+    let mut stop_and_copy = StopAndCopy::start_process(&vms[0], engine, mib)?;
+    let mut post_copy = PostCopy::start_process(&vms[0], engine, mib)?;
     let mut tasks = vms
         .iter()
-        .map(|vm| SempaTask::start(vm, mib))
+        .map(|vm| SempaTask::spawn(vm, mib))
         .collect::<Result<Vec<SempaTask<'_>>>>()?;
-    let mut size = SizeResult {
+    let mut result = SizeResult {
         mib,
         ..SizeResult::default()
     };
-    for number in 0..=times {
-        for side in 0..METHODS.len() {
-            let side = (side + number) % METHODS.len();
-            let (once, all) = match side {
-                0 => (bare.migrate_once(), &mut size.bare),
-                1 => (followed.migrate_once(), &mut size.bare_follows),
-                2 => (tasks[0].migrate_once(), &mut size.ours),
-                3 => (tasks[1].migrate_once(), &mut size.not_ahead),
-                _ => (tasks[2].migrate_once(), &mut size.at_once),
+    for repetition in 0..=repetition_count {
+        for method in 0..METHOD_NAMES.len() {
+            let method = (method + repetition) % METHOD_NAMES.len();
+            let (migration, migrations) = match method {
+                0 => (stop_and_copy.migrate_once(), &mut result.bare),
+                1 => (post_copy.migrate_once(), &mut result.bare_follows),
+                2 => (tasks[0].migrate_once(), &mut result.ours),
+                3 => (tasks[1].migrate_once(), &mut result.not_ahead),
+                _ => (tasks[2].migrate_once(), &mut result.at_once),
             };
-            let once = once.with_context(|| format!("{mib} MiB, {}", METHODS[side]))?;
+            let migration =
+                migration.with_context(|| format!("{mib} MiB, {}", METHOD_NAMES[method]))?;
             eprintln!(
                 "bench migrate: {mib} MiB, {}: {:.0} ms",
-                METHODS[side], once.freeze_ms
+                METHOD_NAMES[method], migration.freeze_ms
             );
             // The first run of each method is not counted, because caches are cold.
-            if number > 0 {
-                all.push(once);
+            if repetition > 0 {
+                migrations.push(migration);
             }
         }
     }
-    bare.kill()?;
-    followed.kill()?;
-    tasks.into_iter().try_for_each(SempaTask::kill)?;
-    Ok(size)
+    stop_and_copy.kill_process()?;
+    post_copy.kill_process()?;
+    tasks.into_iter().try_for_each(SempaTask::kill_task)?;
+    Ok(result)
 }
 
-/// Returns the microseconds since 1970. The program `memory` uses the same clock.
+/// Returns the time in microseconds since 1970. The program `memory` uses the same clock.
 pub(crate) fn now_us() -> i64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_micros() as i64)
+        .map_or(0, |elapsed| elapsed.as_micros() as i64)
 }
 
-pub(crate) fn ms_between(from: i64, to: i64) -> f64 {
-    (to - from) as f64 / 1e3
+pub(crate) fn ms_between(start_us: i64, end_us: i64) -> f64 {
+    (end_us - start_us) as f64 / 1e3
 }
 
-/// The file in which the program `memory` records the gaps in its run time.
+/// The file in which the program `memory` records the gaps in its run time, that is, the times at
+/// which it did not run.
 #[derive(Debug)]
 pub(crate) struct GapRecord(pub(crate) PathBuf);
 
 impl GapRecord {
-    /// Waits until the program has filled its memory. Returns the process id that the program sees.
-    pub(crate) fn await_ready(&self) -> Result<i64> {
+    /// Waits until the program has written to all of its memory. Returns the process id that the
+    /// program sees.
+    pub(crate) fn wait_until_ready(&self) -> Result<i64> {
         wait_for(STEP_TIMEOUT, || {
-            let ready = self.number_pairs("ready")?.first().copied();
-            ready
+            let ready_pair = self.number_pairs("ready")?.first().copied();
+            ready_pair
                 .map(|(pid, _)| pid)
                 .ok_or_else(|| format!("{} does not say that it is ready", self.0.display()))
         })
     }
 
-    /// Returns the two numbers after `word` in each line that begins with `word`.
-    fn number_pairs(&self, word: &str) -> Result<Vec<(i64, i64)>, String> {
+    /// Returns the two numbers after `keyword` in each line that starts with `keyword`.
+    fn number_pairs(&self, keyword: &str) -> Result<Vec<(i64, i64)>, String> {
         let text = fs::read_to_string(&self.0).unwrap_or_default();
         if text.lines().any(|line| line.starts_with("bad")) {
             return Err("its memory is not what it was".to_string());
         }
-        let pair = |line: &str| {
-            let mut words = line.strip_prefix(word)?.split_whitespace();
-            Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+        let parse_pair = |line: &str| {
+            let mut numbers = line.strip_prefix(keyword)?.split_whitespace();
+            Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
         };
-        Ok(text.lines().filter_map(pair).collect())
+        Ok(text.lines().filter_map(parse_pair).collect())
     }
 
-    /// Waits until the program has recorded the gap that contains the time `at`. Returns the gap's
-    /// begin and end, in microseconds since 1970.
-    fn await_gap(&self, at: i64) -> Result<(i64, i64)> {
-        wait_for(STEP_TIMEOUT, || self.find_gap(at))
+    /// Waits until the program has recorded the gap that contains the time `time_us`, in microseconds
+    /// since 1970. Returns the gap's start and end, in microseconds since 1970.
+    fn wait_for_gap(&self, time_us: i64) -> Result<(i64, i64)> {
+        wait_for(STEP_TIMEOUT, || self.find_gap(time_us))
     }
 
-    /// Returns the gap that contains the time `at`. The error reports that the gap is not recorded
-    /// yet.
-    pub(crate) fn find_gap(&self, at: i64) -> Result<(i64, i64), String> {
-        let found = self
+    /// Returns start and end of the gap that contains the time `time_us`, all in microseconds since
+    /// 1970.
+    ///
+    /// # Errors
+    /// The gap is not recorded yet.
+    pub(crate) fn find_gap(&self, time_us: i64) -> Result<(i64, i64), String> {
+        let gap = self
             .number_pairs("gap")?
             .into_iter()
-            .find(|(from, to)| *from <= at && at <= *to);
-        found.ok_or_else(|| format!("it was not frozen at {at}"))
+            .find(|(start_us, end_us)| *start_us <= time_us && time_us <= *end_us);
+        gap.ok_or_else(|| format!("it was not frozen at {time_us}"))
     }
 }
 
-/// A task of our virtual machine.
+/// A task of a virtual machine of Sempa.
 struct SempaTask<'a> {
     vm: &'a Vm<'a>,
     tid: String,
     gap_record: GapRecord,
-    /// Number of the newest event log entry that was read.
-    last_event: u64,
+    /// Number of the newest event log entry that was evaluated.
+    last_event_number: u64,
 }
 
 impl<'a> SempaTask<'a> {
-    fn start(vm: &'a Vm<'a>, mib: u32) -> Result<SempaTask<'a>> {
-        let notes = GapRecord(vm.bed().folder().join(format!("notes-{mib}-ours")));
-        let tid = vm.spawn(&[
+    fn spawn(vm: &'a Vm<'a>, mib: u32) -> Result<Self> {
+        let gap_record = GapRecord(vm.testbed().folder().join(format!("notes-{mib}-ours")));
+        let tid = vm.spawn_connected(&[
             "-h1",
             "memory",
             &mib.to_string(),
-            &notes.0.display().to_string(),
+            &gap_record.0.display().to_string(),
         ])?;
-        notes.await_ready()?;
+        gap_record.wait_until_ready()?;
         Ok(SempaTask {
             vm,
             tid,
-            gap_record: notes,
-            last_event: 0,
+            gap_record,
+            last_event_number: 0,
         })
     }
 
     fn migrate_once(&mut self) -> Result<MigrationTimes> {
-        let to = if self.vm.host_of(&self.tid)? == "h1" {
+        let target = if self.vm.host_of(&self.tid)? == "h1" {
             "h2"
         } else {
             "h1"
         };
-        let begin = now_us();
+        let begin_us = now_us();
         self.vm
-            .migrate_when_ready(&self.tid, to)?
+            .migrate_when_ready(&self.tid, target)?
             .expect_success("migrate")?;
         let events = self.vm.events()?;
-        let new =
-            |entry: &&EventEntry| entry.number > self.last_event && entry.at_us as i64 >= begin;
+        let is_new = |entry: &&EventEntry| {
+            entry.number > self.last_event_number && entry.at_us as i64 >= begin_us
+        };
         let mut steps: Vec<(String, i64)> = Vec::new();
         let mut bytes = 0;
-        for entry in events.iter().filter(new) {
+        for entry in events.iter().filter(is_new) {
             match &entry.kind {
                 EventKind::MigrationStep { tid, step, .. } if tid.to_string() == self.tid => {
                     steps.push((step.to_string(), entry.at_us as i64));
@@ -355,58 +378,64 @@ impl<'a> SempaTask<'a> {
                 _ => {}
             }
         }
-        self.last_event = events.last().map_or(self.last_event, |entry| entry.number);
-        steps.sort_by_key(|(_, at)| *at);
-        let (last, arrived) = steps.pop().context("the event log has no steps")?;
-        ensure!(last == Step::Arrive.to_string(), "the last step was {last}");
-        let dumped = steps
+        self.last_event_number = events
+            .last()
+            .map_or(self.last_event_number, |entry| entry.number);
+        steps.sort_by_key(|(_, ended_us)| *ended_us);
+        let (last_step, arrived_us) = steps.pop().context("the event log has no steps")?;
+        ensure!(
+            last_step == Step::Arrive.to_string(),
+            "the last step was {last_step}"
+        );
+        let dumped_us = steps
             .iter()
             .find(|(step, _)| step == "dump")
             .context("the event log has no dump")?
             .1;
-        let (from, until) = self.gap_record.await_gap(dumped)?;
+        let (stopped_us, resumed_us) = self.gap_record.wait_for_gap(dumped_us)?;
         let (freeze_ms, total_ms, arrived_ms) = (
-            ms_between(from, until),
-            ms_between(begin, until),
-            ms_between(begin, arrived.max(until)),
+            ms_between(stopped_us, resumed_us),
+            ms_between(begin_us, resumed_us),
+            ms_between(begin_us, arrived_us.max(resumed_us)),
         );
         Ok(MigrationTimes {
             freeze_ms,
             total_ms,
             arrived_ms,
             bytes,
-            steps: step_durations(begin, &steps, until),
+            steps: step_durations(begin_us, &steps, resumed_us),
         })
     }
 
-    fn kill(self) -> Result<()> {
+    fn kill_task(self) -> Result<()> {
         self.vm
-            .pvm(&["kill", &self.tid])?
+            .run_pvm(&["kill", &self.tid])?
             .expect_success("kill")
             .map(drop)
     }
 }
 
-/// Returns the duration of each step in milliseconds. `steps` has the time of the end of each step;
-/// the last step ends at `until`, when the task runs.
-fn step_durations(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(String, f64)> {
-    let mut before = begin;
-    let last = steps.len().saturating_sub(1);
-    let span = |(i, (step, at)): (usize, &(String, i64))| {
-        let at = if i == last { until } else { *at };
-        let took = ms_between(before, at);
-        before = at;
-        (step.clone(), took)
+/// Returns the duration of each step in milliseconds. `steps` contains the time at which each step
+/// ended; the last step ends at `resumed_us`, when the task runs. All times are in microseconds since
+/// 1970.
+fn step_durations(begin_us: i64, steps: &[(String, i64)], resumed_us: i64) -> Vec<(String, f64)> {
+    let mut previous_end_us = begin_us;
+    let last_index = steps.len().saturating_sub(1);
+    let step_duration = |(i, (step, end_us)): (usize, &(String, i64))| {
+        let end_us = if i == last_index { resumed_us } else { *end_us };
+        let duration_ms = ms_between(previous_end_us, end_us);
+        previous_end_us = end_us;
+        (step.clone(), duration_ms)
     };
-    steps.iter().enumerate().map(span).collect()
+    steps.iter().enumerate().map(step_duration).collect()
 }
 
-fn median_of(all: &[MigrationTimes], of: &dyn Fn(&MigrationTimes) -> f64) -> f64 {
-    median(all.iter().map(of).collect()).unwrap_or(f64::NAN)
+fn median_time(migrations: &[MigrationTimes], select: &dyn Fn(&MigrationTimes) -> f64) -> f64 {
+    median(migrations.iter().map(select).collect()).unwrap_or(f64::NAN)
 }
 
 /// Returns the table as text, and true if the goal is met.
-fn table(sizes: &[SizeResult]) -> (String, bool) {
+fn format_table(sizes: &[SizeResult]) -> (String, bool) {
     let mut text = format!(
         "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>15} {:>9} {:>10}\n",
         "MiB",
@@ -422,7 +451,7 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
         "times it",
         "MB, images"
     );
-    let mut good = true;
+    let mut meets_goal = true;
     for SizeResult {
         mib,
         bare,
@@ -431,23 +460,27 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
         ..
     } in sizes
     {
-        let freeze = |all: &[MigrationTimes]| median_of(all, &|once| once.freeze_ms);
-        let whole = |all: &[MigrationTimes]| median_of(all, &|once| once.total_ms);
-        let more = freeze(ours) - freeze(bare);
-        let met = more <= FREEZE_DIFFERENCE_MAX_MS;
-        good &= met;
-        let arrived = median_of(ours, &|once| once.arrived_ms);
+        let median_freeze_ms = |migrations: &[MigrationTimes]| {
+            median_time(migrations, &|migration| migration.freeze_ms)
+        };
+        let median_total_ms = |migrations: &[MigrationTimes]| {
+            median_time(migrations, &|migration| migration.total_ms)
+        };
+        let freeze_difference_ms = median_freeze_ms(ours) - median_freeze_ms(bare);
+        let size_meets_goal = freeze_difference_ms <= FREEZE_DIFFERENCE_MAX_MS;
+        meets_goal &= size_meets_goal;
+        let arrived_ms = median_time(ours, &|migration| migration.arrived_ms);
         text.push_str(&format!(
-            "{mib:>6} {:>6} {:>10.0} {:>10.0} {more:>8.0} {:>8} {:>12.0} {:>12.0} {arrived:>14.0} {:>15.0} {:>9.2} {:>10.1}\n",
+            "{mib:>6} {:>6} {:>10.0} {:>10.0} {freeze_difference_ms:>8.0} {:>8} {:>12.0} {:>12.0} {arrived_ms:>14.0} {:>15.0} {:>9.2} {:>10.1}\n",
             ours.len(),
-            freeze(bare),
-            freeze(ours),
-            if met { "met" } else { "missed" },
-            whole(bare),
-            whole(ours),
-            whole(at_once),
-            arrived / whole(at_once),
-            median_of(ours, &|once| once.bytes as f64 / 1e6),
+            median_freeze_ms(bare),
+            median_freeze_ms(ours),
+            if size_meets_goal { "met" } else { "missed" },
+            median_total_ms(bare),
+            median_total_ms(ours),
+            median_total_ms(at_once),
+            arrived_ms / median_total_ms(at_once),
+            median_time(ours, &|migration| migration.bytes as f64 / 1e6),
         ));
     }
     text.push_str(&format!(
@@ -465,25 +498,25 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
         sizes,
         |size| [&size.ours, &size.not_ahead],
     ));
-    text.push_str(&steps_text(sizes));
-    (text, good)
+    text.push_str(&format_steps(sizes));
+    (text, meets_goal)
 }
 
-/// Returns a table that compares two methods with post-copy: their memory partly arrives after the
-/// task runs.
+/// Returns a table that compares two methods with post-copy. In these methods a part of the memory
+/// arrives after the task runs again.
 fn comparison_table(
-    what: &str,
+    title: &str,
     sizes: &[SizeResult],
-    two: impl Fn(&SizeResult) -> [&Vec<MigrationTimes>; 2],
+    select_methods: impl Fn(&SizeResult) -> [&Vec<MigrationTimes>; 2],
 ) -> String {
     let mut text = format!(
-        "\n{what}:\n{:>6} {:>16} {:>22} {:>22} {:>24}\n",
+        "\n{title}:\n{:>6} {:>16} {:>22} {:>22} {:>24}\n",
         "MiB", "standing still", "until it runs again", "until all is there", "between: needs both"
     );
     for size in sizes {
         let both = |of: &dyn Fn(&MigrationTimes) -> f64| {
-            two(size)
-                .map(|all| format!("{:.0}", median_of(all, of)))
+            select_methods(size)
+                .map(|all| format!("{:.0}", median_time(all, of)))
                 .join(", ")
         };
         text.push_str(&format!(
@@ -498,7 +531,7 @@ fn comparison_table(
     text
 }
 
-fn steps_text(sizes: &[SizeResult]) -> String {
+fn format_steps(sizes: &[SizeResult]) -> String {
     let mut text = "\nsteps:\n".to_string();
     for SizeResult {
         mib,
@@ -509,17 +542,29 @@ fn steps_text(sizes: &[SizeResult]) -> String {
         at_once,
     } in sizes
     {
-        for (name, all) in METHODS
-            .iter()
-            .zip([bare, bare_follows, ours, not_ahead, at_once])
+        for (name, migrations) in
+            METHOD_NAMES
+                .iter()
+                .zip([bare, bare_follows, ours, not_ahead, at_once])
         {
-            let Some(first) = all.first() else { continue };
-            let took = |(i, (step, _)): (usize, &(String, f64))| {
-                let of =
-                    |once: &MigrationTimes| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
-                format!("{step} {:.0}", median_of(all, &of))
+            let Some(first_migration) = migrations.first() else {
+                continue;
             };
-            let steps: Vec<String> = first.steps.iter().enumerate().map(took).collect();
+            let format_step = |(i, (step, _)): (usize, &(String, f64))| {
+                let durations = |migration: &MigrationTimes| {
+                    migration
+                        .steps
+                        .get(i)
+                        .map_or(f64::NAN, |(_, format_step)| *format_step)
+                };
+                format!("{step} {:.0}", median_time(migrations, &durations))
+            };
+            let steps: Vec<String> = first_migration
+                .steps
+                .iter()
+                .enumerate()
+                .map(format_step)
+                .collect();
             text.push_str(&format!("{mib:>6} {name}: {}\n", steps.join(", ")));
         }
     }
@@ -527,58 +572,59 @@ fn steps_text(sizes: &[SizeResult]) -> String {
 }
 
 fn write_results(folder: &Path, results: &Results, text: &str) -> Result<()> {
-    let line =
-        |name: &str, side: fn(&SizeResult) -> &[MigrationTimes], of: fn(&MigrationTimes) -> f64| {
-            let point = |size: &SizeResult| {
-                let middle = median(side(size).iter().map(of).collect())?;
-                Some((f64::from(size.mib), middle))
-            };
-            Series {
-                name: name.to_string(),
-                points: results.sizes.iter().filter_map(point).collect(),
-                ..Series::default()
-            }
+    let make_series = |name: &str,
+                       select_migrations: fn(&SizeResult) -> &[MigrationTimes],
+                       select_time: fn(&MigrationTimes) -> f64| {
+        let point = |size: &SizeResult| {
+            let median_ms = median(select_migrations(size).iter().map(select_time).collect())?;
+            Some((f64::from(size.mib), median_ms))
         };
+        Series {
+            name: name.to_string(),
+            points: results.sizes.iter().filter_map(point).collect(),
+            ..Series::default()
+        }
+    };
     let series = vec![
-        line(
+        make_series(
             "bare CRIU, standing still",
             |size| &size.bare,
-            |once| once.freeze_ms,
+            |migration| migration.freeze_ms,
         ),
-        line(
+        make_series(
             "bare CRIU, memory follows, standing still",
             |size| &size.bare_follows,
-            |once| once.freeze_ms,
+            |migration| migration.freeze_ms,
         ),
-        line(
+        make_series(
             "bare CRIU, memory follows, until all is there",
             |size| &size.bare_follows,
-            |once| once.arrived_ms,
+            |migration| migration.arrived_ms,
         ),
-        line(
+        make_series(
             "ours, standing still",
             |size| &size.ours,
-            |once| once.freeze_ms,
+            |migration| migration.freeze_ms,
         ),
-        line(
+        make_series(
             "ours, the whole move",
             |size| &size.ours,
-            |once| once.total_ms,
+            |migration| migration.total_ms,
         ),
-        line(
+        make_series(
             "ours, until all memory is there",
             |size| &size.ours,
-            |once| once.arrived_ms,
+            |migration| migration.arrived_ms,
         ),
-        line(
+        make_series(
             "ours, nothing ahead, until all memory is there",
             |size| &size.not_ahead,
-            |once| once.arrived_ms,
+            |migration| migration.arrived_ms,
         ),
-        line(
+        make_series(
             "ours, memory and all at once",
             |size| &size.at_once,
-            |once| once.total_ms,
+            |migration| migration.total_ms,
         ),
     ];
     let chart = Chart {
@@ -590,7 +636,7 @@ fn write_results(folder: &Path, results: &Results, text: &str) -> Result<()> {
         series,
     };
     let mut files = vec![
-        ("migrate.txt", format!("{}{text}", results.machine.text())),
+        ("migrate.txt", format!("{}{text}", results.machine.format())),
         (
             "migrate.json",
             serde_json::to_string_pretty(results)? + "\n",
@@ -608,57 +654,59 @@ fn write_results(folder: &Path, results: &Results, text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Steps are shown by their durations, and the last one ends when the task runs.
+    /// The result contains the duration of each step. The last step ends when the task runs.
     #[test]
     fn step_durations_end_when_task_runs() {
         let steps = [("dump", 3_000), ("restore", 7_000), ("run", 8_000)]
             .map(|(name, at)| (name.to_string(), at));
-        let spans: Vec<f64> = step_durations(1_000, &steps, 9_000)
+        let durations: Vec<f64> = step_durations(1_000, &steps, 9_000)
             .into_iter()
-            .map(|(_, took)| took)
+            .map(|(_, duration)| duration)
             .collect();
-        assert_eq!(spans, [2.0, 4.0, 2.0]);
+        assert_eq!(durations, [2.0, 4.0, 2.0]);
     }
 
-    /// The goal applies to the medians.
     #[test]
     fn goal_applies_to_medians() {
-        let once = |freeze_ms| MigrationTimes {
+        let migration = |freeze_ms| MigrationTimes {
             freeze_ms,
             total_ms: freeze_ms,
             arrived_ms: freeze_ms,
             bytes: 0,
             steps: Vec::new(),
         };
-        let size = |ours: [f64; 3]| {
-            let (bare, at_once) = (vec![once(100.0)], vec![once(120.0)]);
+        let size_result = |ours: [f64; 3]| {
+            let (bare, at_once) = (vec![migration(100.0)], vec![migration(120.0)]);
             SizeResult {
                 mib: 16,
                 bare,
-                ours: ours.map(once).to_vec(),
+                ours: ours.map(migration).to_vec(),
                 at_once,
                 ..SizeResult::default()
             }
         };
-        assert!(table(&[size([90.0, 130.0, 900.0])]).1);
-        assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
+        assert!(format_table(&[size_result([90.0, 130.0, 900.0])]).1);
+        assert!(!format_table(&[size_result([90.0, 131.0, 900.0])]).1);
     }
 
-    /// The post-copy table compares the medians of bare CRIU and our system.
+    /// The post-copy table compares the medians of CRIU alone and Sempa.
     #[test]
     fn post_copy_table_compares_medians() {
-        let once = |by: f64| {
-            let steps = vec![("dump".to_string(), by)];
+        let migration = |unit_ms: f64| {
+            let steps = vec![("dump".to_string(), unit_ms)];
             MigrationTimes {
-                freeze_ms: by,
-                total_ms: 2.0 * by,
-                arrived_ms: 9.0 * by,
+                freeze_ms: unit_ms,
+                total_ms: 2.0 * unit_ms,
+                arrived_ms: 9.0 * unit_ms,
                 bytes: 0,
                 steps,
             }
         };
-        let (bare_follows, ours) = ([50.0, 10.0, 90.0].map(once).to_vec(), vec![once(7.0)]);
-        let text = table(&[SizeResult {
+        let (bare_follows, ours) = (
+            [50.0, 10.0, 90.0].map(migration).to_vec(),
+            vec![migration(7.0)],
+        );
+        let text = format_table(&[SizeResult {
             mib: 16,
             bare_follows,
             ours,

@@ -2,28 +2,29 @@
 //! function.
 //!
 //! The tasks share the host's network connection, so the smallest depart first: at any time most
-//! tasks have already migrated. A task occupies a slot until its images have arrived; with
+//! tasks have already migrated. A task occupies a slot until its images have arrived, or, with
 //! post-copy, until all its memory has arrived.
 //!
 //! A task may depart while
 //!
-//! - fewer than [`DEPARTURES_MAX`] tasks of at most its size occupy slots, so that larger ones do
+//! - fewer than [`SMALLER_DEPARTURES_MAX`] tasks that are not larger occupy slots, so that larger tasks do
 //!   not delay it, and
-//! - fewer than [`DEPARTURES_WITH_SMALLER_MAX`] tasks of any size occupy slots.
+//! - fewer than [`TOTAL_DEPARTURES_MAX`] tasks, the larger ones included, occupy slots.
 //!
 //! A paused task does not wait for tasks whose post-copy memory is being sent.
 
 use sempa_proto::{Micros, MigrationId};
 
-/// Maximum number of tasks that depart from one host at a time, when a task of their size or a
-/// larger one is next in the queue.
-pub const DEPARTURES_MAX: usize = 4;
-/// Maximum number of tasks of any size that depart from one host at a time.
-pub const DEPARTURES_WITH_SMALLER_MAX: usize = 8;
+/// Limit for the departing tasks of one host that are not larger than the next task in the queue.
+/// While so many depart, the next task waits. Larger departing tasks do not count.
+pub const SMALLER_DEPARTURES_MAX: usize = 4;
+/// Limit for all departing tasks of one host, of any size. While so many depart, every other task
+/// waits.
+pub const TOTAL_DEPARTURES_MAX: usize = 8;
 /// Maximum time that a task waits for the sources to report the sizes of the other tasks.
 pub const SIZE_WAIT_MAX: Micros = Micros::from_millis(50);
 
-/// The state of one migration away from the host, as far as the queue needs it.
+/// The state of one migration away from the host. Contains only what the admission depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueueState {
     /// The source has not reported the size of the task.
@@ -34,9 +35,10 @@ pub(super) enum QueueState {
         /// Resident memory of the task in bytes.
         bytes: u64,
         /// Time at which the task was queued.
-        since: Micros,
-        /// The task is paused until it has departed, because the owner of its host is present.
-        paused: bool,
+        queued_at: Micros,
+        /// True if the task is paused until it has departed, because the owner of its host is
+        /// present.
+        is_paused: bool,
     },
     /// The images are being sent.
     Departing {
@@ -51,47 +53,56 @@ pub(super) enum QueueState {
 }
 
 /// Returns the queued migrations of one host that may depart now, the smallest first. Also returns
-/// the time at which to call again, unless the states change before.
-pub(super) fn admit(now: Micros, states: &[QueueState]) -> (Vec<MigrationId>, Option<Micros>) {
-    let (mut departing, mut sending_memory, mut queued) = (Vec::new(), Vec::new(), Vec::new());
+/// the time at which the function must be called again even if no state has changed; `None` if no
+/// such call is needed.
+pub(super) fn select_departures(
+    now: Micros,
+    states: &[QueueState],
+) -> (Vec<MigrationId>, Option<Micros>) {
+    let (mut departing_bytes, mut sending_bytes, mut queued_tasks) =
+        (Vec::new(), Vec::new(), Vec::new());
     for state in states {
         match *state {
             QueueState::SizeUnknown => {}
             QueueState::Queued {
                 id,
                 bytes,
-                since,
-                paused,
-            } => queued.push((bytes, id, since, paused)),
-            QueueState::Departing { bytes } => departing.push(bytes),
-            QueueState::SendingMemory { bytes } => sending_memory.push(bytes),
+                queued_at,
+                is_paused,
+            } => queued_tasks.push((bytes, id, queued_at, is_paused)),
+            QueueState::Departing { bytes } => departing_bytes.push(bytes),
+            QueueState::SendingMemory { bytes } => sending_bytes.push(bytes),
         }
     }
-    queued.sort_unstable();
-    let gather_until = queued
+    queued_tasks.sort_unstable();
+    let size_wait_end = queued_tasks
         .iter()
-        .map(|(_, _, since, _)| *since + SIZE_WAIT_MAX)
+        .map(|(_, _, queued_at, _)| *queued_at + SIZE_WAIT_MAX)
         .min();
-    if let Some(at) =
-        gather_until.filter(|at| *at > now && states.contains(&QueueState::SizeUnknown))
+    if let Some(time) =
+        size_wait_end.filter(|time| *time > now && states.contains(&QueueState::SizeUnknown))
     {
-        return (Vec::new(), Some(at));
+        return (Vec::new(), Some(time));
     }
-    let mut admitted = Vec::new();
-    for (bytes, id, _, paused) in queued {
-        let others = || {
-            departing
+    let mut admitted_ids = Vec::new();
+    for (bytes, id, _, is_paused) in queued_tasks {
+        let occupied_slots = || {
+            departing_bytes
                 .iter()
-                .chain(sending_memory.iter().filter(|_| !paused))
+                .chain(sending_bytes.iter().filter(|_| !is_paused))
         };
-        let smaller = others().filter(|other| **other <= bytes).count();
-        if smaller >= DEPARTURES_MAX || others().count() >= DEPARTURES_WITH_SMALLER_MAX {
+        let smaller_count = occupied_slots()
+            .filter(|slot_bytes| **slot_bytes <= bytes)
+            .count();
+        if smaller_count >= SMALLER_DEPARTURES_MAX
+            || occupied_slots().count() >= TOTAL_DEPARTURES_MAX
+        {
             continue;
         }
-        departing.push(bytes);
-        admitted.push(id);
+        departing_bytes.push(bytes);
+        admitted_ids.push(id);
     }
-    (admitted, None)
+    (admitted_ids, None)
 }
 
 #[cfg(test)]
@@ -104,13 +115,17 @@ mod tests {
         QueueState::Queued {
             id: MigrationId(id),
             bytes,
-            since: NOW,
-            paused: false,
+            queued_at: NOW,
+            is_paused: false,
         }
     }
 
-    fn admitted_ids(all: &[QueueState]) -> Vec<u64> {
-        admit(NOW, all).0.into_iter().map(|id| id.0).collect()
+    fn admitted_ids(states: &[QueueState]) -> Vec<u64> {
+        select_departures(NOW, states)
+            .0
+            .into_iter()
+            .map(|id| id.0)
+            .collect()
     }
 
     /// The smallest tasks depart first, four at a time.
@@ -128,27 +143,40 @@ mod tests {
             ]),
             [2, 5, 3, 4]
         );
-        let three = [QueueState::Departing { bytes: 5 }; 3];
+        let three_departing = [QueueState::Departing { bytes: 5 }; 3];
         assert_eq!(
-            admitted_ids(&[&three[..], &[queued_state(7, 90), queued_state(8, 80)]].concat()),
+            admitted_ids(
+                &[
+                    &three_departing[..],
+                    &[queued_state(7, 90), queued_state(8, 80)]
+                ]
+                .concat()
+            ),
             [8]
         );
     }
 
-    /// Smaller tasks depart although four larger tasks are already departing, until the limit for
-    /// tasks of any size is reached.
+    /// Smaller tasks depart although four larger tasks are already departing, until
+    /// [`TOTAL_DEPARTURES_MAX`] tasks are departing.
     #[test]
     fn small_tasks_need_no_slot_of_large_ones() {
-        let large = [QueueState::Departing { bytes: 1 << 30 }; 4];
-        let small: Vec<QueueState> = (1..=6).map(|id| queued_state(id, 1 << 20)).collect();
-        assert_eq!(admitted_ids(&[&large[..], &small].concat()), [1, 2, 3, 4]);
+        let large_departing = [QueueState::Departing { bytes: 1 << 30 }; 4];
+        let small_queued: Vec<QueueState> = (1..=6).map(|id| queued_state(id, 1 << 20)).collect();
         assert_eq!(
-            admitted_ids(&[&large[..], &[queued_state(9, 1 << 30)]].concat()),
+            admitted_ids(&[&large_departing[..], &small_queued].concat()),
+            [1, 2, 3, 4]
+        );
+        assert_eq!(
+            admitted_ids(&[&large_departing[..], &[queued_state(9, 1 << 30)]].concat()),
             [0; 0]
         );
-        let all = [&large[..], &[QueueState::Departing { bytes: 1 << 10 }; 4]].concat();
+        let states = [
+            &large_departing[..],
+            &[QueueState::Departing { bytes: 1 << 10 }; 4],
+        ]
+        .concat();
         assert_eq!(
-            admitted_ids(&[&all[..], &[queued_state(9, 1)]].concat()),
+            admitted_ids(&[&states[..], &[queued_state(9, 1)]].concat()),
             [0; 0],
             "there is a limit to that, too"
         );
@@ -160,8 +188,8 @@ mod tests {
         let paused_state = |id, bytes| QueueState::Queued {
             id: MigrationId(id),
             bytes,
-            since: NOW,
-            paused: true,
+            queued_at: NOW,
+            is_paused: true,
         };
         let sending_memory = [QueueState::SendingMemory { bytes: 50 }; 4];
         assert_eq!(
@@ -188,18 +216,18 @@ mod tests {
             ),
             [2]
         );
-        let three = [
+        let three_sending = [
             &sending_memory[..3],
             &[queued_state(1, 90), queued_state(2, 60)],
         ]
         .concat();
         assert_eq!(
-            admitted_ids(&three),
+            admitted_ids(&three_sending),
             [2],
             "the smaller one has the place that is left"
         );
-        let many = [QueueState::SendingMemory { bytes: 1 }; 20];
-        let all = [
+        let many_sending = [QueueState::SendingMemory { bytes: 1 }; 20];
+        let states = [
             paused_state(1, 9),
             paused_state(2, 9),
             paused_state(3, 9),
@@ -207,7 +235,7 @@ mod tests {
             paused_state(5, 9),
         ];
         assert_eq!(
-            admitted_ids(&[&many[..], &all].concat()),
+            admitted_ids(&[&many_sending[..], &states].concat()),
             [1, 2, 3, 4],
             "they wait for each other's images alone"
         );
@@ -217,14 +245,17 @@ mod tests {
     /// [`SIZE_WAIT_MAX`].
     #[test]
     fn admission_waits_for_unknown_sizes() {
-        let all = [
+        let states = [
             QueueState::SizeUnknown,
             queued_state(1, 90),
             queued_state(2, 10),
         ];
-        assert_eq!(admit(NOW, &all), (vec![], Some(NOW + SIZE_WAIT_MAX)));
         assert_eq!(
-            admit(NOW + SIZE_WAIT_MAX, &all),
+            select_departures(NOW, &states),
+            (vec![], Some(NOW + SIZE_WAIT_MAX))
+        );
+        assert_eq!(
+            select_departures(NOW + SIZE_WAIT_MAX, &states),
             (vec![MigrationId(2), MigrationId(1)], None)
         );
     }

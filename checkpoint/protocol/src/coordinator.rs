@@ -5,7 +5,7 @@
 //! queue does not count. The commit and the later steps have no deadline: each ends when it is done
 //! or when a host is lost.
 
-use super::admission_queue::{QueueState, admit};
+use super::admission_queue::{QueueState, select_departures};
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{
@@ -24,13 +24,13 @@ pub const MIGRATIONS_MAX: usize = 64;
 const STEP_TIMEOUT: Micros = Micros::from_secs(10);
 /// Additional timeout for each GiB of memory, for the steps that depend on the size of the task.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(60);
-/// Factor by which the timeout of the pre-copy is longer. The task runs during the pre-copy, and
-/// some memory is sent more than once.
+/// Factor between the timeout of the pre-copy and the timeout of the other steps that depend on the
+/// size of the task. The task runs during the pre-copy, and some memory is sent more than once.
 const PRE_COPY_TIMEOUT_FACTOR: u64 = 10;
-/// Time after the loss of a source's host until the task's copy there is considered dead. The
-/// host's daemon exits at the end of its own, shorter lease, and its tasker exits with the daemon;
-/// this margin is the time to kill the task.
-const FENCE_TIMEOUT: Micros = Micros::from_secs(2);
+/// Time after the loss of a source's host until the task's copy on that host is considered dead.
+/// The host's daemon exits at the end of its own, shorter lease, and its tasker exits with the
+/// daemon. This margin is the time that the tasker needs to kill the task.
+const SOURCE_DEATH_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,7 +73,7 @@ impl CoordinatorOutput {
     pub fn started_step(&self) -> Option<(Tid, Step)> {
         match self {
             // A record that reverses a commit starts no step.
-            CoordinatorOutput::RecordLocation(migration) if migration.to != migration.from => {
+            Self::RecordLocation(migration) if migration.to != migration.from => {
                 Some((migration.tid, Step::Commit))
             }
             _ => None,
@@ -85,7 +85,7 @@ impl CoordinatorOutput {
 #[derive(Debug)]
 struct ActiveMigration {
     migration: Migration,
-    /// The step whose completion is awaited.
+    /// The step that is in progress, whose completion the coordinator awaits.
     step: Step,
     deadline: Option<Micros>,
     /// Timeout of the steps that depend on the size of the task.
@@ -93,7 +93,7 @@ struct ActiveMigration {
     resume_token: PathBuf,
     /// The engine that the target has chosen; CRIU until the target has chosen.
     engine: Engine,
-    bytes: u64,
+    step_bytes: u64,
     /// Time at which the source was ordered to start the pre-copy or the quiesce.
     departure_ordered_at: Option<Micros>,
     /// Duration of the pre-copy; 0 without pre-copy.
@@ -101,24 +101,26 @@ struct ActiveMigration {
     stopped_at: Option<Micros>,
     /// Duration for which the task was stopped.
     stopped_duration: Micros,
-    /// True if post-copy is used. Before the target's verdict: true if the source supports
+    /// True if post-copy is used. Until the target's verdict, true if the source supports
     /// post-copy.
-    post_copy: bool,
+    uses_post_copy: bool,
     /// True if pre-copy precedes the dump.
-    pre_copy: bool,
+    uses_pre_copy: bool,
     /// Time at which the task's copy on a lost source is considered dead.
     source_dead_at: Option<Micros>,
-    /// The location record is on disk, and the location is being announced to the daemons.
+    /// True while the location record is on disk and the location is being announced to the
+    /// daemons.
     is_announcing: bool,
-    /// Suspensions of the task. The coordinator keeps them because either host may be lost; the
-    /// surviving host continues with them.
+    /// Suspensions of the task. The coordinator stores them because either host may be lost. The
+    /// surviving host then continues with these suspensions.
     suspensions: Suspensions,
     /// True when the target has forwarded a suspend request. From then on requests from the source
     /// are refused, because they may be older.
     target_is_authoritative: bool,
     /// Resident memory of the task in bytes; `None` until the source has reported it.
     resident_bytes: Option<u64>,
-    /// Set while the inspected task is queued: the time since which it is queued, and its facts.
+    /// The time at which the inspected task was queued, and the task's facts; `None` if the task is
+    /// not queued.
     queue_entry: Option<(Micros, TaskFacts)>,
 }
 
@@ -128,13 +130,13 @@ impl ActiveMigration {
     fn queue_state(&self) -> Option<QueueState> {
         match (self.resident_bytes, &self.queue_entry) {
             (None, _) => Some(QueueState::SizeUnknown),
-            (Some(bytes), Some((since, _))) => {
-                let paused = matches!(self.migration.cause, MigrationCause::Owner { .. });
+            (Some(bytes), Some((queued_at, _))) => {
+                let is_paused = matches!(self.migration.cause, MigrationCause::Owner { .. });
                 Some(QueueState::Queued {
                     id: self.migration.id,
                     bytes,
-                    since: *since,
-                    paused,
+                    queued_at: *queued_at,
+                    is_paused,
                 })
             }
             // Other engines than CRIU send no images.
@@ -150,20 +152,21 @@ impl ActiveMigration {
             // The remaining steps do not use the source's network connection, except for post-copy
             // memory.
             (Some(bytes), None) => self
-                .post_copy
+                .uses_post_copy
                 .then_some(QueueState::SendingMemory { bytes }),
         }
     }
 
-    /// Returns the timeout of a step.
+    /// Returns the timeout of the step `step` of this migration, which depends on the engine and on
+    /// the size of the task.
     fn timeout(&self, step: Step) -> Micros {
         match (step, self.engine.exit_request()) {
             (Step::PreCopy, _) => Micros(self.size_dependent_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.size_dependent_timeout,
             // The program is asked to exit. Its host reports a failure if it does not exit within
-            // `wait` seconds.
-            (Step::Quiesce | Step::Stop, Some((_, wait))) => {
-                STEP_TIMEOUT + Micros::from_secs(wait.into())
+            // `exit_secs` seconds.
+            (Step::Quiesce | Step::Stop, Some((_, exit_secs))) => {
+                STEP_TIMEOUT + Micros::from_secs(exit_secs.into())
             }
             _ => STEP_TIMEOUT,
         }
@@ -181,8 +184,8 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    pub fn new() -> Coordinator {
-        Coordinator::default()
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// Returns the number of migrations in progress.
@@ -190,7 +193,7 @@ impl Coordinator {
         self.migrations.len()
     }
 
-    /// Returns the migration of this task that is in progress, if any.
+    /// Returns the migration of this task that is in progress; `None` if there is none.
     pub fn migration_of(&self, tid: Tid) -> Option<&Migration> {
         self.migrations
             .values()
@@ -204,7 +207,7 @@ impl Coordinator {
         let memory_remains = |m: &ActiveMigration| {
             m.migration.tid == tid
                 && m.migration.from == host
-                && m.post_copy
+                && m.uses_post_copy
                 && m.step >= Step::Commit
         };
         self.migrations.values().any(memory_remains)
@@ -220,13 +223,13 @@ impl Coordinator {
         deadlines.chain(self.queue_check_at).min()
     }
 
-    /// Returns the next output that the daemon must execute, if any.
+    /// Returns the next output that the daemon must execute; `None` if there is none.
     pub fn poll(&mut self) -> Option<CoordinatorOutput> {
         self.outputs.pop_front()
     }
 
     /// Returns a migration id that was never used.
-    pub fn next_id(&mut self) -> MigrationId {
+    pub fn generate_id(&mut self) -> MigrationId {
         self.last_id = self.last_id.next();
         self.last_id
     }
@@ -235,7 +238,7 @@ impl Coordinator {
     ///
     /// # Errors
     /// The migration is refused; nothing was started.
-    pub fn begin(
+    pub fn begin_migration(
         &mut self,
         now: Micros,
         tid: Tid,
@@ -246,8 +249,8 @@ impl Coordinator {
         if from == to {
             return Err(Refusal::AlreadyThere);
         }
-        if let Some(other) = self.migration_of(tid) {
-            return Err(Refusal::AlreadyMigrating(other.id));
+        if let Some(other_migration) = self.migration_of(tid) {
+            return Err(Refusal::AlreadyMigrating(other_migration.id));
         }
         if self.migrations.len() >= MIGRATIONS_MAX {
             return Err(Refusal::TooManyMigrations {
@@ -255,7 +258,7 @@ impl Coordinator {
             });
         }
         let migration = Migration {
-            id: self.next_id(),
+            id: self.generate_id(),
             tid,
             from,
             to,
@@ -271,13 +274,13 @@ impl Coordinator {
                 size_dependent_timeout: STEP_TIMEOUT,
                 resume_token: PathBuf::new(),
                 engine: Engine::Criu,
-                bytes: 0,
+                step_bytes: 0,
                 departure_ordered_at: None,
                 pre_copy_time: Micros::default(),
                 stopped_at: None,
                 stopped_duration: Micros::default(),
-                post_copy: false,
-                pre_copy: false,
+                uses_post_copy: false,
+                uses_pre_copy: false,
                 source_dead_at: None,
                 is_announcing: false,
                 suspensions: Suspensions::default(),
@@ -306,18 +309,18 @@ impl Coordinator {
             Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.migration.to,
             Step::Transfer | Step::Commit => host,
         };
-        if let StepReport::Failed { step, why } = report {
+        if let StepReport::Failed { step, failure } = report {
             if host == m.migration.from && m.step == Step::KillSource {
                 // The source was ordered to release the task, and its copy had already exited.
                 // Other failures at the source, for example a missing acknowledgement of the
                 // transfer, do not mean that the copy has ended; `SourceGone` follows.
-                if (step, why) == (Step::KillSource, Failure::TaskEnded) {
+                if (step, failure) == (Step::KillSource, Failure::TaskEnded) {
                     self.order_run(id, Usage::default());
                 }
             } else if (host == m.migration.from && m.step < Step::KillSource)
                 || host == m.migration.to
             {
-                self.fail_migration(id, step, why);
+                self.fail_migration(id, step, failure);
             }
         } else if host == sender {
             self.on_step_completed(now, id, step, report);
@@ -330,52 +333,53 @@ impl Coordinator {
             return;
         };
         let migration = m.migration.clone();
-        let next = match report {
+        let next_step = match report {
             StepReport::Inspected {
                 facts,
-                suspensions: suspended,
-                supports_post_copy: memory_can_follow,
-                supports_pre_copy: can_pre_copy,
+                suspensions,
+                supports_post_copy,
+                supports_pre_copy,
             } if m.step == Step::Inspect && m.queue_entry.is_none() => {
-                m.suspensions = suspended;
-                let gib = facts.resident_bytes >> 30;
+                m.suspensions = suspensions;
+                let gib = facts.memory_bytes >> 30;
                 m.size_dependent_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
-                m.post_copy = memory_can_follow;
-                let waits = matches!(migration.cause, MigrationCause::Owner { .. })
-                    || suspended.is_suspended();
-                m.pre_copy = can_pre_copy && memory_can_follow && !waits;
+                m.uses_post_copy = supports_post_copy;
+                let is_owner_waiting = matches!(migration.cause, MigrationCause::Owner { .. })
+                    || suspensions.is_suspended();
+                m.uses_pre_copy = supports_pre_copy && supports_post_copy && !is_owner_waiting;
                 (m.resident_bytes, m.queue_entry, m.deadline) =
-                    (Some(facts.resident_bytes), Some((now, facts)), None);
+                    (Some(facts.memory_bytes), Some((now, facts)), None);
                 return self.log_completed_step(id, step);
             }
             StepReport::Prepared {
                 verdict,
-                resume_token: token,
-                post_copy: memory_follows,
+                resume_token_path: resume_token,
+                post_copy: uses_post_copy,
                 engine,
             } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
                     return self.fail_migration(id, Step::Prepare, Failure::Refused(verdict));
                 }
-                (m.resume_token, m.post_copy, m.engine) = (token.clone(), memory_follows, engine);
-                m.pre_copy &= memory_follows && engine == Engine::Criu;
+                (m.resume_token, m.uses_post_copy, m.engine) =
+                    (resume_token.clone(), uses_post_copy, engine);
+                m.uses_pre_copy &= uses_post_copy && engine == Engine::Criu;
                 m.departure_ordered_at = Some(now);
-                let pre_copies = m.pre_copy;
+                let uses_pre_copy = m.uses_pre_copy;
                 let order = MigrationOrder::Depart {
-                    resume_token: token,
-                    post_copy: memory_follows,
-                    pre_copy: pre_copies,
+                    resume_token_path: resume_token,
+                    post_copy: uses_post_copy,
+                    pre_copy: uses_pre_copy,
                     engine,
                 };
                 self.order_departure(&migration, order, engine);
-                if pre_copies {
+                if uses_pre_copy {
                     Step::PreCopy
                 } else {
                     Step::Quiesce
                 }
             }
-            StepReport::PreCopied { bytes } if m.step == Step::PreCopy => {
-                m.bytes = bytes;
+            StepReport::PreCopied { sent_bytes: bytes } if m.step == Step::PreCopy => {
+                m.step_bytes = bytes;
                 m.pre_copy_time = now.since(m.departure_ordered_at.unwrap_or(now));
                 Step::Quiesce
             }
@@ -386,10 +390,11 @@ impl Coordinator {
                 m.stopped_at.get_or_insert(now);
                 Step::Dump
             }
-            StepReport::Dumped { bytes } | StepReport::Received { bytes }
+            StepReport::Dumped { image_bytes: bytes }
+            | StepReport::Received { image_bytes: bytes }
                 if m.step >= Step::PreCopy =>
             {
-                m.bytes = bytes;
+                m.step_bytes = bytes;
                 if step == Step::Dump {
                     Step::Transfer
                 } else {
@@ -401,7 +406,7 @@ impl Coordinator {
                     .push_back(CoordinatorOutput::RecordLocation(migration.clone()));
                 Step::Commit
             }
-            StepReport::SourceGone(used) if m.step == Step::KillSource => {
+            StepReport::SourceKilled(used) if m.step == Step::KillSource => {
                 return self.order_run(id, used);
             }
             StepReport::Running if m.step == Step::Run => {
@@ -413,7 +418,7 @@ impl Coordinator {
             }
             _ => return,
         };
-        self.advance_step(now, id, step, next);
+        self.advance_step(now, id, step, next_step);
     }
 
     /// Orders the source to prepare the departure of the task. Logs the engine if it is not CRIU.
@@ -430,17 +435,23 @@ impl Coordinator {
         self.send_order(migration.from, migration, order);
     }
 
-    /// Completes the step `done` and waits for `next`, unless a later step is already awaited.
-    fn advance_step(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
+    /// Completes the step `completed_step` and waits for `next_step`, unless a later step is already awaited.
+    fn advance_step(
+        &mut self,
+        now: Micros,
+        id: MigrationId,
+        completed_step: Step,
+        next_step: Step,
+    ) {
         let m = self.migrations.get_mut(&id).expect("the caller found it");
-        if next > m.step {
-            m.step = next;
-            m.deadline = match next {
+        if next_step > m.step {
+            m.step = next_step;
+            m.deadline = match next_step {
                 Step::Commit | Step::KillSource | Step::Run | Step::Arrive => None,
-                _ => Some(now + m.timeout(next)),
+                _ => Some(now + m.timeout(next_step)),
             };
         }
-        self.log_completed_step(id, done);
+        self.log_completed_step(id, completed_step);
     }
 
     /// Orders queued tasks to depart, within the limits of their hosts.
@@ -457,14 +468,14 @@ impl Coordinator {
                 .migrations
                 .values()
                 .filter(|m| m.migration.from == host);
-            let (admitted, check_at) = admit(
+            let (admitted_ids, check_at) = select_departures(
                 now,
                 &states
                     .filter_map(ActiveMigration::queue_state)
                     .collect::<Vec<_>>(),
             );
             self.queue_check_at = self.queue_check_at.into_iter().chain(check_at).min();
-            for id in admitted {
+            for id in admitted_ids {
                 let Some(m) = self.migrations.get_mut(&id) else {
                     continue;
                 };
@@ -472,18 +483,18 @@ impl Coordinator {
                     continue;
                 };
                 (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIMEOUT));
-                let (migration, suspended, pre_copies) =
-                    (m.migration.clone(), m.suspensions, m.pre_copy);
-                let (timeline, memory_can_follow) = (None, m.post_copy);
+                let (migration, suspensions, uses_pre_copy) =
+                    (m.migration.clone(), m.suspensions, m.uses_pre_copy);
+                let (restart_group, supports_post_copy) = (None, m.uses_post_copy);
                 self.send_order(
                     migration.to,
                     &migration,
                     MigrationOrder::Prepare {
                         facts,
-                        suspensions: suspended,
-                        restart_group: timeline,
-                        supports_post_copy: memory_can_follow,
-                        pre_copy: pre_copies,
+                        suspensions,
+                        restart_group,
+                        supports_post_copy,
+                        pre_copy: uses_pre_copy,
                     },
                 );
             }
@@ -493,7 +504,7 @@ impl Coordinator {
     fn log_completed_step(&mut self, id: MigrationId, step: Step) {
         let m = &self.migrations[&id];
         let bytes = if matches!(step, Step::PreCopy | Step::Dump | Step::Transfer) {
-            m.bytes
+            m.step_bytes
         } else {
             0
         };
@@ -526,7 +537,7 @@ impl Coordinator {
                 self.outputs
                     .push_back(CoordinatorOutput::AnnounceLocation(m.migration.clone()));
             }
-            Err(why) => self.fail_migration(id, Step::Commit, why),
+            Err(failure) => self.fail_migration(id, Step::Commit, failure),
         }
     }
 
@@ -540,23 +551,23 @@ impl Coordinator {
             return;
         };
         let migration = m.migration.clone();
-        let source_lost = m.source_dead_at.is_some();
+        let is_source_lost = m.source_dead_at.is_some();
         self.advance_step(now, id, Step::Commit, Step::KillSource);
-        if !source_lost {
+        if !is_source_lost {
             self.send_order(migration.from, &migration, MigrationOrder::Release);
         }
     }
 
-    /// Orders the target to run its copy of the task. The source's copy has ended; `used` are the
-    /// resources that it had used.
-    fn order_run(&mut self, id: MigrationId, used: Usage) {
+    /// Orders the target to run its copy of the task, after the source's copy has ended. `source_usage` are
+    /// the resources that the source's copy had used.
+    fn order_run(&mut self, id: MigrationId, source_usage: Usage) {
         let Some(m) = self.migrations.get_mut(&id) else {
             return;
         };
         m.step = Step::Run;
         m.source_dead_at = None;
         let final_state = FinalSourceState {
-            used,
+            usage: source_usage,
             suspensions: m.suspensions,
         };
         let migration = m.migration.clone();
@@ -575,7 +586,7 @@ impl Coordinator {
         request: RequestId,
         order: &suspend::SuspendOrder,
     ) {
-        let accepts = |m: &&mut ActiveMigration| {
+        let is_accepted = |m: &&mut ActiveMigration| {
             m.migration.tid == order.tid
                 && (m.migration.to == host
                     || m.migration.from == host && !m.target_is_authoritative)
@@ -583,13 +594,13 @@ impl Coordinator {
         let suspensions = self
             .migrations
             .get_mut(&migration)
-            .filter(accepts)
+            .filter(is_accepted)
             .map(|m| {
                 m.target_is_authoritative |= m.migration.to == host;
-                let before = m.suspensions;
-                m.suspensions = before.apply(order);
+                let previous_suspensions = m.suspensions;
+                m.suspensions = previous_suspensions.apply_order(order);
                 self.outputs.extend(
-                    before
+                    previous_suspensions
                         .change_event(m.suspensions, order)
                         .map(CoordinatorOutput::LogEvent),
                 );
@@ -606,18 +617,19 @@ impl Coordinator {
     /// Handles that a host has left or was lost. Its tasks are dead; the daemon handles the
     /// consequences for other tasks.
     pub fn on_host_lost(&mut self, now: Micros, host: HostId) {
-        let affected: Vec<MigrationId> = self
+        let affected_ids: Vec<MigrationId> = self
             .migrations
             .values()
             .filter(|m| m.migration.from == host || m.migration.to == host)
             .map(|m| m.migration.id)
             .collect();
-        for id in affected {
+        for id in affected_ids {
             let m = self.migrations.get_mut(&id).expect("just listed");
             if m.migration.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
-                m.source_dead_at = Some(now + FENCE_TIMEOUT);
+                m.source_dead_at = Some(now + SOURCE_DEATH_TIMEOUT);
             } else if m.migration.from == host && m.step >= Step::Run {
-                // The source has finished, or the target reports that memory is missing.
+                // Nothing fails: the source has finished, or the target reports that memory is
+                // missing.
             } else {
                 let step = m.step;
                 self.fail_migration(id, step, Failure::HostLost(host));
@@ -627,10 +639,10 @@ impl Coordinator {
     }
 
     /// Cancels a migration that is not committed yet.
-    pub fn cancel(&mut self, id: MigrationId, why: &str) {
+    pub fn cancel(&mut self, id: MigrationId, reason: &str) {
         if let Some(m) = self.migrations.get(&id).filter(|m| m.step < Step::Commit) {
             let step = m.step;
-            self.fail_migration(id, step, Failure::Cancelled(why.to_string()));
+            self.fail_migration(id, step, Failure::Cancelled(reason.to_string()));
         }
     }
 
@@ -640,7 +652,7 @@ impl Coordinator {
     /// Does nothing and returns false unless every migration of these tasks is queued for departure
     /// from a host that is being drained. The cancelled migrations fail with
     /// [`Refusal::AlreadyMigrating`], like a migration that cannot start because of a checkpoint.
-    pub fn cancel_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
+    pub fn cancel_if_all_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
         let migrations: Vec<&ActiveMigration> = self
             .migrations
             .values()
@@ -672,10 +684,12 @@ impl Coordinator {
         let ids: Vec<MigrationId> = self.migrations.keys().copied().collect();
         for id in ids {
             let m = &self.migrations[&id];
-            if m.deadline.is_some_and(|at| at <= now) {
-                let (step, allowed) = (m.step, m.timeout(m.step));
-                self.fail_migration(id, step, Failure::Deadline { allowed });
-            } else if m.step == Step::KillSource && m.source_dead_at.is_some_and(|at| at <= now) {
+            if m.deadline.is_some_and(|deadline| deadline <= now) {
+                let (step, timeout) = (m.step, m.timeout(m.step));
+                self.fail_migration(id, step, Failure::Deadline { allowed: timeout });
+            } else if m.step == Step::KillSource
+                && m.source_dead_at.is_some_and(|deadline| deadline <= now)
+            {
                 self.order_run(id, Usage::default());
             }
         }
@@ -689,19 +703,21 @@ impl Coordinator {
         };
         let ActiveMigration {
             migration,
-            bytes,
-            stopped_duration: frozen,
+            step_bytes: bytes,
+            stopped_duration,
             engine,
             ..
         } = m;
-        let resident = m
+        let resident_bytes = m
             .resident_bytes
             .filter(|_| engine == Engine::Criu)
             .unwrap_or(0);
         let time_since_stop = m
             .stopped_at
-            .filter(|_| m.post_copy)
-            .map_or(frozen, |at| now.since(at).max(frozen));
+            .filter(|_| m.uses_post_copy)
+            .map_or(stopped_duration, |stopped_at| {
+                now.since(stopped_at).max(stopped_duration)
+            });
         let transfer_time = m.pre_copy_time + time_since_stop;
         let Migration {
             id,
@@ -719,24 +735,24 @@ impl Coordinator {
                 step: Step::Arrive,
                 bytes: 0,
             }));
-        let moved = EventKind::Migrated {
+        let event = EventKind::Migrated {
             id,
             tid,
             from,
             to,
             cause,
             bytes,
-            resident,
-            frozen,
+            resident: resident_bytes,
+            frozen: stopped_duration,
             transfer_time,
         };
-        self.outputs.push_back(CoordinatorOutput::LogEvent(moved));
+        self.outputs.push_back(CoordinatorOutput::LogEvent(event));
         self.outputs.push_back(CoordinatorOutput::Ended {
             id,
             result: Ok(MigrationReport {
                 id,
-                bytes,
-                frozen,
+                image_bytes: bytes,
+                frozen_time: stopped_duration,
                 engine,
             }),
         });
@@ -746,14 +762,14 @@ impl Coordinator {
     ///
     /// Until the source is ordered to release the task, source and target are ordered to abort, and
     /// a commit that has begun is reversed. After the release the migration cannot be undone.
-    fn fail_migration(&mut self, id: MigrationId, step: Step, why: Failure) {
+    fn fail_migration(&mut self, id: MigrationId, step: Step, failure: Failure) {
         let Some(m) = self.migrations.remove(&id) else {
             return;
         };
         if self
             .migrations
             .values()
-            .any(|other| other.queue_entry.is_some())
+            .any(|other_entry| other_entry.queue_entry.is_some())
         {
             // A queued task may be able to depart: request an immediate call of `on_timer`.
             self.queue_check_at = Some(Micros(0));
@@ -799,11 +815,11 @@ impl Coordinator {
                 to,
                 cause,
                 step,
-                why: why.clone(),
+                why: failure.clone(),
             }));
         self.outputs.push_back(CoordinatorOutput::Ended {
             id,
-            result: Err(MigrationError { step, why }),
+            result: Err(MigrationError { step, failure }),
         });
     }
 
@@ -824,19 +840,19 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    fn task(number: usize) -> Tid {
-        Tid::task(host(2), number as u32).expect("a task")
+    fn task(task_number: usize) -> Tid {
+        Tid::for_task(host(2), task_number as u32).expect("a task")
     }
 
     fn begin(
         coordinator: &mut Coordinator,
-        number: usize,
+        task_number: usize,
         from: u16,
         to: u16,
     ) -> Result<MigrationId, Refusal> {
-        coordinator.begin(
+        coordinator.begin_migration(
             Micros(0),
-            task(number),
+            task(task_number),
             host(from),
             host(to),
             MigrationCause::Requested {
@@ -849,12 +865,12 @@ mod tests {
     fn take_results(
         coordinator: &mut Coordinator,
     ) -> Vec<(MigrationId, Result<MigrationReport, MigrationError>)> {
-        let end = |output| match output {
+        let to_result = |output| match output {
             CoordinatorOutput::Ended { id, result } => Some((id, result)),
             _ => None,
         };
         std::iter::from_fn(|| coordinator.poll())
-            .filter_map(end)
+            .filter_map(to_result)
             .collect()
     }
 
@@ -862,8 +878,9 @@ mod tests {
     #[test]
     fn migrations_beyond_the_limit_are_refused() {
         let mut coordinator = Coordinator::new();
-        let begin = |coordinator: &mut Coordinator, number| begin(coordinator, number, 2, 3);
-        let all: Vec<MigrationId> = (1..=64)
+        let begin =
+            |coordinator: &mut Coordinator, task_number| begin(coordinator, task_number, 2, 3);
+        let ids: Vec<MigrationId> = (1..=64)
             .map(|n| begin(&mut coordinator, n).expect("there is room"))
             .collect();
         assert_eq!(
@@ -872,11 +889,11 @@ mod tests {
         );
         assert_eq!(
             begin(&mut coordinator, 64),
-            Err(Refusal::AlreadyMigrating(all[63])),
+            Err(Refusal::AlreadyMigrating(ids[63])),
             "that is the better reason"
         );
         assert_eq!(coordinator.active_count(), 64);
-        coordinator.cancel(all[0], "nobody wants it");
+        coordinator.cancel(ids[0], "nobody wants it");
         assert_eq!(take_results(&mut coordinator).len(), 1);
         assert!(begin(&mut coordinator, 65).is_ok());
         assert_eq!(
@@ -889,19 +906,19 @@ mod tests {
     /// names the lost host. Other migrations continue.
     #[test]
     fn lost_host_fails_its_migrations_only() {
-        for lost in [2, 3] {
+        for lost_index in [2, 3] {
             let mut coordinator = Coordinator::new();
             let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
-            let other = begin(&mut coordinator, 2, 4, 5).expect("there is room");
-            coordinator.on_host_lost(Micros(1), host(lost));
-            let why = Failure::HostLost(host(lost));
+            let other_id = begin(&mut coordinator, 2, 4, 5).expect("there is room");
+            coordinator.on_host_lost(Micros(1), host(lost_index));
+            let failure = Failure::HostLost(host(lost_index));
             assert_eq!(
                 take_results(&mut coordinator),
                 [(
                     id,
                     Err(MigrationError {
                         step: Step::Inspect,
-                        why
+                        failure
                     })
                 )]
             );
@@ -909,7 +926,7 @@ mod tests {
                 coordinator
                     .migration_of(task(2))
                     .map(|migration| migration.id),
-                Some(other)
+                Some(other_id)
             );
         }
     }

@@ -11,8 +11,8 @@
 //! 2 (queue: the smallest tasks of a host depart first)
 //! 3 Prepare  ---------------------------------------------->  verdict; reserve memory
 //! 4 Depart   --------------->  pre-copy  ------------------>  store the pages
-//!                            quiesce, stop, dump, send  ->  verify, restore,
-//!                                                           stop before the first instruction
+//!                              quiesce, stop, dump, send  ->  verify, restore,
+//!                                                             stop before the first instruction
 //! 5 commit: record the new location, announce it to all daemons
 //! 6 Release  --------------->  kill and reap, forward items
 //! 7 Run      ---------------------------------------------->  run, wake the library
@@ -30,7 +30,7 @@
 //!   and the target's daemon reports its exit like that of any task.
 //! - **At most one copy may run at any instant.** The target never runs its copy without `Run`. The
 //!   coordinator sends `Run` only when the source's copy has ended, or when the source's host is
-//!   lost and the fence timeout has passed. On a lost host the copy is dead: a daemon that loses
+//!   lost and its copy is considered dead. The copy is dead after a fixed time: a daemon that loses
 //!   the master exits, and a tasker that loses its daemon kills its tasks.
 //! - The tasker executes the orders for one task in sequence. An order to resume or to discard the
 //!   task overtakes a running dump or restore and aborts it.
@@ -38,21 +38,21 @@
 //! # Post-copy and pre-copy
 //!
 //! With post-copy the images lack most of the memory. The source's engine retains the memory when
-//! the source's copy is killed, and the target requests it from the restore on. After `Release` and
-//! until all memory has arrived, the loss of the source or of the connection to it ends the task:
-//! the target kills the task before it can continue without its memory.
+//! the source's copy is killed. The target requests the memory as soon as it restores the task.
+//! After `Release` and until all memory has arrived, the loss of the source or of the connection to
+//! it ends the task: the target kills the task before it can continue without its memory.
 //!
-//! Pre-copy shortens that period: it sends memory of a large task while the task still runs at the
-//! source. It uses the stream on which the target later requests the remaining memory. Pre-copy is
-//! skipped if the task is suspended, or if the owner of its host waits for it to depart. A failed
-//! pre-copy aborts the migration before the task is stopped.
+//! Pre-copy shortens that period: the source sends memory of a large task while the task still runs
+//! there. The stream of the pre-copy is the one on which the target later requests the remaining
+//! memory. Pre-copy is skipped if the task is suspended, or if the task must depart because of its
+//! host's owner. A failed pre-copy aborts the migration before the task is stopped.
 //!
 //! # Suspension
 //!
 //! The coordinator decides whether the task is suspended. The source reports the suspensions with
-//! the facts; from then on source and target forward each suspend request to the coordinator before
-//! they acknowledge it. `Run` and `Resume` carry the result. A suspended task therefore runs on
-//! neither host, whichever host is lost at any time.
+//! the facts. From then on source and target forward each suspend request to the coordinator before
+//! they acknowledge the request. `Run` and `Resume` contain the resulting suspensions. A suspended
+//! task therefore runs on neither host, whichever host is lost at any time.
 //!
 //! # Checkpoints
 //!
@@ -67,7 +67,7 @@ mod snapshot;
 mod source;
 mod target;
 
-pub use admission_queue::{DEPARTURES_MAX, DEPARTURES_WITH_SMALLER_MAX, SIZE_WAIT_MAX};
+pub use admission_queue::{SIZE_WAIT_MAX, SMALLER_DEPARTURES_MAX, TOTAL_DEPARTURES_MAX};
 pub use coordinator::{Coordinator, CoordinatorOutput, MIGRATIONS_MAX};
 pub use restart::{RestartId, RestartOutput, RestartTask, Restarts};
 pub use snapshot::{SnapshotId, SnapshotOutput, Snapshots};

@@ -4,9 +4,9 @@
 //! coordinator            host of each task
 //!
 //! 1 Prepare  --------->  verdict; reserve memory
-//!                      (a host that refuses is replaced by the next candidate)
+//!                        (a host that refuses is replaced by the next candidate)
 //! 2 (unpack the images from the store and send them)
-//!                      verify, restore, stop before the first instruction
+//!                        verify, restore, stop before the first instruction
 //! 3 (all tasks are restored: announce their locations to all daemons)
 //! 4 Run      --------->  run, wake the libraries
 //! ```
@@ -29,7 +29,7 @@ const STEP_TIMEOUT: Micros = Micros::from_secs(15);
 /// restoring.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
 
-/// Number of one restart of a job.
+/// Number that identifies one restart of a job.
 pub type RestartId = u64;
 
 /// A task to restart.
@@ -58,7 +58,7 @@ pub enum RestartOutput {
     /// [`Restarts::on_location_announced`].
     AnnounceLocation(Migration),
     /// The restart has ended.
-    Ended {
+    RestartEnded {
         restart: RestartId,
         /// The host on which each task runs, or the reason why the restart failed.
         result: Result<Vec<(Tid, HostId)>, RestartFailure>,
@@ -97,19 +97,19 @@ struct ActiveRestart {
     stage: RestartStage,
     parts_by_id: BTreeMap<MigrationId, RestartPart>,
     deadline: Micros,
-    timeout: Micros,
+    step_timeout: Micros,
 }
 
 /// All restarts in progress. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Restarts {
-    active: BTreeMap<RestartId, ActiveRestart>,
+    active_restarts: BTreeMap<RestartId, ActiveRestart>,
     last_id: RestartId,
     outputs: VecDeque<RestartOutput>,
 }
 
 impl Restarts {
-    /// Returns the next output that the daemon must execute, if any.
+    /// Returns the next output that the daemon must execute; `None` if there is none.
     pub fn poll(&mut self) -> Option<RestartOutput> {
         self.outputs.pop_front()
     }
@@ -117,28 +117,31 @@ impl Restarts {
     /// Returns the time at which [`Restarts::on_timer`] must be called; `None` if no call is
     /// needed.
     pub fn next_deadline(&self) -> Option<Micros> {
-        self.active.values().map(|restart| restart.deadline).min()
+        self.active_restarts
+            .values()
+            .map(|restart| restart.deadline)
+            .min()
     }
 
     /// Returns the restart that contains the part `id`; `None` if no restart does.
     pub fn restart_of(&self, id: MigrationId) -> Option<RestartId> {
-        self.active
+        self.active_restarts
             .iter()
             .find(|(_, restart)| restart.parts_by_id.contains_key(&id))
-            .map(|(number, _)| *number)
+            .map(|(restart_id, _)| *restart_id)
     }
 
     /// True while this task is being restarted.
     pub fn is_restarting(&self, tid: Tid) -> bool {
-        self.active
+        self.active_restarts
             .values()
             .flat_map(|restart| restart.parts_by_id.values())
             .any(|part| part.migration.tid == tid)
     }
 
-    /// Starts to restart these tasks together; returns the number of the restart. `next_id`
-    /// generates migration ids.
-    pub fn begin(
+    /// Starts to restart these tasks together, as members of `group`. Returns the number of the
+    /// restart. `next_id` generates migration ids.
+    pub fn begin_restart(
         &mut self,
         now: Micros,
         group: RestartGroup,
@@ -149,12 +152,12 @@ impl Restarts {
         let mut parts = BTreeMap::new();
         for RestartTask { tid, facts, hosts } in tasks {
             let mut alternatives: VecDeque<HostId> = hosts.into();
-            let to = alternatives.pop_front().unwrap_or(HostId::MASTER);
+            let host = alternatives.pop_front().unwrap_or(HostId::MASTER);
             let migration = Migration {
                 id: next_id(),
                 tid,
                 from: HostId::MASTER,
-                to,
+                to: host,
                 cause: MigrationCause::Restart,
             };
             parts.insert(
@@ -176,9 +179,9 @@ impl Restarts {
             stage: RestartStage::Preparing,
             parts_by_id: parts,
             deadline,
-            timeout,
+            step_timeout: timeout,
         };
-        self.active.insert(self.last_id, restart);
+        self.active_restarts.insert(self.last_id, restart);
         self.last_id
     }
 
@@ -192,10 +195,10 @@ impl Restarts {
         report: StepReport,
         next_id: impl FnOnce() -> MigrationId,
     ) {
-        let Some(number) = self.restart_of(part_id) else {
+        let Some(restart_id) = self.restart_of(part_id) else {
             return;
         };
-        let Some(restart) = self.active.get_mut(&number) else {
+        let Some(restart) = self.active_restarts.get_mut(&restart_id) else {
             return;
         };
         let Some(part) = restart
@@ -211,7 +214,7 @@ impl Restarts {
                     part.progress = PartProgress::Prepared;
                 } else {
                     return self.try_next_host(
-                        number,
+                        restart_id,
                         part_id,
                         Failure::Refused(verdict),
                         next_id(),
@@ -224,33 +227,33 @@ impl Restarts {
             StepReport::Running if part.progress == PartProgress::Announced => {
                 part.progress = PartProgress::Running
             }
-            StepReport::Failed { step, why } => {
+            StepReport::Failed { step, failure: why } => {
                 let tid = part.migration.tid;
-                return self.fail(
-                    number,
+                return self.fail_restart(
+                    restart_id,
                     RestartFailure::Task {
                         tid,
                         host,
                         step,
-                        why,
+                        failure: why,
                     },
                 );
             }
             _ => return,
         }
-        self.advance(now, number);
+        self.advance(now, restart_id);
     }
 
-    /// Handles that a host refuses a task: tries the next host under the new id `id`. If no host
-    /// remains, the restart fails.
+    /// Handles that a host refuses a task: orders the next host to prepare, under the new id `next_part_id`.
+    /// If no host remains, the restart fails.
     fn try_next_host(
         &mut self,
-        number: RestartId,
+        restart_id: RestartId,
         part_id: MigrationId,
-        why: Failure,
-        id: MigrationId,
+        failure: Failure,
+        next_part_id: MigrationId,
     ) {
-        let Some(restart) = self.active.get_mut(&number) else {
+        let Some(restart) = self.active_restarts.get_mut(&restart_id) else {
             return;
         };
         let Some(mut part) = restart.parts_by_id.remove(&part_id) else {
@@ -258,24 +261,24 @@ impl Restarts {
         };
         let (tid, host) = (part.migration.tid, part.migration.to);
         match part.alternatives.pop_front() {
-            Some(next) => {
+            Some(next_host) => {
                 part.migration = Migration {
-                    id,
-                    to: next,
+                    id: next_part_id,
+                    to: next_host,
                     ..part.migration
                 };
                 self.outputs.push_back(prepare_order(&part, &restart.group));
-                restart.parts_by_id.insert(id, part);
+                restart.parts_by_id.insert(next_part_id, part);
             }
             None => {
                 restart.parts_by_id.insert(part_id, part);
-                self.fail(
-                    number,
+                self.fail_restart(
+                    restart_id,
                     RestartFailure::Task {
                         tid,
                         host,
                         step: Step::Prepare,
-                        why,
+                        failure,
                     },
                 );
             }
@@ -283,23 +286,23 @@ impl Restarts {
     }
 
     /// Handles that the images of a task could not be unpacked or sent.
-    pub fn on_send_failed(&mut self, part_id: MigrationId, why: Failure) {
-        let Some(number) = self.restart_of(part_id) else {
+    pub fn on_send_failed(&mut self, part_id: MigrationId, failure: Failure) {
+        let Some(restart_id) = self.restart_of(part_id) else {
             return;
         };
         if let Some(part) = self
-            .active
-            .get(&number)
+            .active_restarts
+            .get(&restart_id)
             .and_then(|restart| restart.parts_by_id.get(&part_id))
         {
             let Migration { tid, to: host, .. } = part.migration;
-            self.fail(
-                number,
+            self.fail_restart(
+                restart_id,
                 RestartFailure::Task {
                     tid,
                     host,
                     step: Step::Transfer,
-                    why,
+                    failure,
                 },
             );
         }
@@ -307,16 +310,16 @@ impl Restarts {
 
     /// Handles that every living daemon has acknowledged the location of this task.
     pub fn on_location_announced(&mut self, now: Micros, part_id: MigrationId) {
-        let Some(number) = self.restart_of(part_id) else {
+        let Some(restart_id) = self.restart_of(part_id) else {
             return;
         };
         let part = self
-            .active
-            .get_mut(&number)
+            .active_restarts
+            .get_mut(&restart_id)
             .and_then(|restart| restart.parts_by_id.get_mut(&part_id));
         if let Some(part) = part.filter(|part| part.progress == PartProgress::Restored) {
             part.progress = PartProgress::Announced;
-            self.advance(now, number);
+            self.advance(now, restart_id);
         }
     }
 
@@ -328,35 +331,40 @@ impl Restarts {
                 .values()
                 .any(|part| part.migration.to == host)
         };
-        let lost: Vec<RestartId> = self
-            .active
+        let affected_restarts: Vec<RestartId> = self
+            .active_restarts
             .iter()
             .filter(|(_, o)| is_affected(o))
-            .map(|(number, _)| *number)
+            .map(|(restart_id, _)| *restart_id)
             .collect();
-        for number in lost {
-            self.fail(number, RestartFailure::HostLost(host));
+        for restart_id in affected_restarts {
+            self.fail_restart(restart_id, RestartFailure::HostLost(host));
         }
     }
 
     /// Fails the restarts whose deadline has passed. Must be called at the time that
     /// [`Restarts::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
-        let overdue = self
-            .active
+        let overdue_restarts = self
+            .active_restarts
             .iter()
             .filter(|(_, restart)| restart.deadline <= now);
-        let overdue: Vec<(RestartId, Micros)> = overdue
-            .map(|(number, restart)| (*number, restart.timeout))
+        let overdue_restarts: Vec<(RestartId, Micros)> = overdue_restarts
+            .map(|(restart_id, restart)| (*restart_id, restart.step_timeout))
             .collect();
-        for (number, allowed) in overdue {
-            self.fail(number, RestartFailure::Deadline { allowed });
+        for (restart_id, timeout) in overdue_restarts {
+            self.fail_restart(
+                restart_id,
+                RestartFailure::Deadline {
+                    time_limit: timeout,
+                },
+            );
         }
     }
 
     /// Enters the next stage when all tasks have reached the progress that the next stage requires.
-    fn advance(&mut self, now: Micros, number: RestartId) {
-        let Some(restart) = self.active.get_mut(&number) else {
+    fn advance(&mut self, now: Micros, restart_id: RestartId) {
+        let Some(restart) = self.active_restarts.get_mut(&restart_id) else {
             return;
         };
         let least_progress = restart
@@ -365,7 +373,7 @@ impl Restarts {
             .map(|part| part.progress)
             .min()
             .unwrap_or(PartProgress::Running);
-        let all: Vec<Migration> = restart
+        let migrations: Vec<Migration> = restart
             .parts_by_id
             .values()
             .map(|part| part.migration.clone())
@@ -373,41 +381,44 @@ impl Restarts {
         match restart.stage {
             RestartStage::Preparing if least_progress >= PartProgress::Prepared => {
                 let bytes = restart.parts_by_id.values().fold(0, |sum: u64, part| {
-                    sum.saturating_add(part.facts.resident_bytes)
+                    sum.saturating_add(part.facts.memory_bytes)
                 });
-                restart.timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
+                restart.step_timeout =
+                    STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
                 (restart.stage, restart.deadline) =
-                    (RestartStage::Restoring, now + restart.timeout);
-                self.outputs
-                    .extend(all.into_iter().map(|migration| RestartOutput::SendImages {
-                        restart: number,
+                    (RestartStage::Restoring, now + restart.step_timeout);
+                self.outputs.extend(migrations.into_iter().map(|migration| {
+                    RestartOutput::SendImages {
+                        restart: restart_id,
                         part: migration,
-                    }));
+                    }
+                }));
             }
             RestartStage::Restoring if least_progress >= PartProgress::Restored => {
-                (restart.stage, restart.deadline, restart.timeout) =
+                (restart.stage, restart.deadline, restart.step_timeout) =
                     (RestartStage::Announcing, now + STEP_TIMEOUT, STEP_TIMEOUT);
                 self.outputs
-                    .extend(all.into_iter().map(RestartOutput::AnnounceLocation));
+                    .extend(migrations.into_iter().map(RestartOutput::AnnounceLocation));
             }
             RestartStage::Announcing if least_progress >= PartProgress::Announced => {
-                (restart.stage, restart.deadline, restart.timeout) =
+                (restart.stage, restart.deadline, restart.step_timeout) =
                     (RestartStage::Running, now + STEP_TIMEOUT, STEP_TIMEOUT);
-                let run = |migration: Migration| RestartOutput::Order {
+                let to_run_order = |migration: Migration| RestartOutput::Order {
                     host: migration.to,
                     part: migration,
                     order: MigrationOrder::Run(FinalSourceState::default()),
                 };
-                self.outputs.extend(all.into_iter().map(run));
+                self.outputs
+                    .extend(migrations.into_iter().map(to_run_order));
             }
             RestartStage::Running if least_progress >= PartProgress::Running => {
-                let task_hosts = all
+                let task_hosts = migrations
                     .into_iter()
                     .map(|migration| (migration.tid, migration.to))
                     .collect();
-                self.active.remove(&number);
-                self.outputs.push_back(RestartOutput::Ended {
-                    restart: number,
+                self.active_restarts.remove(&restart_id);
+                self.outputs.push_back(RestartOutput::RestartEnded {
+                    restart: restart_id,
                     result: Ok(task_hosts),
                 });
             }
@@ -417,8 +428,8 @@ impl Restarts {
 
     /// Fails a restart and discards all restored tasks. If tasks were already ordered to run, the
     /// caller must end them.
-    fn fail(&mut self, number: RestartId, why: RestartFailure) {
-        let Some(restart) = self.active.remove(&number) else {
+    fn fail_restart(&mut self, restart_id: RestartId, failure: RestartFailure) {
+        let Some(restart) = self.active_restarts.remove(&restart_id) else {
             return;
         };
         for RestartPart {
@@ -436,20 +447,20 @@ impl Restarts {
                 });
             }
         }
-        self.outputs.push_back(RestartOutput::Ended {
-            restart: number,
-            result: Err(why),
+        self.outputs.push_back(RestartOutput::RestartEnded {
+            restart: restart_id,
+            result: Err(failure),
         });
     }
 }
 
-fn prepare_order(part: &RestartPart, group: &RestartGroup) -> RestartOutput {
-    let (facts, suspended) = (part.facts.clone(), Suspensions::default());
-    let group = Some(group.clone());
+fn prepare_order(part: &RestartPart, restart_group: &RestartGroup) -> RestartOutput {
+    let (facts, suspensions) = (part.facts.clone(), Suspensions::default());
+    let restart_group = Some(restart_group.clone());
     let order = MigrationOrder::Prepare {
         facts,
-        suspensions: suspended,
-        restart_group: group,
+        suspensions,
+        restart_group,
         supports_post_copy: false,
         pre_copy: false,
     };
@@ -472,14 +483,14 @@ mod tests {
         let mut restarts = Restarts::default();
         let mut ids = (1..).map(MigrationId);
         let mut begin = |hosts: &[u16]| {
-            let task = |index: &u16| Tid::task(host(1), u32::from(*index)).expect("a task");
+            let task = |index: &u16| Tid::for_task(host(1), u32::from(*index)).expect("a task");
             let candidate = |index: &u16| RestartTask {
                 tid: task(index),
                 facts: TaskFacts::default(),
                 hosts: vec![host(*index)],
             };
             let members = hosts.iter().map(|index| (task(index), 0)).collect();
-            let (timeline, tasks) = (
+            let (group, tasks) = (
                 RestartGroup {
                     incarnation: 1,
                     members,
@@ -487,20 +498,26 @@ mod tests {
                 },
                 hosts.iter().map(candidate).collect(),
             );
-            restarts.begin(Micros(0), timeline, tasks, || {
+            restarts.begin_restart(Micros(0), group, tasks, || {
                 ids.next().expect("there are more")
             })
         };
-        let (number, other) = (begin(&[2, 3]), begin(&[4]));
+        let (restart_id, other_id) = (begin(&[2, 3]), begin(&[4]));
         restarts.on_host_lost(host(3));
-        let end = |output| match output {
-            RestartOutput::Ended { restart, result } => Some((restart, result)),
+        let to_result = |output| match output {
+            RestartOutput::RestartEnded { restart, result } => Some((restart, result)),
             _ => None,
         };
-        let ended: Vec<_> = std::iter::from_fn(|| restarts.poll())
-            .filter_map(end)
+        let results: Vec<_> = std::iter::from_fn(|| restarts.poll())
+            .filter_map(to_result)
             .collect();
-        assert_eq!(ended, [(number, Err(RestartFailure::HostLost(host(3))))]);
-        assert_eq!(restarts.active.keys().collect::<Vec<_>>(), [&other]);
+        assert_eq!(
+            results,
+            [(restart_id, Err(RestartFailure::HostLost(host(3))))]
+        );
+        assert_eq!(
+            restarts.active_restarts.keys().collect::<Vec<_>>(),
+            [&other_id]
+        );
     }
 }

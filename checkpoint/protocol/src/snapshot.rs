@@ -6,11 +6,11 @@
 //!
 //! 1 Inspect  --------->  report facts                           reserve space
 //! 2 Pause    --------->  programs that write their own
-//!                      checkpoint do so and exit
+//!                        checkpoint do so and exit
 //! 3 Pause    --------->  all other tasks quiesce and stop
 //! 4 (all are paused: count the tasks of the job again)
 //! 5 Dump     --------->  dump, or copy the state files;
-//!                      resume or restart; upload  --------->  store the images
+//!                        resume or restart; upload  --------->  store the images
 //! 6 (all are stored)  -------------------------------------->  seal: the checkpoint exists
 //! ```
 //!
@@ -40,7 +40,7 @@ const PAUSE_TIMEOUT: Micros = Micros::from_secs(5);
 /// storing.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
 
-/// Number of one snapshot of a job.
+/// Number that identifies one snapshot of a job.
 pub type SnapshotId = u64;
 
 /// An instruction to the coordinator's daemon.
@@ -78,7 +78,7 @@ pub enum SnapshotOutput {
         parts: Vec<MigrationId>,
     },
     /// The snapshot has ended.
-    Ended {
+    SnapshotEnded {
         snapshot: SnapshotId,
         /// The time for which tasks were paused, or the reason why the snapshot failed.
         result: Result<Micros, CheckpointFailure>,
@@ -88,7 +88,7 @@ pub enum SnapshotOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotStage {
     Inspecting,
-    /// The programs that write their own checkpoints do so and exit.
+    /// The programs that write their own checkpoints are writing them and then exit.
     SelfCheckpointing,
     Pausing,
     Counting,
@@ -128,10 +128,10 @@ impl SnapshotPart {
 struct Snapshot {
     stage: SnapshotStage,
     /// True when the store has reserved space.
-    space_reserved: bool,
+    is_space_reserved: bool,
     parts: BTreeMap<MigrationId, SnapshotPart>,
     deadline: Micros,
-    timeout: Micros,
+    step_timeout: Micros,
     /// Time at which the first task was paused.
     first_paused_at: Option<Micros>,
     /// Time at which the most recent dump was completed.
@@ -142,22 +142,22 @@ impl Snapshot {
     /// Sets the timeout for dumping and storing, which depends on the total memory of all tasks.
     fn set_dump_timeout(&mut self) {
         let bytes = self.parts.values().fold(0, |sum: u64, part| {
-            sum.saturating_add(part.facts.resident_bytes)
+            sum.saturating_add(part.facts.memory_bytes)
         });
-        self.timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
+        self.step_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
     }
 }
 
 /// All snapshots in progress. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Snapshots {
-    active: BTreeMap<SnapshotId, Snapshot>,
+    active_snapshots: BTreeMap<SnapshotId, Snapshot>,
     last_id: SnapshotId,
     outputs: VecDeque<SnapshotOutput>,
 }
 
 impl Snapshots {
-    /// Returns the next output that the daemon must execute, if any.
+    /// Returns the next output that the daemon must execute; `None` if there is none.
     pub fn poll(&mut self) -> Option<SnapshotOutput> {
         self.outputs.pop_front()
     }
@@ -165,7 +165,7 @@ impl Snapshots {
     /// Returns the time at which [`Snapshots::on_timer`] must be called; `None` if no call is
     /// needed.
     pub fn next_deadline(&self) -> Option<Micros> {
-        self.active
+        self.active_snapshots
             .values()
             .filter(|snapshot| snapshot.stage != SnapshotStage::Sealing)
             .map(|snapshot| snapshot.deadline)
@@ -174,17 +174,17 @@ impl Snapshots {
 
     /// Returns the snapshot that contains the part `id`; `None` if no snapshot does.
     pub fn snapshot_of(&self, id: MigrationId) -> Option<SnapshotId> {
-        self.active
+        self.active_snapshots
             .iter()
             .find(|(_, snapshot)| snapshot.parts.contains_key(&id))
-            .map(|(number, _)| *number)
+            .map(|(snapshot_id, _)| *snapshot_id)
     }
 
     /// Returns the task's part in a snapshot in progress; `None` if no snapshot contains the task.
     /// The snapshot may not have paused the task yet, or may have resumed it already.
     pub fn part_of(&self, tid: Tid) -> Option<&Migration> {
         let parts = self
-            .active
+            .active_snapshots
             .values()
             .flat_map(|snapshot| snapshot.parts.values());
         parts
@@ -192,44 +192,52 @@ impl Snapshots {
             .find(|migration| migration.tid == tid)
     }
 
-    /// Returns the snapshot, and its part, that forbids this task to migrate. A task may not
-    /// migrate until it is dumped.
+    /// Returns the snapshot because of which this task may not migrate, and the task's part in that
+    /// snapshot; `None` if the task may migrate. A task of a snapshot may not migrate until it is
+    /// dumped.
     pub fn part_that_prevents_migration(&self, tid: Tid) -> Option<(SnapshotId, MigrationId)> {
-        let parts = self.active.iter().flat_map(|(number, snapshot)| {
-            snapshot
-                .parts
-                .iter()
-                .map(move |(id, part)| (*number, *id, part))
-        });
+        let parts = self
+            .active_snapshots
+            .iter()
+            .flat_map(|(snapshot_id, snapshot)| {
+                snapshot
+                    .parts
+                    .iter()
+                    .map(move |(id, part)| (*snapshot_id, *id, part))
+            });
         let prevents_migration =
             |part: &SnapshotPart| part.migration.tid == tid && part.progress < PartProgress::Dumped;
         parts
             .filter(|(_, _, part)| prevents_migration(part))
-            .map(|(number, id, _)| (number, id))
+            .map(|(snapshot_id, id, _)| (snapshot_id, id))
             .next()
     }
 
     /// Aborts a snapshot because one of its tasks must migrate immediately. All tasks continue, and
     /// the caller may retry the snapshot.
-    pub fn abort_for_migration(&mut self, number: SnapshotId, tid: Tid, why: String) {
-        self.abort(
-            number,
+    pub fn abort_for_migration(&mut self, snapshot_id: SnapshotId, tid: Tid, reason: String) {
+        self.abort_snapshot(
+            snapshot_id,
             CheckpointFailure::Task {
                 tid,
                 step: Step::Dump,
-                why: Failure::Cancelled(why),
+                failure: Failure::Cancelled(reason),
             },
         );
     }
 
     /// True while this snapshot is in progress.
-    pub fn is_active(&self, snapshot: SnapshotId) -> bool {
-        self.active.contains_key(&snapshot)
+    pub fn is_active(&self, snapshot_id: SnapshotId) -> bool {
+        self.active_snapshots.contains_key(&snapshot_id)
     }
 
     /// Starts a snapshot of these tasks. Each entry has an unused id, the task, and the task's
     /// host.
-    pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> SnapshotId {
+    pub fn begin_snapshot(
+        &mut self,
+        now: Micros,
+        tasks: &[(MigrationId, Tid, HostId)],
+    ) -> SnapshotId {
         self.last_id += 1;
         let new_part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
             let migration = Migration {
@@ -253,25 +261,25 @@ impl Snapshots {
         let stage = SnapshotStage::Inspecting;
         let snapshot = Snapshot {
             stage,
-            space_reserved: false,
+            is_space_reserved: false,
             parts,
             deadline,
-            timeout,
+            step_timeout: timeout,
             first_paused_at: None,
             last_dumped_at: None,
         };
-        self.active.insert(self.last_id, snapshot);
-        self.send_order(self.last_id, &MigrationOrder::Inspect, |_| true);
+        self.active_snapshots.insert(self.last_id, snapshot);
+        self.queue_orders(self.last_id, &MigrationOrder::Inspect, |_| true);
         self.last_id
     }
 
     /// Handles a report of a task's host. Reports that do not match the current stage belong to a
     /// snapshot that has ended, and are ignored.
     pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: StepReport) {
-        let Some(number) = self.snapshot_of(id) else {
+        let Some(snapshot_id) = self.snapshot_of(id) else {
             return;
         };
-        let Some(snapshot) = self.active.get_mut(&number) else {
+        let Some(snapshot) = self.active_snapshots.get_mut(&snapshot_id) else {
             return;
         };
         let Some(part) = snapshot
@@ -290,49 +298,57 @@ impl Snapshots {
                 part.progress = PartProgress::Paused;
                 snapshot.first_paused_at.get_or_insert(now);
             }
-            StepReport::Dumped { bytes } if part.progress == PartProgress::Paused => {
+            StepReport::Dumped { image_bytes: bytes } if part.progress == PartProgress::Paused => {
                 part.progress = PartProgress::Dumped;
                 snapshot.last_dumped_at = Some(now);
                 if part.self_checkpoint_secs().is_some() {
-                    // The size of a self-checkpoint is known only when it is written.
-                    part.facts.resident_bytes = bytes;
-                    let before = snapshot.timeout;
+                    // The size of a self-checkpoint is not known before the program has written it.
+                    part.facts.memory_bytes = bytes;
+                    let previous_timeout = snapshot.step_timeout;
                     snapshot.set_dump_timeout();
-                    snapshot.deadline = snapshot.deadline + snapshot.timeout.since(before);
+                    snapshot.deadline =
+                        snapshot.deadline + snapshot.step_timeout.since(previous_timeout);
                 }
             }
-            StepReport::Failed { step, why } => {
-                return self.abort(number, CheckpointFailure::Task { tid, step, why });
+            StepReport::Failed { step, failure: why } => {
+                return self.abort_snapshot(
+                    snapshot_id,
+                    CheckpointFailure::Task {
+                        tid,
+                        step,
+                        failure: why,
+                    },
+                );
             }
             _ => return,
         }
-        self.advance(now, number);
+        self.advance(now, snapshot_id);
     }
 
     /// Handles that the images of a task have arrived at the master, or that the transfer failed.
     pub fn on_images_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        let Some(snapshot) = self.snapshot_of(id) else {
+        let Some(snapshot_id) = self.snapshot_of(id) else {
             return;
         };
         let Some(part) = self
-            .active
-            .get(&snapshot)
-            .and_then(|open| open.parts.get(&id))
+            .active_snapshots
+            .get(&snapshot_id)
+            .and_then(|active_snapshot| active_snapshot.parts.get(&id))
         else {
             return;
         };
         let migration = part.migration.clone();
         match result {
             Ok(()) => self.outputs.push_back(SnapshotOutput::StoreImages {
-                snapshot,
+                snapshot: snapshot_id,
                 part: migration,
             }),
-            Err(why) => self.abort(
-                snapshot,
+            Err(failure) => self.abort_snapshot(
+                snapshot_id,
                 CheckpointFailure::Task {
                     tid: migration.tid,
                     step: Step::Transfer,
-                    why,
+                    failure,
                 },
             ),
         }
@@ -340,19 +356,19 @@ impl Snapshots {
 
     /// Handles that the images of a task were stored, or that storing them failed.
     pub fn on_images_stored(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
-        let Some(number) = self.snapshot_of(id) else {
+        let Some(snapshot_id) = self.snapshot_of(id) else {
             return;
         };
-        if let Err(why) = result {
-            return self.abort(number, CheckpointFailure::Store(why));
+        if let Err(reason) = result {
+            return self.abort_snapshot(snapshot_id, CheckpointFailure::Store(reason));
         }
         if let Some(part) = self
-            .active
-            .get_mut(&number)
+            .active_snapshots
+            .get_mut(&snapshot_id)
             .and_then(|snapshot| snapshot.parts.get_mut(&id))
         {
             part.progress = PartProgress::Stored;
-            self.advance(now, number);
+            self.advance(now, snapshot_id);
         }
     }
 
@@ -364,27 +380,27 @@ impl Snapshots {
     pub fn on_tasks_counted(
         &mut self,
         now: Micros,
-        number: SnapshotId,
+        snapshot_id: SnapshotId,
         tasks: &[Tid],
         open_requests: &BTreeMap<Tid, Vec<RequestId>>,
         ended_tasks: &[Tid],
     ) {
         let Some(snapshot) = self
-            .active
-            .get_mut(&number)
+            .active_snapshots
+            .get_mut(&snapshot_id)
             .filter(|snapshot| snapshot.stage == SnapshotStage::Counting)
         else {
             return;
         };
-        let known = |tid: &Tid| {
+        let is_known = |tid: &Tid| {
             snapshot
                 .parts
                 .values()
                 .any(|part| part.migration.tid == *tid)
         };
-        let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
-        if !new.is_empty() {
-            return self.abort(number, CheckpointFailure::JobSpawnedTasks(new));
+        let new_tasks: Vec<Tid> = tasks.iter().copied().filter(|tid| !is_known(tid)).collect();
+        if !new_tasks.is_empty() {
+            return self.abort_snapshot(snapshot_id, CheckpointFailure::JobSpawnedTasks(new_tasks));
         }
         let waits_for_others = |part: &&SnapshotPart| {
             part.self_checkpoint_secs().is_some()
@@ -400,20 +416,20 @@ impl Snapshots {
         {
             // After a restart this program would not enter the barrier again, and the other tasks
             // would wait forever.
-            let why = Failure::Engine(
+            let failure = Failure::Engine(
                 "it has ended while it waited for others, in a barrier for example".into(),
             );
-            return self.abort(
-                number,
+            return self.abort_snapshot(
+                snapshot_id,
                 CheckpointFailure::Task {
                     tid,
                     step: Step::Dump,
-                    why,
+                    failure,
                 },
             );
         }
         snapshot.set_dump_timeout();
-        (snapshot.stage, snapshot.deadline) = (SnapshotStage::Dumping, now + snapshot.timeout);
+        (snapshot.stage, snapshot.deadline) = (SnapshotStage::Dumping, now + snapshot.step_timeout);
         // Expect the images before ordering the dumps: a host may send them before this function
         // returns.
         let parts: Vec<Migration> = snapshot
@@ -442,58 +458,58 @@ impl Snapshots {
     }
 
     /// Handles that the second count failed, or found more tasks than a checkpoint can hold.
-    pub fn on_count_failed(&mut self, number: SnapshotId, why: CheckpointFailure) {
+    pub fn on_count_failed(&mut self, snapshot_id: SnapshotId, failure: CheckpointFailure) {
         if self
-            .active
-            .get(&number)
+            .active_snapshots
+            .get(&snapshot_id)
             .is_some_and(|snapshot| snapshot.stage == SnapshotStage::Counting)
         {
-            self.abort(number, why);
+            self.abort_snapshot(snapshot_id, failure);
         }
     }
 
     /// Handles that the checkpoint was sealed, or that sealing failed.
-    pub fn on_sealed(&mut self, number: SnapshotId, result: Result<(), String>) {
+    pub fn on_sealed(&mut self, snapshot_id: SnapshotId, result: Result<(), String>) {
         let Some(snapshot) = self
-            .active
-            .get(&number)
+            .active_snapshots
+            .get(&snapshot_id)
             .filter(|snapshot| snapshot.stage == SnapshotStage::Sealing)
         else {
             return;
         };
         match result {
             Ok(()) => {
-                let paused_for = snapshot
+                let pause_duration = snapshot
                     .first_paused_at
                     .zip(snapshot.last_dumped_at)
-                    .map(|(from, until)| until.since(from))
+                    .map(|(first_paused_at, last_dumped_at)| last_dumped_at.since(first_paused_at))
                     .unwrap_or_default();
-                self.active.remove(&number);
-                self.outputs.push_back(SnapshotOutput::Ended {
-                    snapshot: number,
-                    result: Ok(paused_for),
+                self.active_snapshots.remove(&snapshot_id);
+                self.outputs.push_back(SnapshotOutput::SnapshotEnded {
+                    snapshot: snapshot_id,
+                    result: Ok(pause_duration),
                 });
             }
-            Err(why) => self.abort(number, CheckpointFailure::Store(why)),
+            Err(reason) => self.abort_snapshot(snapshot_id, CheckpointFailure::Store(reason)),
         }
     }
 
     /// Handles that the store has reserved space, or that the reservation failed. No task is paused
-    /// before.
+    /// before the reservation.
     pub fn on_space_reserved(
         &mut self,
         now: Micros,
-        number: SnapshotId,
+        snapshot_id: SnapshotId,
         result: Result<(), String>,
     ) {
         match result {
             Ok(()) => {
-                if let Some(snapshot) = self.active.get_mut(&number) {
-                    snapshot.space_reserved = true;
-                    self.advance(now, number);
+                if let Some(snapshot) = self.active_snapshots.get_mut(&snapshot_id) {
+                    snapshot.is_space_reserved = true;
+                    self.advance(now, snapshot_id);
                 }
             }
-            Err(why) => self.abort(number, CheckpointFailure::Store(why)),
+            Err(reason) => self.abort_snapshot(snapshot_id, CheckpointFailure::Store(reason)),
         }
     }
 
@@ -506,14 +522,14 @@ impl Snapshots {
                 .values()
                 .any(|p| p.migration.from == host && p.progress < PartProgress::Stored)
         };
-        let lost: Vec<SnapshotId> = self
-            .active
+        let affected_snapshots: Vec<SnapshotId> = self
+            .active_snapshots
             .iter()
             .filter(|(_, snapshot)| is_affected(snapshot))
-            .map(|(number, _)| *number)
+            .map(|(snapshot_id, _)| *snapshot_id)
             .collect();
-        for number in lost {
-            self.abort(number, CheckpointFailure::HostLost(host));
+        for snapshot_id in affected_snapshots {
+            self.abort_snapshot(snapshot_id, CheckpointFailure::HostLost(host));
         }
     }
 
@@ -521,20 +537,25 @@ impl Snapshots {
     /// [`Snapshots::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
         // Sealing has no deadline: it depends only on the disk, and either succeeds or fails.
-        let overdue = self.active.iter().filter(|(_, snapshot)| {
+        let overdue_snapshots = self.active_snapshots.iter().filter(|(_, snapshot)| {
             snapshot.deadline <= now && snapshot.stage != SnapshotStage::Sealing
         });
-        let overdue: Vec<(SnapshotId, Micros)> = overdue
-            .map(|(number, snapshot)| (*number, snapshot.timeout))
+        let overdue_snapshots: Vec<(SnapshotId, Micros)> = overdue_snapshots
+            .map(|(snapshot_id, snapshot)| (*snapshot_id, snapshot.step_timeout))
             .collect();
-        for (number, allowed) in overdue {
-            self.abort(number, CheckpointFailure::Deadline { allowed });
+        for (snapshot_id, timeout) in overdue_snapshots {
+            self.abort_snapshot(
+                snapshot_id,
+                CheckpointFailure::Deadline {
+                    time_limit: timeout,
+                },
+            );
         }
     }
 
     /// Enters the next stage when all tasks have reached the progress that the next stage requires.
-    fn advance(&mut self, now: Micros, number: SnapshotId) {
-        let Some(snapshot) = self.active.get_mut(&number) else {
+    fn advance(&mut self, now: Micros, snapshot_id: SnapshotId) {
+        let Some(snapshot) = self.active_snapshots.get_mut(&snapshot_id) else {
             return;
         };
         let least_progress = snapshot
@@ -543,12 +564,12 @@ impl Snapshots {
             .map(|part| part.progress)
             .min()
             .unwrap_or(PartProgress::Stored);
-        let ended = |part: &SnapshotPart| {
+        let has_ended = |part: &SnapshotPart| {
             part.self_checkpoint_secs().is_none() || part.progress >= PartProgress::Paused
         };
         match snapshot.stage {
             SnapshotStage::Inspecting
-                if least_progress >= PartProgress::Inspected && snapshot.space_reserved =>
+                if least_progress >= PartProgress::Inspected && snapshot.is_space_reserved =>
             {
                 let longest_self_checkpoint_secs = snapshot
                     .parts
@@ -556,39 +577,42 @@ impl Snapshots {
                     .filter_map(SnapshotPart::self_checkpoint_secs)
                     .max()
                     .unwrap_or_default();
-                // Before the program is asked to exit, its library reports the state of its links;
-                // the report takes part of this timeout.
-                snapshot.timeout = PAUSE_TIMEOUT
+                // Before the program is asked to exit, its library reports the state of its links.
+                // This timeout includes the time for the report.
+                snapshot.step_timeout = PAUSE_TIMEOUT
                     + PAUSE_TIMEOUT
                     + Micros::from_secs(longest_self_checkpoint_secs.into());
-                (snapshot.stage, snapshot.deadline) =
-                    (SnapshotStage::SelfCheckpointing, now + snapshot.timeout);
-                self.send_order(number, &MigrationOrder::Pause, |part| {
+                (snapshot.stage, snapshot.deadline) = (
+                    SnapshotStage::SelfCheckpointing,
+                    now + snapshot.step_timeout,
+                );
+                self.queue_orders(snapshot_id, &MigrationOrder::Pause, |part| {
                     part.self_checkpoint_secs().is_some()
                 });
-                self.advance(now, number);
+                self.advance(now, snapshot_id);
             }
-            SnapshotStage::SelfCheckpointing if snapshot.parts.values().all(ended) => {
-                (snapshot.stage, snapshot.deadline, snapshot.timeout) =
+            SnapshotStage::SelfCheckpointing if snapshot.parts.values().all(has_ended) => {
+                (snapshot.stage, snapshot.deadline, snapshot.step_timeout) =
                     (SnapshotStage::Pausing, now + PAUSE_TIMEOUT, PAUSE_TIMEOUT);
-                self.send_order(number, &MigrationOrder::Pause, |part| {
+                self.queue_orders(snapshot_id, &MigrationOrder::Pause, |part| {
                     part.self_checkpoint_secs().is_none()
                 });
-                self.advance(now, number);
+                self.advance(now, snapshot_id);
             }
             SnapshotStage::Pausing if least_progress >= PartProgress::Paused => {
-                (snapshot.stage, snapshot.deadline, snapshot.timeout) =
+                (snapshot.stage, snapshot.deadline, snapshot.step_timeout) =
                     (SnapshotStage::Counting, now + STEP_TIMEOUT, STEP_TIMEOUT);
-                self.outputs.push_back(SnapshotOutput::CountTasks(number));
+                self.outputs
+                    .push_back(SnapshotOutput::CountTasks(snapshot_id));
             }
             SnapshotStage::Dumping if least_progress >= PartProgress::Stored => {
                 snapshot.stage = SnapshotStage::Sealing;
-                let facts = |part: &SnapshotPart| {
+                let seal_entry = |part: &SnapshotPart| {
                     (part.migration.tid, part.migration.from, part.facts.clone())
                 };
-                let parts = snapshot.parts.values().map(facts).collect();
+                let parts = snapshot.parts.values().map(seal_entry).collect();
                 self.outputs.push_back(SnapshotOutput::Seal {
-                    snapshot: number,
+                    snapshot: snapshot_id,
                     parts,
                 });
             }
@@ -596,37 +620,42 @@ impl Snapshots {
         }
     }
 
-    fn send_order(
+    fn queue_orders(
         &mut self,
-        number: SnapshotId,
+        snapshot_id: SnapshotId,
         order: &MigrationOrder,
-        selects: impl Fn(&SnapshotPart) -> bool,
+        is_selected: impl Fn(&SnapshotPart) -> bool,
     ) {
-        let Some(snapshot) = self.active.get(&number) else {
+        let Some(snapshot) = self.active_snapshots.get(&snapshot_id) else {
             return;
         };
-        let to = |part: &SnapshotPart| SnapshotOutput::Order {
+        let to_output = |part: &SnapshotPart| SnapshotOutput::Order {
             host: part.migration.from,
             part: part.migration.clone(),
             order: order.clone(),
         };
-        self.outputs
-            .extend(snapshot.parts.values().filter(|part| selects(part)).map(to));
+        self.outputs.extend(
+            snapshot
+                .parts
+                .values()
+                .filter(|part| is_selected(part))
+                .map(to_output),
+        );
     }
 
     /// Aborts a snapshot: all tasks continue. Tasks that are already dumped have already continued.
-    fn abort(&mut self, number: SnapshotId, why: CheckpointFailure) {
-        self.send_order(number, &MigrationOrder::Abort, |_| true);
-        let Some(snapshot) = self.active.remove(&number) else {
+    fn abort_snapshot(&mut self, snapshot_id: SnapshotId, failure: CheckpointFailure) {
+        self.queue_orders(snapshot_id, &MigrationOrder::Abort, |_| true);
+        let Some(snapshot) = self.active_snapshots.remove(&snapshot_id) else {
             return;
         };
         self.outputs.push_back(SnapshotOutput::Abandon {
-            snapshot: number,
+            snapshot: snapshot_id,
             parts: snapshot.parts.into_keys().collect(),
         });
-        self.outputs.push_back(SnapshotOutput::Ended {
-            snapshot: number,
-            result: Err(why),
+        self.outputs.push_back(SnapshotOutput::SnapshotEnded {
+            snapshot: snapshot_id,
+            result: Err(failure),
         });
     }
 }
@@ -640,25 +669,29 @@ mod tests {
     #[test]
     fn lost_host_fails_its_snapshots_only() {
         let host = |index| HostId::new(index).expect("an index");
-        let task = |index, number| Tid::task(host(index), number).expect("a task");
+        let task = |index, snapshot_id| Tid::for_task(host(index), snapshot_id).expect("a task");
         let mut snapshots = Snapshots::default();
-        let number = snapshots.begin(
+        let snapshot_id = snapshots.begin_snapshot(
             Micros(0),
             &[
                 (MigrationId(1), task(2, 1), host(2)),
                 (MigrationId(2), task(3, 1), host(3)),
             ],
         );
-        let other = snapshots.begin(Micros(0), &[(MigrationId(3), task(4, 1), host(4))]);
+        let other_id =
+            snapshots.begin_snapshot(Micros(0), &[(MigrationId(3), task(4, 1), host(4))]);
         snapshots.on_host_lost(host(3));
-        let end = |output| match output {
-            SnapshotOutput::Ended { snapshot, result } => Some((snapshot, result)),
+        let to_result = |output| match output {
+            SnapshotOutput::SnapshotEnded { snapshot, result } => Some((snapshot, result)),
             _ => None,
         };
-        let ended: Vec<_> = std::iter::from_fn(|| snapshots.poll())
-            .filter_map(end)
+        let results: Vec<_> = std::iter::from_fn(|| snapshots.poll())
+            .filter_map(to_result)
             .collect();
-        assert_eq!(ended, [(number, Err(CheckpointFailure::HostLost(host(3))))]);
-        assert!(snapshots.is_active(other) && !snapshots.is_active(number));
+        assert_eq!(
+            results,
+            [(snapshot_id, Err(CheckpointFailure::HostLost(host(3))))]
+        );
+        assert!(snapshots.is_active(other_id) && !snapshots.is_active(snapshot_id));
     }
 }

@@ -96,8 +96,8 @@ pub enum SourceOutput {
     /// Snapshot: send [`SourceEvent::RequestsSettled`] when all requests of the task are answered,
     /// except for requests that the task can repeat.
     AwaitReplies,
-    /// Snapshot: send [`SourceEvent::RequestsSettled`] when no requests of the task are open except
-    /// for `open_requests`, and save the daemon's state of the task at that moment.
+    /// Snapshot: wait until no requests of the task are open except for `open_requests`. Then save
+    /// the daemon's state of the task and send [`SourceEvent::RequestsSettled`].
     SaveTaskState {
         /// Requests with which the task waits for other tasks.
         open_requests: Vec<RequestId>,
@@ -152,13 +152,13 @@ impl SourceOutput {
     /// Returns the migration step that starts with this output; `None` if no step does.
     pub fn started_step(&self) -> Option<Step> {
         match self {
-            SourceOutput::Inspect => Some(Step::Inspect),
-            SourceOutput::PreCopy => Some(Step::PreCopy),
-            SourceOutput::Quiesce { .. } | SourceOutput::RequestExit { .. } => Some(Step::Quiesce),
-            SourceOutput::Stop => Some(Step::Stop),
-            SourceOutput::Dump { .. } | SourceOutput::CopyStateFiles => Some(Step::Dump),
-            SourceOutput::FinishSendingImages | SourceOutput::SendRecord => Some(Step::Transfer),
-            SourceOutput::KillSource => Some(Step::KillSource),
+            Self::Inspect => Some(Step::Inspect),
+            Self::PreCopy => Some(Step::PreCopy),
+            Self::Quiesce { .. } | Self::RequestExit { .. } => Some(Step::Quiesce),
+            Self::Stop => Some(Step::Stop),
+            Self::Dump { .. } | Self::CopyStateFiles => Some(Step::Dump),
+            Self::FinishSendingImages | Self::SendRecord => Some(Step::Transfer),
+            Self::KillSource => Some(Step::KillSource),
             _ => None,
         }
     }
@@ -167,7 +167,7 @@ impl SourceOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SourceState {
     Inspecting,
-    Ready,
+    AwaitingDeparture,
     /// Memory is being sent while the task runs.
     PreCopying,
     Quiescing,
@@ -184,7 +184,7 @@ enum SourceState {
     Sending,
     /// The migration was aborted or the snapshot is dumped; the tasker is resuming the task.
     Resuming,
-    /// The task runs; waiting for its library to reconnect.
+    /// The task runs, and the reconnect of its library is awaited.
     AwaitingReconnect,
     Killing,
     Done,
@@ -199,26 +199,27 @@ pub struct Source {
     is_snapshot: bool,
     /// Snapshot: the engine that writes the images.
     engine: Engine,
-    /// True when the images are being uploaded and belong to the upload.
+    /// True from the start of the upload on. The upload then owns the image directory and deletes
+    /// it.
     upload_owns_images: bool,
     post_copy: bool,
     /// True if pre-copy precedes the dump.
     pre_copy: bool,
-    /// Path of the resume token at the target. Empty after it was passed to the library.
+    /// Path of the resume token at the target. Empty after the path was passed to the library.
     resume_token: PathBuf,
     outputs: VecDeque<SourceOutput>,
 }
 
 impl Source {
     /// Starts a migration or a snapshot with the order [`MigrationOrder::Inspect`].
-    pub fn new(migration: Migration) -> Source {
+    pub fn new(migration: Migration) -> Self {
         let outputs = VecDeque::from([SourceOutput::Inspect]);
-        let for_snapshot = migration.cause == MigrationCause::Checkpoint;
+        let is_snapshot = migration.cause == MigrationCause::Checkpoint;
         let (state, engine) = (SourceState::Inspecting, Engine::Criu);
-        Source {
+        Self {
             migration,
             state,
-            is_snapshot: for_snapshot,
+            is_snapshot,
             engine,
             upload_owns_images: false,
             post_copy: false,
@@ -233,31 +234,31 @@ impl Source {
     }
 
     /// True while all items for the task must be buffered: from the request to quiesce or to exit,
-    /// until the task's library has reconnected or the task has ended here.
+    /// until the task's library has reconnected or the task has ended on this host.
     pub fn buffers_incoming(&self) -> bool {
         !matches!(
             self.state,
             SourceState::Inspecting
-                | SourceState::Ready
+                | SourceState::AwaitingDeparture
                 | SourceState::PreCopying
                 | SourceState::Done
         )
     }
 
     /// True from the order to depart until the task's library has reconnected or the task has ended
-    /// here.
+    /// on this host.
     pub fn is_departing(&self) -> bool {
         self.buffers_incoming() || self.state == SourceState::PreCopying
     }
 
     /// True while the coordinator decides whether the task is suspended: from the report of the
-    /// inspection until the task continues or has ended here.
+    /// inspection until the task continues or has ended on this host.
     pub fn coordinator_decides_suspension(&self) -> bool {
         use SourceState as S;
         !self.is_snapshot
             && matches!(
                 self.state,
-                S::Ready
+                S::AwaitingDeparture
                     | S::PreCopying
                     | S::Quiescing
                     | S::Stopping
@@ -278,7 +279,7 @@ impl Source {
         self.state == SourceState::AwaitingReconnect
     }
 
-    /// Returns the next output that the daemon must execute, if any.
+    /// Returns the next output that the daemon must execute; `None` if there is none.
     pub fn poll(&mut self) -> Option<SourceOutput> {
         self.outputs.pop_front()
     }
@@ -292,7 +293,9 @@ impl Source {
         match (self.state, event) {
             (_, E::TaskExited) => self.on_task_exited(),
             (_, E::Order(MigrationOrder::Resume { .. } | MigrationOrder::Abort)) => self.resume(),
-            (S::Inspecting | S::Ready | S::PreCopying, event) => self.handle_before_quiesce(event),
+            (S::Inspecting | S::AwaitingDeparture | S::PreCopying, event) => {
+                self.handle_before_quiesce(event)
+            }
             (S::AwaitingExit, E::Stopped(result)) => self.handle_program_exit(result),
             (S::Quiescing, E::Quiesced) => {
                 self.enter_state(S::Stopping, [O::Report(StepReport::Quiesced), O::Stop]);
@@ -324,7 +327,9 @@ impl Source {
             },
             (S::Dumping, E::Dumped(Ok(dump))) if self.is_snapshot => {
                 self.upload_owns_images = true;
-                let report = O::Report(StepReport::Dumped { bytes: dump.bytes });
+                let report = O::Report(StepReport::Dumped {
+                    image_bytes: dump.image_bytes,
+                });
                 self.enter_state(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
             (S::Stopping, E::Stopped(Ok(()))) => {
@@ -335,7 +340,9 @@ impl Source {
                 self.enter_state(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
             }
             (S::Dumping, E::Dumped(Ok(dump))) => {
-                let report = O::Report(StepReport::Dumped { bytes: dump.bytes });
+                let report = O::Report(StepReport::Dumped {
+                    image_bytes: dump.image_bytes,
+                });
                 self.enter_state(S::Sending, [report, O::FinishSendingImages]);
             }
             (S::Stopping, E::Stopped(Err(why))) => self.report_failure(Step::Stop, why),
@@ -361,7 +368,7 @@ impl Source {
                 self.enter_state(
                     S::Done,
                     [
-                        O::Report(StepReport::SourceGone(used)),
+                        O::Report(StepReport::SourceKilled(used)),
                         O::TransferOwnership,
                         O::DropImages,
                         O::Done,
@@ -372,25 +379,25 @@ impl Source {
         }
     }
 
-    /// Handles the exit of a program that was requested to exit, or the failure of that request.
+    /// Handles the exit of a program that was requested to exit, or the failure of the request.
     fn handle_program_exit(&mut self, result: Result<(), Failure>) {
         use SourceOutput as O;
         use SourceState as S;
         match result {
             Ok(()) if self.is_snapshot => {
-                let done = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
-                self.enter_state(S::Paused, done);
+                let reports = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
+                self.enter_state(S::Paused, reports);
             }
             Ok(()) => {
-                let done = [
+                let reports = [
                     StepReport::Quiesced,
                     StepReport::Stopped,
-                    StepReport::Dumped { bytes: 0 },
+                    StepReport::Dumped { image_bytes: 0 },
                 ]
                 .map(O::Report);
-                self.enter_state(S::Sending, done.into_iter().chain([O::SendRecord]));
+                self.enter_state(S::Sending, reports.into_iter().chain([O::SendRecord]));
             }
-            Err(why) => self.report_failure(Step::Quiesce, why),
+            Err(failure) => self.report_failure(Step::Quiesce, failure),
         }
     }
 
@@ -414,47 +421,49 @@ impl Source {
                     supports_post_copy,
                     supports_pre_copy,
                 };
-                self.enter_state(S::Ready, [O::Report(report)]);
+                self.enter_state(S::AwaitingDeparture, [O::Report(report)]);
             }
             (S::Inspecting, E::Inspected(Err(refusal))) => {
-                let why = Failure::Refused(vec![refusal]);
+                let failure = Failure::Refused(vec![refusal]);
                 self.enter_state(
                     S::Done,
                     [
                         O::Report(StepReport::Failed {
                             step: Step::Inspect,
-                            why,
+                            failure,
                         }),
                         O::Done,
                     ],
                 );
             }
             (
-                S::Ready,
+                S::AwaitingDeparture,
                 E::Order(MigrationOrder::Depart {
-                    resume_token: token,
-                    post_copy: memory_follows,
-                    pre_copy: pre_copies,
+                    resume_token_path: resume_token,
+                    post_copy: uses_post_copy,
+                    pre_copy: uses_pre_copy,
                     engine: Engine::Criu,
                 }),
             ) => {
                 (self.post_copy, self.pre_copy, self.resume_token) =
-                    (memory_follows, pre_copies, token);
-                match pre_copies {
+                    (uses_post_copy, uses_pre_copy, resume_token);
+                match uses_pre_copy {
                     true => self.enter_state(S::PreCopying, [O::OpenMemoryStream, O::PreCopy]),
                     false => self.quiesce(),
                 }
             }
             (S::PreCopying, E::PreCopied(Ok(bytes))) => {
                 self.outputs
-                    .push_back(O::Report(StepReport::PreCopied { bytes }));
+                    .push_back(O::Report(StepReport::PreCopied { sent_bytes: bytes }));
                 self.quiesce();
             }
-            (S::PreCopying, E::PreCopied(Err(why))) => self.report_failure(Step::PreCopy, why),
-            (S::Ready, E::Order(MigrationOrder::Depart { engine, .. })) => {
+            (S::PreCopying, E::PreCopied(Err(failure))) => {
+                self.report_failure(Step::PreCopy, failure)
+            }
+            (S::AwaitingDeparture, E::Order(MigrationOrder::Depart { engine, .. })) => {
                 self.enter_state(S::AwaitingExit, [O::RequestExit { engine }]);
             }
-            (S::Ready, E::Order(MigrationOrder::Pause)) => match self.engine {
+            (S::AwaitingDeparture, E::Order(MigrationOrder::Pause)) => match self.engine {
                 Engine::Criu => self.enter_state(
                     S::Quiescing,
                     [O::BufferIncoming, O::Quiesce { resume_token: None }],
@@ -483,16 +492,16 @@ impl Source {
 
     /// Reports a failure and waits for the coordinator to abort the migration. The coordinator may
     /// already be sending orders to the target.
-    fn report_failure(&mut self, step: Step, why: Failure) {
+    fn report_failure(&mut self, step: Step, failure: Failure) {
         self.outputs
-            .push_back(SourceOutput::Report(StepReport::Failed { step, why }));
+            .push_back(SourceOutput::Report(StepReport::Failed { step, failure }));
     }
 
     fn resume(&mut self) {
         use SourceOutput as O;
         self.discard_pre_copy();
         match self.state {
-            SourceState::Inspecting | SourceState::Ready => {
+            SourceState::Inspecting | SourceState::AwaitingDeparture => {
                 self.enter_state(SourceState::Done, [O::Done])
             }
             SourceState::PreCopying => {
@@ -522,12 +531,13 @@ impl Source {
         }
     }
 
-    /// Requests to discard the pre-copied memory. Has no effect if it was already discarded.
+    /// Requests to discard the pre-copied memory. Has no effect if the memory was already
+    /// discarded.
     fn discard_pre_copy(&mut self) {
-        let discards =
+        let discard_output =
             self.pre_copy && !matches!(self.state, SourceState::Killing | SourceState::Done);
         self.outputs
-            .extend(discards.then_some(SourceOutput::DiscardPreCopy));
+            .extend(discard_output.then_some(SourceOutput::DiscardPreCopy));
     }
 
     fn on_task_exited(&mut self) {
@@ -542,7 +552,7 @@ impl Source {
                 self.enter_state(SourceState::Done, [O::DeliverBuffered, O::Done]);
             }
             SourceState::Inspecting
-            | SourceState::Ready
+            | SourceState::AwaitingDeparture
             | SourceState::PreCopying
             | SourceState::Quiescing
             | SourceState::AwaitingExit
@@ -554,11 +564,12 @@ impl Source {
             | SourceState::Sending => {
                 let report = StepReport::Failed {
                     step: self.current_step(),
-                    why: Failure::TaskEnded,
+                    failure: Failure::TaskEnded,
                 };
-                let release = self.buffers_incoming();
+                let is_buffering = self.buffers_incoming();
                 self.enter_state(SourceState::Done, [O::Report(report), O::DropImages]);
-                self.outputs.extend(release.then_some(O::DeliverBuffered));
+                self.outputs
+                    .extend(is_buffering.then_some(O::DeliverBuffered));
                 self.outputs.push_back(O::Done);
             }
         }
@@ -568,7 +579,7 @@ impl Source {
     fn current_step(&self) -> Step {
         match self.state {
             SourceState::Inspecting => Step::Inspect,
-            SourceState::Ready => Step::Prepare,
+            SourceState::AwaitingDeparture => Step::Prepare,
             SourceState::PreCopying => Step::PreCopy,
             SourceState::Quiescing | SourceState::AwaitingExit => Step::Quiesce,
             SourceState::Stopping | SourceState::AwaitingReplies => Step::Stop,

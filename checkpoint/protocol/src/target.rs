@@ -1,9 +1,9 @@
 //! The target of a migration: the host that receives the task.
 //!
-//! The phases in order: report the verdict, receive the images, restore the task, keep it stopped
-//! until the order to run, run it, and await the remaining memory (post-copy). A failure or the
-//! order `Discard` discards everything. A restart from a checkpoint uses the same state machine;
-//! its images come from the master's store.
+//! The phases in order: report the verdict, receive the images, restore the task in a stopped
+//! state, wait for the order to run, run the task, and await the remaining memory (post-copy). A
+//! failure or the order `Discard` discards everything. A restart from a checkpoint uses the same
+//! state machine; its images come from the master's store.
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
@@ -29,9 +29,9 @@ pub enum TargetEvent {
     },
     /// Pre-copy has failed, or the pre-copied memory was lost because the tasker ended.
     PreCopyLost(Failure),
-    /// All images have arrived and are verified, or the transfer failed. `Ok` has their size in
-    /// bytes. With an engine other than CRIU, the task's record arrives instead of images.
-    Received(Result<u64, Failure>),
+    /// All images have arrived and are verified, or the transfer failed. `Ok` contains their size
+    /// in bytes. With an engine other than CRIU, the task's record arrives instead of images.
+    ImagesReceived(Result<u64, Failure>),
     /// The result of [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
     /// The result of [`TargetOutput::Run`].
@@ -72,10 +72,10 @@ impl TargetOutput {
     /// Returns the migration step that starts with this output; `None` if no step does.
     pub fn started_step(&self) -> Option<Step> {
         match self {
-            TargetOutput::Prepare(_) => Some(Step::Prepare),
-            TargetOutput::Restore => Some(Step::Restore),
-            TargetOutput::Run(_) => Some(Step::Run),
-            TargetOutput::WriteResumeToken => Some(Step::Arrive),
+            Self::Prepare(_) => Some(Step::Prepare),
+            Self::Restore => Some(Step::Restore),
+            Self::Run(_) => Some(Step::Run),
+            Self::WriteResumeToken => Some(Step::Arrive),
             _ => None,
         }
     }
@@ -116,12 +116,12 @@ impl Target {
         resume_token: PathBuf,
         supports_post_copy: bool,
         pre_copy: bool,
-    ) -> Target {
+    ) -> Self {
         let (post_copy, outputs) = (
             supports_post_copy,
             VecDeque::from([TargetOutput::Prepare(facts)]),
         );
-        Target {
+        Self {
             migration,
             resume_token,
             post_copy,
@@ -150,7 +150,7 @@ impl Target {
         self.post_copy
     }
 
-    /// Returns the next output that the daemon must execute, if any.
+    /// Returns the next output that the daemon must execute; `None` if there is none.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.outputs.pop_front()
     }
@@ -173,20 +173,20 @@ impl Target {
             ) => {
                 self.post_copy &= supports_post_copy && engine == Engine::Criu;
                 self.pre_copy &= self.post_copy;
-                let (refuses, memory_follows) = (!verdict.is_empty(), self.post_copy);
+                let (is_refused, uses_post_copy) = (!verdict.is_empty(), self.post_copy);
                 let report = O::Report(StepReport::Prepared {
                     verdict,
-                    resume_token: self.resume_token.clone(),
-                    post_copy: memory_follows,
+                    resume_token_path: self.resume_token.clone(),
+                    post_copy: uses_post_copy,
                     engine,
                 });
                 // A restart from the store always receives images.
                 let has_images =
                     engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
-                match (refuses, has_images) {
+                match (is_refused, has_images) {
                     (true, _) => self.enter_state(S::Done, [report, O::Discard, O::Done]),
                     // Expect the images before sending the report: the source may start to send
-                    // immediately after it.
+                    // immediately after the report.
                     (false, true) => {
                         let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
                         self.enter_state(
@@ -200,10 +200,13 @@ impl Target {
                     (false, false) => self.enter_state(S::Receiving, [report]),
                 }
             }
-            (S::Receiving, E::Received(Ok(bytes))) => {
+            (S::Receiving, E::ImagesReceived(Ok(bytes))) => {
                 self.enter_state(
                     S::Restoring,
-                    [O::Report(StepReport::Received { bytes }), O::Restore],
+                    [
+                        O::Report(StepReport::Received { image_bytes: bytes }),
+                        O::Restore,
+                    ],
                 );
             }
             (S::Restoring, E::Restored(Ok(()))) => {
@@ -222,24 +225,26 @@ impl Target {
                 }
             }
             (S::AwaitingMemory, E::MemoryArrived(result)) => {
-                let failed = |why| StepReport::Failed {
+                let to_failed_report = |failure| StepReport::Failed {
                     step: Step::Arrive,
-                    why,
+                    failure,
                 };
-                let report = result.map_or_else(failed, |()| StepReport::Arrived);
+                let report = result.map_or_else(to_failed_report, |()| StepReport::Arrived);
                 self.enter_state(S::Done, [O::Report(report), O::DropImages, O::Done]);
             }
-            (S::Receiving, E::PreCopyLost(why)) if self.pre_copy => {
-                self.report_failure(Step::PreCopy, why)
+            (S::Receiving, E::PreCopyLost(failure)) if self.pre_copy => {
+                self.report_failure(Step::PreCopy, failure)
             }
-            (S::Receiving, E::Received(Err(why))) => self.report_failure(Step::Transfer, why),
-            (S::Restoring | S::Restored, E::Restored(Err(why))) => {
-                self.report_failure(Step::Restore, why)
+            (S::Receiving, E::ImagesReceived(Err(failure))) => {
+                self.report_failure(Step::Transfer, failure)
             }
-            (S::Starting, E::RunCompleted(Err(why))) => {
+            (S::Restoring | S::Restored, E::Restored(Err(failure))) => {
+                self.report_failure(Step::Restore, failure)
+            }
+            (S::Starting, E::RunCompleted(Err(failure))) => {
                 let report = StepReport::Failed {
                     step: Step::Run,
-                    why,
+                    failure,
                 };
                 self.enter_state(S::Discarding, [O::Report(report), O::Discard]);
             }
@@ -254,8 +259,8 @@ impl Target {
         self.outputs.extend(outputs);
     }
 
-    fn report_failure(&mut self, step: Step, why: Failure) {
-        let report = StepReport::Failed { step, why };
+    fn report_failure(&mut self, step: Step, failure: Failure) {
+        let report = StepReport::Failed { step, failure };
         self.enter_state(
             TargetState::Discarding,
             [TargetOutput::Report(report), TargetOutput::Discard],

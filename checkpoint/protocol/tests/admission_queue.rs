@@ -2,8 +2,8 @@
 //! at a time.
 
 use checkpoint_protocol::{
-    Coordinator, CoordinatorOutput, DEPARTURES_MAX, DEPARTURES_WITH_SMALLER_MAX, MIGRATIONS_MAX,
-    SIZE_WAIT_MAX,
+    Coordinator, CoordinatorOutput, MIGRATIONS_MAX, SIZE_WAIT_MAX, SMALLER_DEPARTURES_MAX,
+    TOTAL_DEPARTURES_MAX,
 };
 use proptest::prelude::*;
 use sempa_proto::engine::Engine;
@@ -28,23 +28,24 @@ fn host(index: u16) -> HostId {
 struct QueueSimulation {
     coordinator: Coordinator,
     now: Micros,
-    sizes: BTreeMap<MigrationId, u64>,
+    task_bytes: BTreeMap<MigrationId, u64>,
     /// True if the targets choose post-copy.
-    post_copy: bool,
+    uses_post_copy: bool,
     /// True if the sources support pre-copy.
-    pre_copy: bool,
+    uses_pre_copy: bool,
     /// Sizes in MiB of the admitted tasks, in the order of their admission.
     admitted_mib: Vec<u64>,
-    departing: BTreeMap<MigrationId, u64>,
-    results: BTreeMap<MigrationId, bool>,
+    departing_bytes: BTreeMap<MigrationId, u64>,
+    /// Migrations that have ended: true if the migration was successful.
+    successes: BTreeMap<MigrationId, bool>,
     /// Completed steps, in the order in which the coordinator logged them.
     completed_steps: Vec<(MigrationId, Step)>,
 }
 
 impl QueueSimulation {
-    fn begin(&mut self, number: i32, mib: u64) -> MigrationId {
-        self.begin_for(
-            number,
+    fn begin(&mut self, task_number: i32, mib: u64) -> MigrationId {
+        self.begin_with_cause(
+            task_number,
             mib,
             MigrationCause::Requested {
                 requested_by: HostId::MASTER.tid(),
@@ -52,18 +53,23 @@ impl QueueSimulation {
         )
     }
 
-    fn begin_for(&mut self, number: i32, mib: u64, cause: MigrationCause) -> MigrationId {
-        let tid = Tid::from_raw(0x80000 + number);
+    fn begin_with_cause(
+        &mut self,
+        task_number: i32,
+        mib: u64,
+        cause: MigrationCause,
+    ) -> MigrationId {
+        let tid = Tid::from_raw(0x80000 + task_number);
         let id = self
             .coordinator
-            .begin(self.now, tid, host(2), host(3), cause)
+            .begin_migration(self.now, tid, host(2), host(3), cause)
             .expect("there is room");
-        self.sizes.insert(id, mib * MIB);
-        self.run_outputs();
+        self.task_bytes.insert(id, mib * MIB);
+        self.execute_outputs();
         id
     }
 
-    fn run_outputs(&mut self) {
+    fn execute_outputs(&mut self) {
         while let Some(output) = self.coordinator.poll() {
             match output {
                 CoordinatorOutput::Order {
@@ -71,16 +77,17 @@ impl QueueSimulation {
                     order: MigrationOrder::Prepare { facts, .. },
                     ..
                 } => {
-                    assert_eq!(facts.resident_bytes, self.sizes[&migration.id]);
-                    self.admitted_mib.push(facts.resident_bytes / MIB);
-                    self.departing.insert(migration.id, facts.resident_bytes);
+                    assert_eq!(facts.memory_bytes, self.task_bytes[&migration.id]);
+                    self.admitted_mib.push(facts.memory_bytes / MIB);
+                    self.departing_bytes
+                        .insert(migration.id, facts.memory_bytes);
                 }
                 CoordinatorOutput::Ended { id, result } => {
-                    self.departing.remove(&id);
-                    self.results.insert(id, result.is_ok());
+                    self.departing_bytes.remove(&id);
+                    self.successes.insert(id, result.is_ok());
                 }
                 CoordinatorOutput::LogEvent(EventKind::MigrationFailed { id, .. }) => {
-                    self.departing.remove(&id);
+                    self.departing_bytes.remove(&id);
                 }
                 CoordinatorOutput::LogEvent(EventKind::MigrationStep { id, step, .. }) => {
                     self.completed_steps.push((id, step))
@@ -90,55 +97,60 @@ impl QueueSimulation {
         }
     }
 
-    fn report(&mut self, id: MigrationId, from: u16, report: StepReport) {
-        self.coordinator.on_report(self.now, host(from), id, report);
-        self.run_outputs();
+    fn report(&mut self, id: MigrationId, host_index: u16, report: StepReport) {
+        self.coordinator
+            .on_report(self.now, host(host_index), id, report);
+        self.execute_outputs();
     }
 
     fn report_inspected(&mut self, id: MigrationId) {
         let facts = TaskFacts {
-            resident_bytes: self.sizes[&id],
+            memory_bytes: self.task_bytes[&id],
             ..TaskFacts::default()
         };
-        let (suspended, memory_can_follow, can_pre_copy) =
-            (Suspensions::default(), self.pre_copy, self.pre_copy);
+        let (suspensions, supports_post_copy, supports_pre_copy) = (
+            Suspensions::default(),
+            self.uses_pre_copy,
+            self.uses_pre_copy,
+        );
         self.report(
             id,
             2,
             StepReport::Inspected {
                 facts,
-                suspensions: suspended,
-                supports_post_copy: memory_can_follow,
-                supports_pre_copy: can_pre_copy,
+                suspensions,
+                supports_post_copy,
+                supports_pre_copy,
             },
         );
     }
 
     /// Reports that the target accepts the task and has chosen this engine.
     fn report_prepared(&mut self, id: MigrationId, engine: Engine) {
-        let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.post_copy);
+        let (verdict, resume_token, uses_post_copy) =
+            (Vec::new(), PathBuf::new(), self.uses_post_copy);
         self.report(
             id,
             3,
             StepReport::Prepared {
                 verdict,
-                resume_token: token,
-                post_copy: memory_follows,
+                resume_token_path: resume_token,
+                post_copy: uses_post_copy,
                 engine,
             },
         );
     }
 
-    /// Reports that the images have arrived.
+    /// Reports that the target is prepared for CRIU, and that the images have arrived.
     fn report_received(&mut self, id: MigrationId) {
         self.report_prepared(id, Engine::Criu);
         self.report(id, 2, StepReport::Stopped);
-        self.departing.remove(&id);
+        self.departing_bytes.remove(&id);
         self.report(
             id,
             3,
             StepReport::Received {
-                bytes: self.sizes[&id],
+                image_bytes: self.task_bytes[&id],
             },
         );
     }
@@ -154,17 +166,17 @@ impl QueueSimulation {
         self.report(id, 3, StepReport::Restored);
         self.coordinator.on_location_recorded(id, Ok(()));
         self.coordinator.on_location_announced(self.now, id);
-        self.report(id, 2, StepReport::SourceGone(Usage::default()));
+        self.report(id, 2, StepReport::SourceKilled(Usage::default()));
         self.report(id, 3, StepReport::Running);
     }
 
     fn advance_to_deadline(&mut self) -> bool {
-        let Some(at) = self.coordinator.next_deadline() else {
+        let Some(deadline) = self.coordinator.next_deadline() else {
             return false;
         };
-        self.now = self.now.max(at);
+        self.now = self.now.max(deadline);
         self.coordinator.on_timer(self.now);
-        self.run_outputs();
+        self.execute_outputs();
         true
     }
 }
@@ -172,55 +184,55 @@ impl QueueSimulation {
 /// If many tasks of one host migrate, the smallest depart first, a few at a time.
 #[test]
 fn smallest_tasks_depart_first() {
-    let mut world = QueueSimulation::default();
-    let sizes = [900, 3, 700, 1, 50, 2, 40, 30];
-    let all: Vec<MigrationId> = (1..)
-        .zip(sizes)
-        .map(|(number, mib)| world.begin(number, mib))
+    let mut simulation = QueueSimulation::default();
+    let sizes_mib = [900, 3, 700, 1, 50, 2, 40, 30];
+    let ids: Vec<MigrationId> = (1..)
+        .zip(sizes_mib)
+        .map(|(task_number, mib)| simulation.begin(task_number, mib))
         .collect();
-    for id in &all {
+    for id in &ids {
         assert!(
-            world.admitted_mib.is_empty(),
+            simulation.admitted_mib.is_empty(),
             "not before it is known how large all are"
         );
-        world.report_inspected(*id);
+        simulation.report_inspected(*id);
     }
-    assert_eq!(world.admitted_mib, [1, 2, 3, 30]);
-    for expected in [40, 50, 700, 900] {
-        let next = *world
-            .departing
+    assert_eq!(simulation.admitted_mib, [1, 2, 3, 30]);
+    for expected_mib in [40, 50, 700, 900] {
+        let next_id = *simulation
+            .departing_bytes
             .iter()
-            .min_by_key(|(_, bytes)| **bytes)
+            .min_by_key(|(_, departing_bytes)| **departing_bytes)
             .expect("somebody")
             .0;
-        world.report_received(next);
+        simulation.report_received(next_id);
         assert_eq!(
-            world.admitted_mib.last(),
-            Some(&expected),
+            simulation.admitted_mib.last(),
+            Some(&expected_mib),
             "as soon as the images of another one are there"
         );
-        world.report_remaining_steps(next);
+        simulation.report_remaining_steps(next_id);
     }
-    assert_eq!(world.results.len(), 4);
+    assert_eq!(simulation.successes.len(), 4);
 }
 
 /// While the size of one task is unknown, another task waits at most [`SIZE_WAIT_MAX`]. A single
 /// task does not wait.
 #[test]
 fn unknown_size_delays_admission_briefly() {
-    let mut world = QueueSimulation::default();
-    let (_unreported, known) = (world.begin(1, 5), world.begin(2, 7));
-    world.report_inspected(known);
-    assert_eq!(world.admitted_mib, [0; 0]);
-    assert_eq!(world.coordinator.next_deadline(), Some(SIZE_WAIT_MAX));
-    assert!(world.advance_to_deadline());
-    assert_eq!(world.admitted_mib, [7]);
-    let alone = QueueSimulation::default();
-    let mut world = alone;
-    let id = world.begin(1, 5);
-    world.report_inspected(id);
+    let mut simulation = QueueSimulation::default();
+    let (_unreported, reported_id) = (simulation.begin(1, 5), simulation.begin(2, 7));
+    simulation.report_inspected(reported_id);
+    assert_eq!(simulation.admitted_mib, [0; 0]);
+    assert_eq!(simulation.coordinator.next_deadline(), Some(SIZE_WAIT_MAX));
+    assert!(simulation.advance_to_deadline());
+    assert_eq!(simulation.admitted_mib, [7]);
+    let single_simulation = QueueSimulation::default();
+    let mut simulation = single_simulation;
+    let id = simulation.begin(1, 5);
+    simulation.report_inspected(id);
     assert_eq!(
-        (world.admitted_mib.as_slice(), world.now),
+        (simulation.admitted_mib.as_slice(), simulation.now),
         (&[5][..], Micros(0)),
         "who is alone waits for nobody"
     );
@@ -229,148 +241,163 @@ fn unknown_size_delays_admission_briefly() {
 /// Programs that write their own checkpoints occupy no slot.
 #[test]
 fn restarted_programs_occupy_no_slot() {
-    let mut world = QueueSimulation::default();
-    for number in 1..=2 * DEPARTURES_MAX as i32 {
-        let id = world.begin(number, 1);
-        world.report_inspected(id);
-        world.report_prepared(id, Engine::Restart { timeout_s: 3600 });
+    let mut simulation = QueueSimulation::default();
+    for task_number in 1..=2 * SMALLER_DEPARTURES_MAX as i32 {
+        let id = simulation.begin(task_number, 1);
+        simulation.report_inspected(id);
+        simulation.report_prepared(id, Engine::Restart { timeout_s: 3600 });
     }
-    let id = world.begin(100, 4096);
-    world.report_inspected(id);
-    assert_eq!(world.admitted_mib.last(), Some(&4096));
+    let id = simulation.begin(100, 4096);
+    simulation.report_inspected(id);
+    assert_eq!(simulation.admitted_mib.last(), Some(&4096));
 }
 
 /// Post-copy memory occupies a slot, but a task that is paused for an owner does not wait for that
 /// slot.
 #[test]
 fn paused_task_ignores_post_copy_slots() {
-    let mut world = QueueSimulation {
-        post_copy: true,
+    let mut simulation = QueueSimulation {
+        uses_post_copy: true,
         ..QueueSimulation::default()
     };
-    let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
-        .map(|number| world.begin(number, 100))
+    let first_ids: Vec<MigrationId> = (1..=SMALLER_DEPARTURES_MAX as i32)
+        .map(|task_number| simulation.begin(task_number, 100))
         .collect();
-    first.iter().for_each(|id| world.report_inspected(*id));
-    for id in &first {
-        world.report_received(*id);
-        world.report_until_running(*id);
+    first_ids
+        .iter()
+        .for_each(|id| simulation.report_inspected(*id));
+    for id in &first_ids {
+        simulation.report_received(*id);
+        simulation.report_until_running(*id);
     }
-    let large = world.begin(20, 200);
-    world.report_inspected(large);
-    let small = world.begin(21, 3);
-    world.report_inspected(small);
+    let large_id = simulation.begin(20, 200);
+    simulation.report_inspected(large_id);
+    let small_id = simulation.begin(21, 3);
+    simulation.report_inspected(small_id);
     assert_eq!(
-        world.admitted_mib[DEPARTURES_MAX..],
+        simulation.admitted_mib[SMALLER_DEPARTURES_MAX..],
         [3],
         "the link is full of what is smaller than the large one"
     );
-    let unwanted = world.begin_for(
+    let evicted_id = simulation.begin_with_cause(
         22,
         300,
         MigrationCause::Owner {
             why: "olga is there".into(),
         },
     );
-    world.report_inspected(unwanted);
+    simulation.report_inspected(evicted_id);
     assert_eq!(
-        world.admitted_mib.last(),
+        simulation.admitted_mib.last(),
         Some(&300),
         "a task paused for an owner runs again sooner"
     );
-    world.report(first[0], 3, StepReport::Arrived);
+    simulation.report(first_ids[0], 3, StepReport::Arrived);
     assert_eq!(
-        world.admitted_mib.last(),
+        simulation.admitted_mib.last(),
         Some(&300),
         "the small one and three others are on the link"
     );
-    world.report(first[1], 3, StepReport::Arrived);
-    assert_eq!(world.admitted_mib.last(), Some(&200));
+    simulation.report(first_ids[1], 3, StepReport::Arrived);
+    assert_eq!(simulation.admitted_mib.last(), Some(&200));
 }
 
 /// Pre-copy occupies a slot like post-copy. A task that is evicted for an owner does not wait for
 /// slots of pre-copies, and is not pre-copied.
 #[test]
 fn eviction_skips_pre_copy() {
-    let mut world = QueueSimulation {
-        post_copy: true,
-        pre_copy: true,
+    let mut simulation = QueueSimulation {
+        uses_post_copy: true,
+        uses_pre_copy: true,
         ..QueueSimulation::default()
     };
-    let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
-        .map(|number| world.begin(number, 100))
+    let first_ids: Vec<MigrationId> = (1..=SMALLER_DEPARTURES_MAX as i32)
+        .map(|task_number| simulation.begin(task_number, 100))
         .collect();
-    first.iter().for_each(|id| world.report_inspected(*id));
-    first
+    first_ids
         .iter()
-        .for_each(|id| world.report_prepared(*id, Engine::Criu));
-    let large = world.begin(20, 200);
-    world.report_inspected(large);
-    let unwanted = world.begin_for(
+        .for_each(|id| simulation.report_inspected(*id));
+    first_ids
+        .iter()
+        .for_each(|id| simulation.report_prepared(*id, Engine::Criu));
+    let large_id = simulation.begin(20, 200);
+    simulation.report_inspected(large_id);
+    let evicted_id = simulation.begin_with_cause(
         22,
         300,
         MigrationCause::Owner {
             why: "olga is there".into(),
         },
     );
-    world.report_inspected(unwanted);
+    simulation.report_inspected(evicted_id);
     assert_eq!(
-        world.admitted_mib.last(),
+        simulation.admitted_mib.last(),
         Some(&300),
         "pre-copied memory does not delay a task that is paused"
     );
-    world.report_prepared(unwanted, Engine::Criu);
-    world.report(unwanted, 2, StepReport::PreCopied { bytes: 1 });
-    world.report(unwanted, 2, StepReport::Quiesced);
-    let steps = |world: &QueueSimulation| {
-        world
+    simulation.report_prepared(evicted_id, Engine::Criu);
+    simulation.report(evicted_id, 2, StepReport::PreCopied { sent_bytes: 1 });
+    simulation.report(evicted_id, 2, StepReport::Quiesced);
+    let logged_steps = |simulation: &QueueSimulation| {
+        simulation
             .completed_steps
             .iter()
             .filter(|(_, step)| *step == Step::PreCopy)
             .map(|(id, _)| *id)
             .collect::<Vec<_>>()
     };
-    assert_eq!(steps(&world), [], "nothing goes ahead where an owner waits");
-    for id in &first {
-        world.report(*id, 2, StepReport::PreCopied { bytes: 1 });
+    assert_eq!(
+        logged_steps(&simulation),
+        [],
+        "nothing goes ahead where an owner waits"
+    );
+    for id in &first_ids {
+        simulation.report(*id, 2, StepReport::PreCopied { sent_bytes: 1 });
     }
-    assert_eq!(steps(&world), first);
+    assert_eq!(logged_steps(&simulation), first_ids);
 }
 
-/// Small tasks do not wait for large tasks that are already departing, until the limit for tasks of
-/// any size is reached.
+/// Small tasks do not wait for large tasks that are already departing, until
+/// [`TOTAL_DEPARTURES_MAX`] tasks are departing.
 #[test]
 fn small_tasks_do_not_wait_for_large_ones() {
-    let mut world = QueueSimulation::default();
-    for number in 1..=DEPARTURES_MAX as i32 {
-        let id = world.begin(number, 4096);
-        world.report_inspected(id);
+    let mut simulation = QueueSimulation::default();
+    for task_number in 1..=SMALLER_DEPARTURES_MAX as i32 {
+        let id = simulation.begin(task_number, 4096);
+        simulation.report_inspected(id);
     }
-    let large = world.begin(20, 4096);
-    world.report_inspected(large);
-    assert_eq!(world.departing.len(), DEPARTURES_MAX);
-    for number in 30..40 {
-        let id = world.begin(number, 1);
-        world.report_inspected(id);
+    let large_id = simulation.begin(20, 4096);
+    simulation.report_inspected(large_id);
+    assert_eq!(simulation.departing_bytes.len(), SMALLER_DEPARTURES_MAX);
+    for task_number in 30..40 {
+        let id = simulation.begin(task_number, 1);
+        simulation.report_inspected(id);
     }
-    assert_eq!(world.departing.len(), DEPARTURES_WITH_SMALLER_MAX);
-    assert_eq!(world.admitted_mib[DEPARTURES_MAX..], [1; 4]);
+    assert_eq!(simulation.departing_bytes.len(), TOTAL_DEPARTURES_MAX);
+    assert_eq!(simulation.admitted_mib[SMALLER_DEPARTURES_MAX..], [1; 4]);
 }
 
 /// The loss of source or target fails the queued migrations as well.
 #[test]
 fn lost_host_fails_queued_migrations() {
-    for lost in [2, 3] {
-        let mut world = QueueSimulation::default();
-        let all: Vec<MigrationId> = (1..=9).map(|number| world.begin(number, 9)).collect();
-        all.iter().for_each(|id| world.report_inspected(*id));
-        world.coordinator.on_host_lost(world.now, host(lost));
-        world.run_outputs();
-        assert_eq!(world.results, all.iter().map(|id| (*id, false)).collect());
+    for lost_index in [2, 3] {
+        let mut simulation = QueueSimulation::default();
+        let ids: Vec<MigrationId> = (1..=9)
+            .map(|task_number| simulation.begin(task_number, 9))
+            .collect();
+        ids.iter().for_each(|id| simulation.report_inspected(*id));
+        simulation
+            .coordinator
+            .on_host_lost(simulation.now, host(lost_index));
+        simulation.execute_outputs();
+        assert_eq!(
+            simulation.successes,
+            ids.iter().map(|id| (*id, false)).collect()
+        );
         assert_eq!(
             (
-                world.coordinator.next_deadline(),
-                world.coordinator.active_count()
+                simulation.coordinator.next_deadline(),
+                simulation.coordinator.active_count()
             ),
             (None, 0)
         );
@@ -380,73 +407,79 @@ fn lost_host_fails_queued_migrations() {
 /// A cancelled migration frees its slot for the next one in the queue.
 #[test]
 fn cancelled_migration_frees_its_slot() {
-    let mut world = QueueSimulation::default();
-    let all: Vec<MigrationId> = (1..=5).map(|number| world.begin(number, 9)).collect();
-    all.iter().for_each(|id| world.report_inspected(*id));
-    assert_eq!(world.departing.len(), DEPARTURES_MAX);
-    world.coordinator.cancel(all[0], "nobody wants it");
-    world.run_outputs();
-    assert!(world.advance_to_deadline());
+    let mut simulation = QueueSimulation::default();
+    let ids: Vec<MigrationId> = (1..=5)
+        .map(|task_number| simulation.begin(task_number, 9))
+        .collect();
+    ids.iter().for_each(|id| simulation.report_inspected(*id));
+    assert_eq!(simulation.departing_bytes.len(), SMALLER_DEPARTURES_MAX);
+    simulation.coordinator.cancel(ids[0], "nobody wants it");
+    simulation.execute_outputs();
+    assert!(simulation.advance_to_deadline());
     assert_eq!(
-        (world.departing.len(), world.admitted_mib.len(), world.now),
-        (DEPARTURES_MAX, 5, Micros(0))
+        (
+            simulation.departing_bytes.len(),
+            simulation.admitted_mib.len(),
+            simulation.now
+        ),
+        (SMALLER_DEPARTURES_MAX, 5, Micros(0))
     );
 }
 
 proptest! {
     /// Migrations start, fail, stall or complete in a random order. The number of departing tasks
-    /// never exceeds the limits, no task is admitted before a smaller queued task, and every
+    /// never exceeds the limits, no task is admitted while a smaller task waits, and every
     /// migration ends.
     #[test]
     fn every_migration_ends_within_the_limits(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
-        let (mut world, mut open, mut number) = (QueueSimulation::default(), Vec::<MigrationId>::new(), 0);
-        let mut inspected = BTreeMap::<MigrationId, bool>::new();
-        for (step, dice) in steps {
-            let admitted_before = world.admitted_mib.len();
-            let waiting = |world: &QueueSimulation, open: &[MigrationId], inspected: &BTreeMap<MigrationId, bool>| {
-                let waits = open.iter().filter(|id| inspected.contains_key(id) && !world.departing.contains_key(id));
-                waits.filter(|id| inspected[id]).map(|id| world.sizes[id] / MIB).min()
+        let (mut simulation, mut open_ids, mut task_number) = (QueueSimulation::default(), Vec::<MigrationId>::new(), 0);
+        let mut inspected_ids = BTreeMap::<MigrationId, bool>::new();
+        for (step, random_number) in steps {
+            let admitted_before = simulation.admitted_mib.len();
+            let queued_bytes = |simulation: &QueueSimulation, open_ids: &[MigrationId], inspected_ids: &BTreeMap<MigrationId, bool>| {
+                let queued_ids = open_ids.iter().filter(|id| inspected_ids.contains_key(id) && !simulation.departing_bytes.contains_key(id));
+                queued_ids.filter(|id| inspected_ids[id]).map(|id| simulation.task_bytes[id] / MIB).min()
             };
-            let selected = (!open.is_empty()).then(|| open[usize::from(dice) % open.len()]);
-            match (step, selected) {
-                (0 | 1, _) if open.len() < MIGRATIONS_MAX => {
-                    number += 1;
-                    open.push(world.begin(number, u64::from(dice % 512) + 1));
+            let selected_id = (!open_ids.is_empty()).then(|| open_ids[usize::from(random_number) % open_ids.len()]);
+            match (step, selected_id) {
+                (0 | 1, _) if open_ids.len() < MIGRATIONS_MAX => {
+                    task_number += 1;
+                    open_ids.push(simulation.begin(task_number, u64::from(random_number % 512) + 1));
                 }
-                (2, Some(id)) if !inspected.contains_key(&id) => {
-                    inspected.insert(id, true);
-                    world.report_inspected(id);
+                (2, Some(id)) if !inspected_ids.contains_key(&id) => {
+                    inspected_ids.insert(id, true);
+                    simulation.report_inspected(id);
                 }
-                (3, Some(id)) if world.departing.contains_key(&id) => {
-                    inspected.insert(id, false);
-                    world.report_received(id);
-                    world.report_remaining_steps(id);
+                (3, Some(id)) if simulation.departing_bytes.contains_key(&id) => {
+                    inspected_ids.insert(id, false);
+                    simulation.report_received(id);
+                    simulation.report_remaining_steps(id);
                 }
                 (4, Some(id)) => {
-                    let why = Failure::Engine("dice".into());
-                    let step = if inspected.contains_key(&id) { Step::Prepare } else { Step::Inspect };
-                    world.report(id, 2, StepReport::Failed { step, why });
+                    let failure = Failure::Engine("dice".into());
+                    let step = if inspected_ids.contains_key(&id) { Step::Prepare } else { Step::Inspect };
+                    simulation.report(id, 2, StepReport::Failed { step, failure });
                 }
                 (5, _) => {
-                    world.now = world.now + Micros(u64::from(dice) * 10);
-                    world.coordinator.on_timer(world.now);
-                    world.run_outputs();
+                    simulation.now = simulation.now + Micros(u64::from(random_number) * 10);
+                    simulation.coordinator.on_timer(simulation.now);
+                    simulation.execute_outputs();
                 }
                 _ => {}
             }
-            open.retain(|id| !world.results.contains_key(id));
-            prop_assert!(world.departing.len() <= DEPARTURES_WITH_SMALLER_MAX);
-            if let (Some(last), Some(waits)) = (world.admitted_mib[admitted_before..].last(), waiting(&world, &open, &inspected)) {
-                prop_assert!(*last <= waits, "{last} went before {waits}");
+            open_ids.retain(|id| !simulation.successes.contains_key(id));
+            prop_assert!(simulation.departing_bytes.len() <= TOTAL_DEPARTURES_MAX);
+            if let (Some(last), Some(queued_ids)) = (simulation.admitted_mib[admitted_before..].last(), queued_bytes(&simulation, &open_ids, &inspected_ids)) {
+                prop_assert!(*last <= queued_ids, "{last} went before {queued_ids}");
             }
         }
         // Migrations that never report end at their deadlines.
         for _ in 0..1000 {
-            if !world.advance_to_deadline() {
+            if !simulation.advance_to_deadline() {
                 break;
             }
         }
-        prop_assert_eq!(world.coordinator.active_count(), 0);
+        prop_assert_eq!(simulation.coordinator.active_count(), 0);
     }
 }
 
@@ -454,51 +487,65 @@ proptest! {
 /// checkpoint.
 #[test]
 fn only_queued_drain_migrations_are_cancelled() {
-    let mut world = QueueSimulation::default();
-    let by = HostId::MASTER.tid();
+    let mut simulation = QueueSimulation::default();
+    let requester = HostId::MASTER.tid();
     let tids = |numbers: &[i32]| {
         numbers
             .iter()
-            .map(|number| Tid::from_raw(0x80000 + number))
+            .map(|task_number| Tid::from_raw(0x80000 + task_number))
             .collect::<BTreeSet<_>>()
     };
-    for number in 0..=DEPARTURES_MAX as i32 {
-        let id = world.begin_for(
-            number,
-            100 + number as u64,
-            MigrationCause::Drain { requested_by: by },
+    for task_number in 0..=SMALLER_DEPARTURES_MAX as i32 {
+        let id = simulation.begin_with_cause(
+            task_number,
+            100 + task_number as u64,
+            MigrationCause::Drain {
+                requested_by: requester,
+            },
         );
-        world.report_inspected(id);
+        simulation.report_inspected(id);
     }
-    let requested = world.begin_for(50, 900, MigrationCause::Requested { requested_by: by });
-    world.report_inspected(requested);
-    world.now = world.now + SIZE_WAIT_MAX;
-    world.coordinator.on_timer(world.now);
-    world.run_outputs();
-    assert_eq!(world.departing.len(), DEPARTURES_MAX);
-    let last = DEPARTURES_MAX as i32;
+    let requested_id = simulation.begin_with_cause(
+        50,
+        900,
+        MigrationCause::Requested {
+            requested_by: requester,
+        },
+    );
+    simulation.report_inspected(requested_id);
+    simulation.now = simulation.now + SIZE_WAIT_MAX;
+    simulation.coordinator.on_timer(simulation.now);
+    simulation.execute_outputs();
+    assert_eq!(simulation.departing_bytes.len(), SMALLER_DEPARTURES_MAX);
+    let last_number = SMALLER_DEPARTURES_MAX as i32;
     assert!(
-        !world.coordinator.cancel_queued(&tids(&[0])),
+        !simulation.coordinator.cancel_if_all_queued(&tids(&[0])),
         "it is migrating"
     );
     assert!(
-        !world.coordinator.cancel_queued(&tids(&[50])),
+        !simulation.coordinator.cancel_if_all_queued(&tids(&[50])),
         "somebody wants it there"
     );
     assert!(
-        !world.coordinator.cancel_queued(&tids(&[60])),
+        !simulation.coordinator.cancel_if_all_queued(&tids(&[60])),
         "it does not move"
     );
     assert!(
-        !world.coordinator.cancel_queued(&tids(&[last, 0])),
+        !simulation
+            .coordinator
+            .cancel_if_all_queued(&tids(&[last_number, 0])),
         "what for, if the other one goes?"
     );
-    assert!(world.coordinator.cancel_queued(&tids(&[last, 60])));
     assert!(
-        tids(&[last])
-            .iter()
-            .all(|tid| world.coordinator.migration_of(*tid).is_none())
+        simulation
+            .coordinator
+            .cancel_if_all_queued(&tids(&[last_number, 60]))
     );
-    world.run_outputs();
-    assert_eq!(world.results.values().collect::<Vec<_>>(), [&false]);
+    assert!(
+        tids(&[last_number])
+            .iter()
+            .all(|tid| simulation.coordinator.migration_of(*tid).is_none())
+    );
+    simulation.execute_outputs();
+    assert_eq!(simulation.successes.values().collect::<Vec<_>>(), [&false]);
 }

@@ -4,11 +4,10 @@ use sempa_proto::text::truncate;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
-/// Maximum number of bytes of a log that are searched. At the log level that is used, logs are far
-/// smaller.
+/// Maximum number of bytes of a log that are searched. Real logs are far smaller.
 const LOG_BYTES_MAX: u64 = 64 << 20;
-/// Maximum length in bytes of a log line that is quoted in an error message.
-const LINE_BYTES_MAX: usize = 400;
+/// Maximum length in bytes of a log line that is quoted in an error message. A longer line is cut.
+const QUOTED_LINE_BYTES_MAX: usize = 400;
 
 /// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +16,7 @@ enum LineEnd {
     Newline,
     /// The log ends within the line.
     EndOfLog,
-    /// The line is cut off in the middle and another line follows: the disk was full, and later had
+    /// The line ends in the middle, and another line follows: the disk was full, and later had free
     /// space again.
     CutOff,
 }
@@ -32,12 +31,12 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
         .is_ok_and(|bytes| bytes > 0)
     {
         let text = String::from_utf8_lossy(&line);
-        if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
-            let text = &text[at..];
+        if let Some(error_start) = text.find("Error").filter(|_| !text.contains("rlimit")) {
+            let text = &text[error_start..];
             return Some(match find_time_stamp(text) {
-                Some(next) => (shorten(text[..next].trim()), LineEnd::CutOff),
+                Some(next_stamp) => (truncate_line(text[..next_stamp].trim()), LineEnd::CutOff),
                 None => (
-                    shorten(text.trim()),
+                    truncate_line(text.trim()),
                     if text.ends_with('\n') {
                         LineEnd::Newline
                     } else {
@@ -51,33 +50,34 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     None
 }
 
-/// Returns the position of a time stamp like `(00.060959)`. A log line begins with such a time
-/// stamp.
+/// Returns the byte offset of the first time stamp like `(00.060959)` in `text`; `None` if there is
+/// none. A log line begins with such a time stamp.
 fn find_time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let inner = rest
             .strip_prefix('(')
             .and_then(|rest| rest.split_once(')'))
             .map(|(inner, _)| inner);
-        let parts = inner.and_then(|inner| inner.split_once('.'));
-        let digits =
+        let numbers = inner.and_then(|inner| inner.split_once('.'));
+        let is_decimal =
             |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-        parts
-            .is_some_and(|(seconds, micros)| digits(seconds) && digits(micros) && micros.len() == 6)
+        numbers.is_some_and(|(seconds, micros)| {
+            is_decimal(seconds) && is_decimal(micros) && micros.len() == 6
+        })
     };
     text.match_indices('(')
-        .map(|(at, _)| at)
-        .find(|at| is_stamp(&text[*at..]))
+        .map(|(offset, _)| offset)
+        .find(|offset| is_stamp(&text[*offset..]))
 }
 
-/// Returns the error that prevents writing to the log at the moment, if any. Writes a whole page,
-/// because less might fit into the free part of the log's last block.
+/// Returns the error that prevents writing to the log at the moment; `None` if the log can be
+/// written. Writes a whole page, because less might fit into the free part of the log's last block.
 fn write_error(log: &Path) -> Option<io::Error> {
-    const PAGE: [u8; 4096] = [b'\n'; 4096];
+    const LINE_BREAKS: [u8; 4096] = [b'\n'; 4096];
     std::fs::OpenOptions::new()
         .append(true)
         .open(log)
-        .and_then(|mut log| log.write_all(&PAGE))
+        .and_then(|mut log| log.write_all(&LINE_BREAKS))
         .err()
 }
 
@@ -85,20 +85,20 @@ fn write_error(log: &Path) -> Option<io::Error> {
 /// full disk.
 fn first_error_in_file(log: &Path) -> Option<String> {
     let (line, line_end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
-    let why = match line_end {
+    let cause = match line_end {
         LineEnd::Newline => None,
         LineEnd::EndOfLog => write_error(log),
         // Only a disk that is temporarily full truncates a line in the middle.
         LineEnd::CutOff => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
-    Some(why.map_or_else(
+    Some(cause.map_or_else(
         || line.clone(),
-        |why| format!("{line}… (the engine's log is truncated here: {why})"),
+        |cause| format!("{line}… (the engine's log is truncated here: {cause})"),
     ))
 }
 
 /// Returns why an engine failed: the first error in its log, or else the first line of its standard
-/// error.
+/// error. `None` if neither file contains a reason.
 pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
     first_error_in_file(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
@@ -106,13 +106,13 @@ pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
             .take(LOG_BYTES_MAX)
             .lines()
             .map_while(Result::ok);
-        text.map(|line| shorten(line.trim()))
+        text.map(|line| truncate_line(line.trim()))
             .find(|line| !line.is_empty() && !line.contains("rlimit"))
     })
 }
 
-fn shorten(line: &str) -> String {
-    truncate(line, LINE_BYTES_MAX).to_string()
+fn truncate_line(line: &str) -> String {
+    truncate(line, QUOTED_LINE_BYTES_MAX).to_string()
 }
 
 #[cfg(test)]
@@ -154,30 +154,33 @@ mod tests {
         let log = tempfile::NamedTempFile::new().expect("a file");
         let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
         std::fs::write(log.path(), text).expect("written");
-        let why = first_error_in_file(log.path()).expect("an error");
+        let reason = first_error_in_file(log.path()).expect("an error");
         assert!(
-            why.starts_with("Error (criu/page-xfer.c:26… (")
-                && why.contains("No space left on device"),
-            "{why}"
+            reason.starts_with("Error (criu/page-xfer.c:26… (")
+                && reason.contains("No space left on device"),
+            "{reason}"
         );
-        for whole in [
+        for complete_log in [
             "Error (criu/x.c:1): size (12.5) of (3)\n",
             "Error (criu/x.c:1): (.123456) (1.)\n",
             "Error (1.12345)\n",
         ] {
             assert_eq!(
-                first_error(whole.as_bytes()).map(|(_, line_end)| line_end),
+                first_error(complete_log.as_bytes()).map(|(_, line_end)| line_end),
                 Some(LineEnd::Newline),
-                "{whole}"
+                "{complete_log}"
             );
         }
     }
 
-    /// An error of the disk is reported only while the disk is full.
+    /// The error of a full disk is reported, and no error for a log that can be written.
     #[test]
     fn full_disk_is_named_as_the_cause() {
-        let why = write_error(Path::new("/dev/full")).expect("it is always full");
-        assert!(why.to_string().contains("No space left on device"), "{why}");
+        let error = write_error(Path::new("/dev/full")).expect("it is always full");
+        assert!(
+            error.to_string().contains("No space left on device"),
+            "{error}"
+        );
         let writable_log = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(writable_log.path(), "(00.1) Error (criu/x.c:1): cut here")
             .expect("written");

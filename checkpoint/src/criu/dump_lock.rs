@@ -23,7 +23,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Name of the directory that CRIU creates in the task's working directory.
+/// Name of the directory that CRIU creates in the task's working directory to mount a proc file
+/// system.
 const MOUNT_POINT: &str = "proc.crtools";
 /// Errors in CRIU's log after a collision: the directory already exists (EEXIST), or was removed
 /// before the mount (ENOENT) or before the unmount (EINVAL).
@@ -32,17 +33,17 @@ const COLLISION_ERRORS: [&str; 3] = [
     "mount failed (-2)",
     "Can't detach mount proc.crtools: -22",
 ];
-/// Age from which the directory counts as abandoned. A running dump removes it after less than a
-/// millisecond.
+/// Age from which the directory [`MOUNT_POINT`] counts as abandoned. A running dump removes the
+/// directory after less than a millisecond.
 const STALE_AGE: Duration = Duration::from_secs(2);
 
-/// Maximum time for which a lock excludes other dumps. A lock usually lasts milliseconds, but CRIU
-/// dumps memory while it is locked, and a dump may hang.
+/// Maximum time for which a lock excludes other dumps. A lock usually lasts milliseconds. It lasts
+/// longer while CRIU dumps memory, and a dump may hang.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time to wait for the lock, however often other dumps acquire it during that time.
 pub(super) const LOCK_WAIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The time of locking of each locked working directory, by device and inode number.
+/// The time at which each working directory was locked, by the directory's device and inode number.
 static LOCKED_DIRS: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
 
 fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
@@ -53,48 +54,50 @@ fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
 #[derive(Debug)]
 pub(super) struct WorkingDir {
     root_pid: i32,
-    id: (u64, u64),
-    /// Number of times that CRIU will create the directory.
-    expected_visits: usize,
+    file_id: (u64, u64),
+    /// Number of times that CRIU will create the directory [`MOUNT_POINT`] during the dump.
+    expected_creations: usize,
 }
 
 impl WorkingDir {
     /// Returns the working directory of a task's root process. `None` if it cannot be determined.
-    pub(super) fn of_process(root: i32) -> Option<WorkingDir> {
-        let about = std::fs::metadata(cwd_link(root)).ok()?;
+    pub(super) fn of_process(root_pid: i32) -> Option<Self> {
+        let meta = std::fs::metadata(cwd_link(root_pid)).ok()?;
         // Observed with CRIU 4.1 and 4.2: CRIU creates the directory once at the beginning, and
         // once for the control groups of each thread of the root process.
-        let threads = proc::thread_ids(root).map_or(1, |threads| threads.len());
-        Some(WorkingDir {
-            root_pid: root,
-            id: (about.dev(), about.ino()),
-            expected_visits: 1 + threads,
+        let threads = proc::thread_ids(root_pid).map_or(1, |threads| threads.len());
+        Some(Self {
+            root_pid,
+            file_id: (meta.dev(), meta.ino()),
+            expected_creations: 1 + threads,
         })
     }
 
-    /// Locks the directory at the time `now`. `None` if another dump has locked it less than
-    /// [`LOCK_TIMEOUT`] before.
+    /// Locks the directory at the time `now`. `None` if another dump has locked the directory less
+    /// than [`LOCK_TIMEOUT`] before `now`.
     pub(super) fn try_lock(&self, now: Instant) -> Option<DumpLock> {
         {
-            let mut locked = locked_dirs();
-            let others = locked.get(&self.id);
-            if others.is_some_and(|since| now.saturating_duration_since(*since) < LOCK_TIMEOUT) {
+            let mut lock_times = locked_dirs();
+            let lock_time = lock_times.get(&self.file_id);
+            if lock_time
+                .is_some_and(|locked_at| now.saturating_duration_since(*locked_at) < LOCK_TIMEOUT)
+            {
                 return None;
             }
-            locked.insert(self.id, now);
+            lock_times.insert(self.file_id, now);
         }
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let watched = |watch: &Inotify| {
+        let add_watch = |watch: &Inotify| {
             watch
                 .add_watch(cwd_link(self.root_pid).as_str(), AddWatchFlags::IN_DELETE)
                 .is_ok()
         };
         // Without the inotify watch the lock lasts until the dump has ended.
         Some(DumpLock {
-            id: self.id,
+            file_id: self.file_id,
             locked_at: now,
-            watch: watch.filter(watched),
-            remaining_visits: self.expected_visits,
+            watch: watch.filter(add_watch),
+            remaining_creations: self.expected_creations,
         })
     }
 }
@@ -103,11 +106,11 @@ impl WorkingDir {
 /// [`MOUNT_POINT`] for the last time, or when this value is dropped.
 #[derive(Debug)]
 pub(super) struct DumpLock {
-    id: (u64, u64),
+    file_id: (u64, u64),
     locked_at: Instant,
     watch: Option<Inotify>,
-    /// Number of times that CRIU will still create the directory.
-    remaining_visits: usize,
+    /// Number of times that CRIU will still create the directory [`MOUNT_POINT`].
+    remaining_creations: usize,
 }
 
 impl DumpLock {
@@ -117,29 +120,32 @@ impl DumpLock {
         self.watch.as_ref().map(AsFd::as_fd)
     }
 
-    /// True if CRIU no longer needs the directory, or if its accesses cannot be observed.
+    /// True if CRIU no longer needs the directory, or if its use by CRIU can no longer be observed.
     pub(super) fn is_released(&mut self) -> bool {
         let events = self
             .watch
             .as_ref()
             .and_then(|watch| watch.read_events().ok())
             .unwrap_or_default();
-        let is_visit =
+        let is_creation =
             |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
-        self.remaining_visits = self
-            .remaining_visits
-            .saturating_sub(events.iter().filter(is_visit).count());
-        let unseen = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
-        self.remaining_visits == 0 || events.iter().any(|event| event.mask.intersects(unseen))
+        self.remaining_creations = self
+            .remaining_creations
+            .saturating_sub(events.iter().filter(is_creation).count());
+        let lost_events = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
+        self.remaining_creations == 0
+            || events
+                .iter()
+                .any(|event| event.mask.intersects(lost_events))
     }
 }
 
 impl Drop for DumpLock {
     fn drop(&mut self) {
-        let mut locked = locked_dirs();
+        let mut lock_times = locked_dirs();
         // After a timeout the lock may belong to another dump.
-        if locked.get(&self.id) == Some(&self.locked_at) {
-            locked.remove(&self.id);
+        if lock_times.get(&self.file_id) == Some(&self.locked_at) {
+            lock_times.remove(&self.file_id);
         }
     }
 }
@@ -150,29 +156,34 @@ fn cwd_link(pid: i32) -> String {
 
 /// True if a dump failed because another dump used the same directory. Also removes an abandoned
 /// [`MOUNT_POINT`].
-pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
-    let Failure::Engine(why) = failure else {
+pub(super) fn prepare_retry(root_pid: i32, failure: &Failure) -> bool {
+    let Failure::Engine(reason) = failure else {
         return false;
     };
-    let collided = COLLISION_ERRORS.iter().any(|sign| why.contains(sign));
-    if collided && let Ok(cwd) = std::fs::read_link(cwd_link(root)) {
+    let has_collided = COLLISION_ERRORS
+        .iter()
+        .any(|message| reason.contains(message));
+    if has_collided && let Ok(cwd) = std::fs::read_link(cwd_link(root_pid)) {
         remove_if_stale(&cwd.join(MOUNT_POINT));
     }
-    collided
+    has_collided
 }
 
 /// Unmounts or removes the directory `path` if it was abandoned.
 fn remove_if_stale(path: &Path) {
-    let changed = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
-    let in_mount = procfs::mounts()
-        .is_ok_and(|mounts| mounts.iter().any(|m| Some(&*m.fs_file) == path.to_str()));
-    let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AGE));
+    let modified_at = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
+    let in_mount = procfs::mounts().is_ok_and(|mounts| {
+        mounts
+            .iter()
+            .any(|mount| Some(&*mount.fs_file) == path.to_str())
+    });
+    let is_old = modified_at.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > STALE_AGE));
     if in_mount {
         // The times of a mounted proc file system are not the age of the directory. A dump that
         // uses the mount already has it open, or is retried.
         let _ = umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW);
-    } else if old {
-        // Fails if the directory is not empty; then CRIU has not created it.
+    } else if is_old {
+        // Fails if the directory is not empty. In this case another program has created it.
         let _ = std::fs::remove_dir(path);
     }
 }
@@ -183,24 +194,24 @@ mod tests {
 
     #[test]
     fn only_colliding_dumps_are_retried() {
-        let retries = |why: &str| is_retryable(i32::MAX, &Failure::Engine(why.into()));
-        assert!(retries(
+        let is_retried = |reason: &str| prepare_retry(i32::MAX, &Failure::Engine(reason.into()));
+        assert!(is_retried(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-17)"
         ));
-        assert!(retries(
+        assert!(is_retried(
             "Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"
         ));
-        assert!(!retries(
+        assert!(!is_retried(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"
         ));
-        assert!(!retries(
+        assert!(!is_retried(
             "Error (criu/sk-unix.c:9): External socket is used"
         ));
-        assert!(!is_retryable(i32::MAX, &Failure::Killed { signal: 9 }));
+        assert!(!prepare_retry(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
-    /// Starts a process in this working directory, which the caller must kill.
-    fn process_in(dir: &Path) -> (std::process::Child, WorkingDir) {
+    /// Starts a process in the working directory `dir`. The caller must kill the process.
+    fn start_process_in(dir: &Path) -> (std::process::Child, WorkingDir) {
         let child = std::process::Command::new("sleep")
             .arg("1000")
             .current_dir(dir)
@@ -214,46 +225,57 @@ mod tests {
     /// timeout.
     #[test]
     fn dumps_in_one_directory_take_turns() {
-        let (here, elsewhere) = (
+        let (dir, other_dir) = (
             tempfile::tempdir().expect("dir"),
             tempfile::tempdir().expect("dir"),
         );
-        let (first, second, other) = (
-            process_in(here.path()),
-            process_in(here.path()),
-            process_in(elsewhere.path()),
+        let (first_process, second_process, other_process) = (
+            start_process_in(dir.path()),
+            start_process_in(dir.path()),
+            start_process_in(other_dir.path()),
         );
-        let (now, visit) = (Instant::now(), || {
-            std::fs::create_dir(here.path().join(MOUNT_POINT)).expect("dir");
-            std::fs::remove_dir(here.path().join(MOUNT_POINT)).expect("dir");
+        let (now, create_mount_point) = (Instant::now(), || {
+            std::fs::create_dir(dir.path().join(MOUNT_POINT)).expect("dir");
+            std::fs::remove_dir(dir.path().join(MOUNT_POINT)).expect("dir");
         });
-        let mut lock = first.1.try_lock(now).expect("nobody has it");
-        assert!(second.1.try_lock(now).is_none());
-        assert!(other.1.try_lock(now).is_some(), "it is in another place");
-        std::fs::write(here.path().join("file"), "").expect("the test's own file");
-        std::fs::remove_file(here.path().join("file")).expect("the test's own file");
-        assert!(!lock.is_released(), "that is the task's own affair");
-        visit();
+        let mut lock = first_process.1.try_lock(now).expect("nobody has it");
+        assert!(second_process.1.try_lock(now).is_none());
         assert!(
-            !lock.is_released() && second.1.try_lock(now).is_none(),
+            other_process.1.try_lock(now).is_some(),
+            "it is in another place"
+        );
+        std::fs::write(dir.path().join("file"), "").expect("the test's own file");
+        std::fs::remove_file(dir.path().join("file")).expect("the test's own file");
+        assert!(!lock.is_released(), "that is the task's own affair");
+        create_mount_point();
+        assert!(
+            !lock.is_released() && second_process.1.try_lock(now).is_none(),
             "there is another visit"
         );
-        visit();
+        create_mount_point();
         assert!(lock.is_released());
         drop(lock);
-        let late = second.1.try_lock(now).expect("nobody has it any more");
-        let next = first
+        let second_lock = second_process
+            .1
+            .try_lock(now)
+            .expect("nobody has it any more");
+        let third_lock = first_process
             .1
             .try_lock(now + LOCK_TIMEOUT)
             .expect("it has taken too long");
-        drop(late);
+        drop(second_lock);
         assert!(
-            second.1.try_lock(now + LOCK_TIMEOUT).is_none(),
+            second_process.1.try_lock(now + LOCK_TIMEOUT).is_none(),
             "it is the next one's"
         );
-        drop(next);
-        drop(second.1.try_lock(now).expect("nobody has it any more"));
-        for (mut child, _) in [first, second, other] {
+        drop(third_lock);
+        drop(
+            second_process
+                .1
+                .try_lock(now)
+                .expect("nobody has it any more"),
+        );
+        for (mut child, _) in [first_process, second_process, other_process] {
             child.kill().expect("it is there");
             child.wait().expect("it ends");
         }

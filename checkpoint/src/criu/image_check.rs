@@ -6,7 +6,7 @@
 //! with the pagemaps.
 
 use super::images::{
-    Fields, INVENTORY, PAGEMAP_PREFIX, PageRun, damaged_image, first_value, read_entries,
+    Fields, INVENTORY_IMAGE, PAGEMAP_PREFIX, PageRun, damaged_image, first_value, read_entries,
 };
 use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
@@ -15,7 +15,7 @@ use std::fs;
 use std::path::Path;
 
 /// Name prefixes of the images that consist of entries up to the end of the file.
-const ENTRY_IMAGES: [&str; 12] = [
+const ENTRY_IMAGE_PREFIXES: [&str; 12] = [
     "core-",
     "fdinfo-",
     "files.img",
@@ -29,19 +29,19 @@ const ENTRY_IMAGES: [&str; 12] = [
     "remap-fpath.img",
     "seccomp.img",
 ];
-const TREE: &str = "pstree.img";
-const CORE: &str = "core-";
+const TREE_IMAGE: &str = "pstree.img";
+const CORE_PREFIX: &str = "core-";
 /// Names of the images that every task has.
-const REQUIRED_IMAGES: [&str; 3] = [INVENTORY, "files.img", TREE];
+const REQUIRED_IMAGES: [&str; 3] = [INVENTORY_IMAGE, "files.img", TREE_IMAGE];
 /// Name prefixes of the images that exist for every process except zombies. The PID follows the
 /// prefix.
-const LIVE_PROCESS_IMAGES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
+const LIVE_PROCESS_PREFIXES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
 /// Field number in `pstree_entry`: PID of the process.
-const TREE_PID: u32 = 1;
+const TREE_PID_FIELD: u32 = 1;
 /// Field number in `pstree_entry`: ids of the threads.
-const TREE_THREADS: u32 = 5;
+const TREE_THREADS_FIELD: u32 = 5;
 /// Field number in `pagemap_head`: number of the file that contains the pages.
-const PAGEMAP_PAGES_ID: u32 = 1;
+const PAGES_ID_FIELD: u32 = 1;
 
 /// The images in a directory.
 struct Images<'a> {
@@ -52,23 +52,27 @@ struct Images<'a> {
 /// Checks all images in a directory.
 ///
 /// # Errors
-/// The name of the first damaged image, and how it is damaged.
+/// An image is damaged or missing. The error contains the name of the first such image and the kind
+/// of damage.
 pub(super) fn check_images(dir: &Path) -> Result<(), Failure> {
-    let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let read_failure = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut names = BTreeSet::new();
-    for entry in fs::read_dir(dir).map_err(unreadable)? {
-        names.extend(entry.map_err(unreadable)?.file_name().into_string());
+    for entry in fs::read_dir(dir).map_err(read_failure)? {
+        names.extend(entry.map_err(read_failure)?.file_name().into_string());
     }
     let images = Images { dir, names };
     REQUIRED_IMAGES
         .iter()
-        .try_for_each(|name| images.require(name))?;
+        .try_for_each(|name| images.check_present(name))?;
     let is_entry_image = |name: &&String| {
-        name.ends_with(".img") && ENTRY_IMAGES.iter().any(|begin| name.starts_with(begin))
+        name.ends_with(".img")
+            && ENTRY_IMAGE_PREFIXES
+                .iter()
+                .any(|prefix| name.starts_with(prefix))
     };
     for name in images.names.iter().filter(is_entry_image) {
         let entries = read_entries(images.dir, name)?;
-        if name == TREE {
+        if name == TREE_IMAGE {
             images.check_tree(&entries)?;
         } else if name.starts_with(PAGEMAP_PREFIX) {
             images.check_pages(name, &entries)?;
@@ -78,7 +82,7 @@ pub(super) fn check_images(dir: &Path) -> Result<(), Failure> {
 }
 
 impl Images<'_> {
-    fn require(&self, name: &str) -> Result<(), Failure> {
+    fn check_present(&self, name: &str) -> Result<(), Failure> {
         match self.names.contains(name) {
             true => Ok(()),
             false => Err(damaged_image(
@@ -91,29 +95,34 @@ impl Images<'_> {
     /// Checks that each process has all its images or is a zombie, and that no image belongs to an
     /// unknown process.
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
-        let mut cores = BTreeSet::new();
-        for process in tree {
-            let Some(pid) = first_value(process, TREE_PID) else {
-                return Err(damaged_image(TREE, "has a process without a PID"));
+        let mut expected_cores = BTreeSet::new();
+        for entry in tree {
+            let Some(pid) = first_value(entry, TREE_PID_FIELD) else {
+                return Err(damaged_image(TREE_IMAGE, "has a process without a PID"));
             };
-            cores.insert(format!("{CORE}{pid}.img"));
-            let required_images = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
+            expected_cores.insert(format!("{CORE_PREFIX}{pid}.img"));
+            let required_images = LIVE_PROCESS_PREFIXES.map(|prefix| format!("{prefix}{pid}.img"));
             if required_images.iter().any(|name| self.names.contains(name)) {
                 required_images
                     .iter()
-                    .try_for_each(|name| self.require(name))?;
-                let threads = process.iter().filter(|(field, _)| *field == TREE_THREADS);
-                cores.extend(threads.map(|(_, thread)| format!("{CORE}{thread}.img")));
+                    .try_for_each(|name| self.check_present(name))?;
+                let thread_fields = entry
+                    .iter()
+                    .filter(|(field, _)| *field == TREE_THREADS_FIELD);
+                expected_cores
+                    .extend(thread_fields.map(|(_, thread)| format!("{CORE_PREFIX}{thread}.img")));
             }
         }
-        cores.iter().try_for_each(|name| self.require(name))?;
+        expected_cores
+            .iter()
+            .try_for_each(|name| self.check_present(name))?;
         match self
             .names
             .iter()
-            .find(|name| name.starts_with(CORE) && !cores.contains(*name))
+            .find(|name| name.starts_with(CORE_PREFIX) && !expected_cores.contains(*name))
         {
             Some(name) => Err(damaged_image(
-                TREE,
+                TREE_IMAGE,
                 &format!("has no process or thread for {name}"),
             )),
             None => Ok(()),
@@ -121,30 +130,30 @@ impl Images<'_> {
     }
 
     /// Checks that the file of pages has the size that this pagemap requires.
-    fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
-        let Some((head, maps)) = map.split_first() else {
+    fn check_pages(&self, name: &str, pagemap: &[Fields]) -> Result<(), Failure> {
+        let Some((head, runs)) = pagemap.split_first() else {
             return Err(damaged_image(name, "is empty"));
         };
-        let Some(id) = first_value(head, PAGEMAP_PAGES_ID) else {
+        let Some(pages_id) = first_value(head, PAGES_ID_FIELD) else {
             return Err(damaged_image(name, "does not name its file of pages"));
         };
-        let present = maps
+        let present_runs = runs
             .iter()
             .map(PageRun::decode)
-            .filter(|pages| pages.present);
-        let pages = present
-            .map(|pages| pages.count)
+            .filter(|page_count| page_count.is_present);
+        let page_count = present_runs
+            .map(|page_count| page_count.page_count)
             .fold(0_u64, u64::saturating_add);
-        let file = format!("pages-{id}.img");
-        let expected_bytes = pages.saturating_mul(page_size());
-        // Without pages there may be no file.
-        let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
-        match found == expected_bytes {
+        let file_name = format!("pages-{pages_id}.img");
+        let expected_bytes = page_count.saturating_mul(page_size());
+        // Without pages the file may be missing.
+        let actual_bytes = fs::metadata(self.dir.join(&file_name)).map_or(0, |meta| meta.len());
+        match actual_bytes == expected_bytes {
             true => Ok(()),
             false => Err(damaged_image(
-                &file,
+                &file_name,
                 &format!(
-                    "has {found} bytes instead of {expected_bytes} bytes for the {pages} pages in {name}"
+                    "has {actual_bytes} bytes instead of {expected_bytes} bytes for the {page_count} pages in {name}"
                 ),
             )),
         }
@@ -157,7 +166,7 @@ mod tests {
     use super::*;
 
     /// Encodes an entry with these fields, given as (number, value). All values must be below 128.
-    fn entry(fields: &[(u8, u8)]) -> Vec<u8> {
+    fn encode_entry(fields: &[(u8, u8)]) -> Vec<u8> {
         let message: Vec<u8> = fields
             .iter()
             .flat_map(|(field, number)| [field << 3, *number])
@@ -165,7 +174,7 @@ mod tests {
         [&(message.len() as u32).to_le_bytes()[..], &message].concat()
     }
 
-    fn image(entries: &[Vec<u8>]) -> Vec<u8> {
+    fn encode_image(entries: &[Vec<u8>]) -> Vec<u8> {
         [&[7; MAGIC_BYTES][..], &entries.concat()].concat()
     }
 
@@ -173,18 +182,19 @@ mod tests {
     /// Returns the file names.
     fn complete_images() -> (tempfile::TempDir, Vec<&'static str>) {
         let dir = tempfile::tempdir().expect("a directory");
-        let page = page_size() as usize;
+        let page_bytes = page_size() as usize;
         let process = |pid, threads: &[u8]| {
             let threads = threads.iter().map(|thread| (5, *thread));
-            entry(&[(1, pid)].into_iter().chain(threads).collect::<Vec<_>>())
+            encode_entry(&[(1, pid)].into_iter().chain(threads).collect::<Vec<_>>())
         };
-        let plain = || image(&[entry(&[(1, 2)]), entry(&[(3, 4), (5, 6)])]);
-        let map = |id, pages: &[(u8, u8)]| {
+        let plain_image =
+            || encode_image(&[encode_entry(&[(1, 2)]), encode_entry(&[(3, 4), (5, 6)])]);
+        let encode_pagemap = |id, pages: &[(u8, u8)]| {
             let maps = pages
                 .iter()
-                .map(|(flags, pages)| entry(&[(1, 9), (2, 0), (4, *flags), (5, *pages)]));
-            image(
-                &std::iter::once(entry(&[(1, id)]))
+                .map(|(flags, pages)| encode_entry(&[(1, 9), (2, 0), (4, *flags), (5, *pages)]));
+            encode_image(
+                &std::iter::once(encode_entry(&[(1, id)]))
                     .chain(maps)
                     .collect::<Vec<_>>(),
             )
@@ -192,29 +202,32 @@ mod tests {
         let mut images = vec![
             (
                 "inventory.img",
-                [&[7; INVENTORY_MAGIC_BYTES][..], &entry(&[(1, 2)])].concat(),
+                [&[7; INVENTORY_MAGIC_BYTES][..], &encode_entry(&[(1, 2)])].concat(),
             ),
-            ("files.img", plain()),
+            ("files.img", plain_image()),
             (
                 "pstree.img",
-                image(&[
+                encode_image(&[
                     process(11, &[11, 12]),
                     process(13, &[13]),
                     process(14, &[99]),
                 ]),
             ),
-            ("pagemap-11.img", map(1, &[(4, 2), (2, 90), (6, 1)])),
+            (
+                "pagemap-11.img",
+                encode_pagemap(1, &[(4, 2), (2, 90), (6, 1)]),
+            ),
             (
                 "pagemap-13.img",
-                image(&[
-                    entry(&[(1, 2)]),
-                    entry(&[(1, 9), (2, 1)]),
-                    entry(&[(2, 7), (3, 1)]),
+                encode_image(&[
+                    encode_entry(&[(1, 2)]),
+                    encode_entry(&[(1, 9), (2, 1)]),
+                    encode_entry(&[(2, 7), (3, 1)]),
                 ]),
             ),
-            ("pagemap-shmem-5.img", map(3, &[])),
-            ("pages-1.img", vec![1; 3 * page]),
-            ("pages-2.img", vec![1; page]),
+            ("pagemap-shmem-5.img", encode_pagemap(3, &[])),
+            ("pages-1.img", vec![1; 3 * page_bytes]),
+            ("pages-2.img", vec![1; page_bytes]),
             (
                 "pipes-data.img",
                 b"in a form that is not looked at".to_vec(),
@@ -224,7 +237,10 @@ mod tests {
             "core-11", "core-12", "core-13", "core-14", "mm-11", "mm-13", "ids-11", "ids-13",
             "fs-11", "fs-13",
         ] {
-            images.push((Box::leak(format!("{name}.img").into_boxed_str()), plain()));
+            images.push((
+                Box::leak(format!("{name}.img").into_boxed_str()),
+                plain_image(),
+            ));
         }
         for (name, bytes) in &images {
             fs::write(dir.path().join(name), bytes).expect("written");
@@ -245,21 +261,21 @@ mod tests {
         for name in names.iter().filter(|name| **name != "pipes-data.img") {
             let path = dir.path().join(name);
             let bytes = fs::read(&path).expect("readable");
-            let fails = |what: &str| {
-                let why = check_images(dir.path()).expect_err(what).to_string();
-                assert!(why.contains(name), "{name}, {what}: {why}");
+            let expect_named = |damage: &str| {
+                let error_text = check_images(dir.path()).expect_err(damage).to_string();
+                assert!(error_text.contains(name), "{name}, {damage}: {error_text}");
             };
             for length in [bytes.len() - 1, bytes.len() / 2 + 1, 3, 0] {
                 fs::write(&path, &bytes[..length]).expect("written");
-                fails(&format!("{length} bytes"));
+                expect_named(&format!("{length} bytes"));
             }
             fs::write(&path, [&bytes[..], &[0]].concat()).expect("written");
-            fails("longer");
+            expect_named("longer");
             fs::remove_file(&path).expect("removed");
             match *name {
                 // No other image refers to this pagemap, so its absence is not noticed.
                 "pagemap-shmem-5.img" => assert_eq!(check_images(dir.path()), Ok(())),
-                _ => fails("missing"),
+                _ => expect_named("missing"),
             }
             fs::write(&path, bytes).expect("written");
         }

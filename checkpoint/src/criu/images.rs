@@ -11,23 +11,23 @@ use sempa_proto::migration::Failure;
 use std::fs;
 use std::path::Path;
 
-pub(super) const INVENTORY: &str = "inventory.img";
+pub(super) const INVENTORY_IMAGE: &str = "inventory.img";
 /// Prefix of the names of pagemaps.
 pub(super) const PAGEMAP_PREFIX: &str = "pagemap-";
-/// Length of the magic number of an image other than the inventory.
+/// Length in bytes of the magic number of an image other than the inventory.
 pub(super) const MAGIC_BYTES: usize = 8;
-/// Length of the magic number of the inventory.
+/// Length in bytes of the magic number of the inventory.
 pub(super) const INVENTORY_MAGIC_BYTES: usize = 4;
 /// Field number in `pagemap_entry`: address of the first page.
-const MAP_ADDRESS: u32 = 1;
+const ADDRESS_FIELD: u32 = 1;
 /// Field number in `pagemap_entry`: number of pages, until CRIU 4.
-const MAP_PAGE_COUNT_COMPAT: u32 = 2;
+const COMPAT_PAGE_COUNT_FIELD: u32 = 2;
 /// Field number in `pagemap_entry`: true if the pages are in a parent image.
-const MAP_IN_PARENT: u32 = 3;
+const IN_PARENT_FIELD: u32 = 3;
 /// Field number in `pagemap_entry`: flags (`PE_*`).
-const MAP_FLAGS: u32 = 4;
+const FLAGS_FIELD: u32 = 4;
 /// Field number in `pagemap_entry`: number of pages, since CRIU 4.
-const MAP_PAGE_COUNT: u32 = 5;
+const PAGE_COUNT_FIELD: u32 = 5;
 /// Flag of a pagemap entry: the pages are transferred on request.
 const PE_LAZY: u64 = 1 << 1;
 /// Flag of a pagemap entry: the pages are in the file of pages.
@@ -36,7 +36,7 @@ const PE_PRESENT: u64 = 1 << 2;
 /// Maximum number of pages of one lazy entry, as in CRIU.
 const LAZY_ENTRY_PAGES_MAX: u64 = 512;
 
-/// The varint fields of an entry, as pairs of field number and value.
+/// The fields of an entry that have a varint as value, as pairs of field number and value.
 pub(super) type Fields = Vec<(u32, u64)>;
 
 /// Returns the varint fields of each entry of an image.
@@ -44,50 +44,52 @@ pub(super) type Fields = Vec<(u32, u64)>;
 /// # Errors
 /// The image cannot be read or is truncated.
 pub(super) fn read_entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
-    Ok(parse(&read(dir, name)?, name)?
+    Ok(parse_entries(&read_image(dir, name)?, name)?
         .into_iter()
         .map(|(fields, _)| fields)
         .collect())
 }
 
-fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
+fn read_image(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
     fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))
 }
 
-/// Returns the entries of an image. Each has its varint fields, and its encoded bytes including the
-/// length.
-fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
-    let truncated = || {
+/// Returns the entries of an image, in order: the varint fields of the entry, and its encoded bytes
+/// including the length.
+fn parse_entries<'a>(image: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
+    let truncated_failure = || {
         damaged_image(
             name,
-            &format!("ends within an entry, at {} bytes", file.len()),
+            &format!("ends within an entry, at {} bytes", image.len()),
         )
     };
-    let magic_bytes = if name == INVENTORY {
+    let magic_bytes = if name == INVENTORY_IMAGE {
         INVENTORY_MAGIC_BYTES
     } else {
         MAGIC_BYTES
     };
-    let mut rest = file.get(magic_bytes..).ok_or_else(truncated)?;
-    let mut all = Vec::new();
+    let mut rest = image.get(magic_bytes..).ok_or_else(truncated_failure)?;
+    let mut entries = Vec::new();
     while !rest.is_empty() {
-        let (length, remainder) = rest.split_first_chunk().ok_or_else(truncated)?;
+        let (length, remainder) = rest.split_first_chunk().ok_or_else(truncated_failure)?;
         let length = u32::from_le_bytes(*length) as usize;
-        let (entry, _) = remainder.split_at_checked(length).ok_or_else(truncated)?;
+        let (entry, _) = remainder
+            .split_at_checked(length)
+            .ok_or_else(truncated_failure)?;
         let fields =
             varint_fields(entry).map_err(|e| damaged_image(name, &format!("is damaged: {e}")))?;
-        let (whole, remainder) = rest.split_at(rest.len() - remainder.len() + length);
-        all.push((fields, whole));
+        let (entry_bytes, remainder) = rest.split_at(rest.len() - remainder.len() + length);
+        entries.push((fields, entry_bytes));
         rest = remainder;
     }
-    Ok(all)
+    Ok(entries)
 }
 
-pub(super) fn first_value(fields: &Fields, wanted: u32) -> Option<u64> {
+pub(super) fn first_value(fields: &Fields, field_number: u32) -> Option<u64> {
     fields
         .iter()
-        .find(|(field, _)| *field == wanted)
-        .map(|(_, number)| *number)
+        .find(|(field, _)| *field == field_number)
+        .map(|(_, entry_field)| *entry_field)
 }
 
 /// Returns the varint fields of a message.
@@ -95,17 +97,17 @@ pub(super) fn first_value(fields: &Fields, wanted: u32) -> Option<u64> {
 /// # Errors
 /// The bytes are not a message.
 pub(super) fn varint_fields(entry: &[u8]) -> protobuf::Result<Fields> {
-    // `Empty` knows no fields, so all fields of the message are unknown fields of it.
+    // `Empty` has no fields, so the parser stores all fields of the message as unknown fields.
     let message = Empty::parse_from_bytes(entry)?;
-    let number = |(field, value)| match value {
-        UnknownValueRef::Varint(number) => Some((field, number)),
+    let to_varint = |(field, value)| match value {
+        UnknownValueRef::Varint(to_varint) => Some((field, to_varint)),
         _ => None,
     };
     Ok(message
         .special_fields
         .unknown_fields()
         .iter()
-        .filter_map(number)
+        .filter_map(to_varint)
         .collect())
 }
 
@@ -114,32 +116,32 @@ pub(super) fn varint_fields(entry: &[u8]) -> protobuf::Result<Fields> {
 pub(super) struct PageRun {
     /// Address of the first page in the task's memory.
     pub(super) address: u64,
-    pub(super) count: u64,
+    pub(super) page_count: u64,
     /// True if the pages are in the file of pages.
-    pub(super) present: bool,
+    pub(super) is_present: bool,
     /// True if the pages are lazy: not in the file, but transferred on request.
-    pub(super) lazy: bool,
+    pub(super) is_lazy: bool,
 }
 
 impl PageRun {
     /// Decodes an entry of a pagemap. Must not be called for the first entry, which is a header.
-    pub(super) fn decode(entry: &Fields) -> PageRun {
-        let flags = first_value(entry, MAP_FLAGS);
-        let before = first_value(entry, MAP_PAGE_COUNT_COMPAT).unwrap_or_default();
-        let present = match flags {
+    pub(super) fn decode(entry: &Fields) -> Self {
+        let flags = first_value(entry, FLAGS_FIELD);
+        let compat_page_count = first_value(entry, COMPAT_PAGE_COUNT_FIELD).unwrap_or_default();
+        let is_present = match flags {
             Some(flags) => flags & PE_PRESENT != 0,
-            None => first_value(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
+            None => first_value(entry, IN_PARENT_FIELD).unwrap_or_default() == 0,
         };
-        PageRun {
-            address: first_value(entry, MAP_ADDRESS).unwrap_or_default(),
-            count: first_value(entry, MAP_PAGE_COUNT).unwrap_or(before),
-            present,
-            lazy: !present && flags.unwrap_or_default() & PE_LAZY != 0,
+        Self {
+            address: first_value(entry, ADDRESS_FIELD).unwrap_or_default(),
+            page_count: first_value(entry, PAGE_COUNT_FIELD).unwrap_or(compat_page_count),
+            is_present,
+            is_lazy: !is_present && flags.unwrap_or_default() & PE_LAZY != 0,
         }
     }
 }
 
-/// Returns the pagemap of the process whose PID in the images is `number`.
+/// Returns the pagemap of the process whose PID in the images is `pid`.
 ///
 /// # Errors
 /// The pagemap cannot be read or is truncated.
@@ -162,67 +164,73 @@ pub(super) fn add_lazy_pages(
     page_ranges: &[(u64, u64)],
 ) -> Result<(), Failure> {
     let name = pagemap_name(pid);
-    let file = read(dir, &name)?;
-    let entries = parse(&file, &name)?;
-    let Some(((_, head), known)) = entries.split_first() else {
+    let image = read_image(dir, &name)?;
+    let entries = parse_entries(&image, &name)?;
+    let Some(((_, header), existing_entries)) = entries.split_first() else {
         return Err(damaged_image(&name, "is empty"));
     };
-    let mut whole = [&file[..MAGIC_BYTES], head].concat();
-    let mut known = known.iter().peekable();
-    for (address, pages) in page_ranges.iter().flat_map(|stretch| portions(*stretch)) {
+    let mut new_image = [&image[..MAGIC_BYTES], header].concat();
+    let mut existing_entries = existing_entries.iter().peekable();
+    for (address, page_count) in page_ranges
+        .iter()
+        .flat_map(|range| split_lazy_range(*range))
+    {
         while let Some((_, bytes)) =
-            known.next_if(|(fields, _)| PageRun::decode(fields).address < address)
+            existing_entries.next_if(|(fields, _)| PageRun::decode(fields).address < address)
         {
-            whole.extend_from_slice(bytes);
+            new_image.extend_from_slice(bytes);
         }
-        whole.extend(encode_lazy_entry(address, pages));
+        new_image.extend(encode_lazy_entry(address, page_count));
     }
-    known.for_each(|(_, bytes)| whole.extend_from_slice(bytes));
-    fs::write(dir.join(&name), whole).map_err(|e| Failure::Io(format!("cannot change {name}: {e}")))
+    existing_entries.for_each(|(_, bytes)| new_image.extend_from_slice(bytes));
+    fs::write(dir.join(&name), new_image)
+        .map_err(|e| Failure::Io(format!("cannot change {name}: {e}")))
 }
 
 fn pagemap_name(pid: u64) -> String {
     format!("{PAGEMAP_PREFIX}{pid}.img")
 }
 
-/// Splits an address range into portions for lazy entries. Each portion is its address and number
-/// of pages.
-fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
-    let bytes = LAZY_ENTRY_PAGES_MAX * page_size();
-    let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
-    first
-        .take_while(move |at| *at < end)
-        .map(move |at| (at, (end - at).min(bytes) / page_size()))
+/// Splits an address range into portions for lazy entries. Each item is the address of a portion
+/// and its number of pages.
+fn split_lazy_range((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
+    let portion_bytes = LAZY_ENTRY_PAGES_MAX * page_size();
+    let starts = std::iter::successors(Some(start), move |address| {
+        address.checked_add(portion_bytes)
+    });
+    starts
+        .take_while(move |address| *address < end)
+        .map(move |address| (address, (end - address).min(portion_bytes) / page_size()))
 }
 
 /// Encodes a pagemap entry for lazy pages. The number of pages is written in both fields, for CRIU
 /// before and since version 4.
-fn encode_lazy_entry(address: u64, pages: u64) -> Vec<u8> {
+fn encode_lazy_entry(address: u64, page_count: u64) -> Vec<u8> {
     let fields = [
-        (MAP_ADDRESS, address),
-        (MAP_PAGE_COUNT_COMPAT, pages),
-        (MAP_FLAGS, PE_LAZY),
-        (MAP_PAGE_COUNT, pages),
+        (ADDRESS_FIELD, address),
+        (COMPAT_PAGE_COUNT_FIELD, page_count),
+        (FLAGS_FIELD, PE_LAZY),
+        (PAGE_COUNT_FIELD, page_count),
     ];
     let mut message = Vec::new();
-    for (field, number) in fields {
+    for (field, value) in fields {
         message.push((field << 3) as u8);
-        write_varint(&mut message, number);
+        write_varint(&mut message, value);
     }
     [&(message.len() as u32).to_le_bytes()[..], &message].concat()
 }
 
 /// Encodes a protobuf varint: seven bits per byte, the lowest first.
-fn write_varint(out: &mut Vec<u8>, mut number: u64) {
-    while number >= 0x80 {
-        out.push(number as u8 | 0x80);
-        number >>= 7;
+fn write_varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
     }
-    out.push(number as u8);
+    out.push(value as u8);
 }
 
-pub(super) fn damaged_image(name: &str, what: &str) -> Failure {
-    Failure::Images(format!("{name} {what}"))
+pub(super) fn damaged_image(name: &str, damage: &str) -> Failure {
+    Failure::Images(format!("{name} {damage}"))
 }
 
 #[cfg(test)]
@@ -232,43 +240,50 @@ mod tests {
     /// Lazy pages are inserted in portions between the existing entries and can be read again.
     #[test]
     fn lazy_pages_are_merged_into_pagemap() {
-        let (dir, page) = (tempfile::tempdir().expect("a directory"), page_size());
-        let entry = |fields: &[(u32, u64)]| {
+        let (dir, page_bytes) = (tempfile::tempdir().expect("a directory"), page_size());
+        let encode_entry = |fields: &[(u32, u64)]| {
             let mut message = Vec::new();
-            for (field, number) in fields {
+            for (field, value) in fields {
                 message.push((field << 3) as u8);
-                write_varint(&mut message, *number);
+                write_varint(&mut message, *value);
             }
             [&(message.len() as u32).to_le_bytes()[..], &message].concat()
         };
-        let present = |address, pages| {
-            entry(&[
-                (MAP_ADDRESS, address),
-                (MAP_FLAGS, PE_PRESENT),
-                (MAP_PAGE_COUNT, pages),
+        let present_entry = |address, page_count| {
+            encode_entry(&[
+                (ADDRESS_FIELD, address),
+                (FLAGS_FIELD, PE_PRESENT),
+                (PAGE_COUNT_FIELD, page_count),
             ])
         };
-        let known = [
-            entry(&[(1, 1)]),
-            present(10 * page, 2),
-            present(5000 * page, 3),
+        let existing_entries = [
+            encode_entry(&[(1, 1)]),
+            present_entry(10 * page_bytes, 2),
+            present_entry(5000 * page_bytes, 3),
         ]
         .concat();
         fs::write(
             dir.path().join("pagemap-2.img"),
-            [&[7; MAGIC_BYTES][..], &known].concat(),
+            [&[7; MAGIC_BYTES][..], &existing_entries].concat(),
         )
         .expect("written");
-        let stretches = [
-            (page, 4 * page),
-            (100 * page, 1100 * page),
-            (6000 * page, 6001 * page),
+        let ranges = [
+            (page_bytes, 4 * page_bytes),
+            (100 * page_bytes, 1100 * page_bytes),
+            (6000 * page_bytes, 6001 * page_bytes),
         ];
-        add_lazy_pages(dir.path(), 2, &stretches).expect("it is whole");
-        let all = read_pagemap(dir.path(), 2).expect("readable");
-        let said: Vec<_> = all
+        add_lazy_pages(dir.path(), 2, &ranges).expect("it is whole");
+        let runs = read_pagemap(dir.path(), 2).expect("readable");
+        let decoded_runs: Vec<_> = runs
             .iter()
-            .map(|of| (of.address / page, of.count, of.present, of.lazy))
+            .map(|run| {
+                (
+                    run.address / page_bytes,
+                    run.page_count,
+                    run.is_present,
+                    run.is_lazy,
+                )
+            })
             .collect();
         let expected = [
             (1, 3, false, true),
@@ -278,8 +293,8 @@ mod tests {
             (5000, 3, true, false),
             (6000, 1, false, true),
         ];
-        assert_eq!(said, expected);
+        assert_eq!(decoded_runs, expected);
         fs::write(dir.path().join("pagemap-2.img"), [7; MAGIC_BYTES]).expect("written");
-        assert!(add_lazy_pages(dir.path(), 2, &stretches).is_err());
+        assert!(add_lazy_pages(dir.path(), 2, &ranges).is_err());
     }
 }

@@ -14,13 +14,14 @@ pub struct KdatCleanup {
 }
 
 impl KdatCleanup {
-    /// Checks whether the cache file exists, to decide whether dropping the value removes it.
-    pub fn remove_unless_present() -> KdatCleanup {
-        KdatCleanup::at(PathBuf::from(KDAT_PATH))
+    /// Checks whether the cache file exists. If the file exists, dropping the returned value does
+    /// not remove it.
+    pub fn check_presence() -> Self {
+        Self::for_path(PathBuf::from(KDAT_PATH))
     }
 
-    fn at(path: PathBuf) -> KdatCleanup {
-        KdatCleanup {
+    fn for_path(path: PathBuf) -> Self {
+        Self {
             path_to_remove: (!path.exists()).then_some(path),
         }
     }
@@ -39,16 +40,17 @@ impl Drop for KdatCleanup {
 mod tests {
     use super::*;
 
-    /// The cache file is removed if it was created after the check, and kept if it existed before.
+    /// The cache file is removed if it was created after the check. A file that existed at the
+    /// check is not removed.
     #[test]
     fn existing_file_is_kept() {
         let path = std::env::temp_dir().join(format!("criu-notes-{}", std::process::id()));
-        let cleanup = KdatCleanup::at(path.clone());
+        let cleanup = KdatCleanup::for_path(path.clone());
         std::fs::write(&path, "x").expect("writable");
         drop(cleanup);
         assert!(!path.exists());
         std::fs::write(&path, "x").expect("writable");
-        drop(KdatCleanup::at(path.clone()));
+        drop(KdatCleanup::for_path(path.clone()));
         assert!(path.exists());
         std::fs::remove_file(&path).expect("removable");
     }

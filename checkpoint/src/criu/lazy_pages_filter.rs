@@ -1,11 +1,11 @@
 //! Hides from CRIU the memory that is transferred after the dump (post-copy).
 //!
 //! CRIU's own lazy dump lets the stopped task splice its pages into pipes, which takes longer the
-//! more memory the task has. This module avoids that:
+//! more memory the task has. This module avoids the splicing:
 //!
-//! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which is what CRIU
-//!    itself would treat as lazy. The hidden areas are always whole mappings, because CRIU requests
-//!    the whole of a mapping of which any part is lazy.
+//! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which CRIU itself
+//!    would treat as lazy. The hidden areas are always whole mappings, because CRIU requests a
+//!    whole mapping if any page of the mapping is lazy.
 //! 2. During the dump a library in CRIU ([`super::ptrace_relay`]) removes these areas from the
 //!    results of PAGEMAP_SCAN, so CRIU finds no pages in them.
 //! 3. After the dump the hidden pages are added to the images as lazy (PE_LAZY).
@@ -38,7 +38,7 @@ pub(super) struct ProcessLazyPages {
     /// The areas that are hidden from CRIU, as (start, end).
     areas: Vec<(u64, u64)>,
     /// The ranges of populated pages in the hidden areas, as (start, end).
-    pub(super) pages: Vec<(u64, u64)>,
+    pub(super) page_ranges: Vec<(u64, u64)>,
 }
 
 /// The hidden memory of all processes of a task. The processes must remain stopped.
@@ -52,8 +52,8 @@ pub(super) struct LazyPages {
 /// # Errors
 /// The error of the system call.
 pub(super) fn check_pagemap_scan() -> io::Result<()> {
-    let map = File::open("/proc/self/pagemap")?;
-    scan_pages(&map, (page_size(), 2 * page_size()), PageFilter::All).map(drop)
+    let pagemap = File::open("/proc/self/pagemap")?;
+    scan_pages(&pagemap, (page_size(), 2 * page_size()), PageFilter::All).map(drop)
 }
 
 impl LazyPages {
@@ -61,13 +61,13 @@ impl LazyPages {
     ///
     /// # Errors
     /// A process has exited, or the kernel does not support PAGEMAP_SCAN.
-    pub(super) fn choose(processes: &[i32]) -> io::Result<LazyPages> {
-        let kept = processes
+    pub(super) fn choose(processes: &[i32]) -> io::Result<Self> {
+        let process_pages = processes
             .iter()
             .map(|pid| ProcessLazyPages::choose(*pid))
-            .filter(|kept| !matches!(kept, Ok(None)));
-        Ok(LazyPages {
-            processes: kept
+            .filter(|process_pages| !matches!(process_pages, Ok(None)));
+        Ok(Self {
+            processes: process_pages
                 .filter_map(Result::transpose)
                 .collect::<io::Result<_>>()?,
         })
@@ -78,23 +78,24 @@ impl LazyPages {
     ///
     /// # Errors
     /// No file descriptor or memory is available.
-    pub(super) fn filter_list(&self) -> io::Result<OwnedFd> {
-        let list = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
-        let of = |kept: &ProcessLazyPages| -> Vec<[u64; 3]> {
-            kept.areas
+    pub(super) fn write_filter_file(&self) -> io::Result<OwnedFd> {
+        let filter_file = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
+        let process_entries = |process: &ProcessLazyPages| -> Vec<[u64; 3]> {
+            process
+                .areas
                 .iter()
-                .map(|(start, end)| [kept.pid.cast_unsigned().into(), *start, *end])
+                .map(|(start, end)| [process.pid.cast_unsigned().into(), *start, *end])
                 .collect()
         };
         let bytes = self
             .processes
             .iter()
-            .flat_map(of)
+            .flat_map(process_entries)
             .flatten()
             .flat_map(u64::to_ne_bytes)
             .collect::<Vec<u8>>();
-        File::from(list.try_clone()?).write_all(&bytes)?;
-        Ok(list)
+        File::from(filter_file.try_clone()?).write_all(&bytes)?;
+        Ok(filter_file)
     }
 
     /// Adds the hidden pages to the images in this directory as lazy pages.
@@ -102,59 +103,62 @@ impl LazyPages {
     /// # Errors
     /// An image is damaged, or CRIU has dumped hidden memory.
     pub(super) fn add_to_images(&self, dir: &Path) -> Result<(), Failure> {
-        for kept in &self.processes {
-            for written in read_pagemap(dir, kept.namespace_pid)? {
-                let end = written
+        for process in &self.processes {
+            for run in read_pagemap(dir, process.namespace_pid)? {
+                let end = run
                     .address
-                    .saturating_add(written.count.saturating_mul(page_size()));
-                if kept
+                    .saturating_add(run.page_count.saturating_mul(page_size()));
+                if process
                     .areas
                     .iter()
-                    .any(|(from, to)| written.address < *to && end > *from)
+                    .any(|(range_start, range_end)| run.address < *range_end && end > *range_start)
                 {
                     return Err(Failure::Engine(
                         "the engine dumped memory that was reserved for post-copy".into(),
                     ));
                 }
             }
-            add_lazy_pages(dir, kept.namespace_pid, &kept.pages)?;
+            add_lazy_pages(dir, process.namespace_pid, &process.page_ranges)?;
         }
         Ok(())
     }
 
-    /// True if this page is hidden memory of the process whose PID in the images is `number`.
+    /// True if this page is hidden memory of the process whose PID in the images is
+    /// `namespace_pid`.
     pub(super) fn contains(&self, namespace_pid: u64, address: u64) -> bool {
         self.range_at(namespace_pid, address).is_some()
     }
 
-    /// Returns the process that has this hidden page, by its PID in the tasker's PID namespace, and
-    /// the end address of the range of hidden pages. `None` if the page is not hidden.
-    pub(super) fn range_at(&self, number: u64, address: u64) -> Option<(i32, u64)> {
-        let kept = self
+    /// Returns the PID, in the tasker's PID namespace, of the process to which this hidden page
+    /// belongs, and the end address of the range of hidden pages. `None` if the page is not hidden.
+    pub(super) fn range_at(&self, namespace_pid: u64, address: u64) -> Option<(i32, u64)> {
+        let process = self
             .processes
             .iter()
-            .find(|kept| kept.namespace_pid == number)?;
-        let following = kept.pages.partition_point(|(start, _)| *start <= address);
-        let (_, end) = kept.pages.get(following.checked_sub(1)?)?;
-        (address < *end).then_some((kept.pid, *end))
+            .find(|process| process.namespace_pid == namespace_pid)?;
+        let next_index = process
+            .page_ranges
+            .partition_point(|(start, _)| *start <= address);
+        let (_, end) = process.page_ranges.get(next_index.checked_sub(1)?)?;
+        (address < *end).then_some((process.pid, *end))
     }
 }
 
 impl ProcessLazyPages {
     /// Chooses the hidden memory of one process; `None` if the process has no memory to hide.
-    fn choose(pid: i32) -> io::Result<Option<ProcessLazyPages>> {
+    fn choose(pid: i32) -> io::Result<Option<Self>> {
         let namespace_pid = namespace_pid(pid).ok_or_else(process_exited_error)?;
         let areas = lazy_areas(pid)?;
         // A zombie has no memory; its `pagemap` cannot be read.
         if areas.is_empty() {
             return Ok(None);
         }
-        let pages = populated_ranges(pid, &areas, PageFilter::All)?;
-        Ok(Some(ProcessLazyPages {
+        let page_ranges = populated_ranges(pid, &areas, PageFilter::All)?;
+        Ok(Some(Self {
             pid,
             namespace_pid,
             areas,
-            pages,
+            page_ranges,
         }))
     }
 }
@@ -174,15 +178,15 @@ pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
 /// The process has exited, or its mappings cannot be read.
 pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     let status = proc::status(pid).ok_or_else(process_exited_error)?;
-    let is_nonzero = |kibibytes: Option<u64>| kibibytes.is_some_and(|kibibytes| kibibytes > 0);
-    // To produce `smaps` the kernel visits every page, so it is read only if the process may have
-    // locked memory or huge pages.
-    let file = if is_nonzero(status.vmlck) || is_nonzero(status.hugetlbpages) {
+    let is_nonzero = |kib: Option<u64>| kib.is_some_and(|kib| kib > 0);
+    // To produce `smaps` the kernel visits every page. Therefore `smaps` is read only if the
+    // process may have locked memory or huge pages.
+    let file_name = if is_nonzero(status.vmlck) || is_nonzero(status.hugetlbpages) {
         "smaps"
     } else {
         "maps"
     };
-    Ok(parse_lazy_areas(&proc::mappings(pid, file)?))
+    Ok(parse_lazy_areas(&proc::mappings(pid, file_name)?))
 }
 
 /// Returns the ranges of populated pages in these areas, as (start, end).
@@ -194,21 +198,21 @@ pub(super) fn populated_ranges(
     areas: &[(u64, u64)],
     filter: PageFilter,
 ) -> io::Result<Vec<(u64, u64)>> {
-    let map = File::open(format!("/proc/{pid}/pagemap"))?;
-    let mut pages = Vec::new();
+    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let mut page_ranges = Vec::new();
     for area in areas {
-        pages.extend(scan_pages(&map, *area, filter)?);
+        page_ranges.extend(scan_pages(&pagemap, *area, filter)?);
     }
-    Ok(pages)
+    Ok(page_ranges)
 }
 
 /// Parses `/proc/PID/maps` or `smaps` and returns the private anonymous areas that can be lazy.
 fn parse_lazy_areas(maps: &str) -> Vec<(u64, u64)> {
     let mut areas = Vec::new();
-    let mut is_last = false;
+    let mut is_last_lazy = false;
     for line in maps.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
-            if is_last
+            if is_last_lazy
                 && flags
                     .split_whitespace()
                     .any(|flag| NEVER_LAZY_FLAGS.contains(&flag))
@@ -216,8 +220,8 @@ fn parse_lazy_areas(maps: &str) -> Vec<(u64, u64)> {
                 areas.pop();
             }
         } else if let Some((start, end, rest)) = parse_mapping(line) {
-            is_last = is_private_anonymous(rest);
-            if is_last {
+            is_last_lazy = is_private_anonymous(rest);
+            if is_last_lazy {
                 areas.push((start, end));
             }
         }
@@ -229,8 +233,8 @@ fn parse_lazy_areas(maps: &str) -> Vec<(u64, u64)> {
 fn parse_mapping(line: &str) -> Option<(u64, u64, &str)> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
-    let number = |hex| u64::from_str_radix(hex, 16).ok();
-    Some((number(start)?, number(end)?, rest))
+    let parse_hex = |hex| u64::from_str_radix(hex, 16).ok();
+    Some((parse_hex(start)?, parse_hex(end)?, rest))
 }
 
 /// True for private anonymous memory. `rest` is the part of the line in `maps` after the addresses.
@@ -295,19 +299,19 @@ mod tests {
     /// A range of hidden pages is found by any address in it, and by no other address.
     #[test]
     fn ranges_are_found_by_any_address() {
-        let kept = ProcessLazyPages {
+        let process = ProcessLazyPages {
             pid: 77,
             namespace_pid: 2,
             areas: vec![(0x1000, 0x9000)],
-            pages: vec![(0x1000, 0x3000), (0x5000, 0x6000)],
+            page_ranges: vec![(0x1000, 0x3000), (0x5000, 0x6000)],
         };
         let lazy_pages = LazyPages {
-            processes: vec![kept],
+            processes: vec![process],
         };
-        let found = [0xfff, 0x1000, 0x2fff, 0x3000, 0x5000, 0x6000]
+        let ranges = [0xfff, 0x1000, 0x2fff, 0x3000, 0x5000, 0x6000]
             .map(|address| lazy_pages.range_at(2, address));
         assert_eq!(
-            found,
+            ranges,
             [
                 None,
                 Some((77, 0x3000)),
@@ -323,16 +327,16 @@ mod tests {
     /// A buffer of the test process is found as memory that can be hidden.
     #[test]
     fn own_buffer_is_hidden_memory() {
-        let memory = vec![7_u8; 4 << 20];
-        let own = LazyPages::choose(&[std::process::id() as i32]).expect("it is there");
+        let buffer = vec![7_u8; 4 << 20];
+        let lazy_pages = LazyPages::choose(&[std::process::id() as i32]).expect("it is there");
         let (start, end) = (
-            memory.as_ptr() as u64 & !(page_size() - 1),
-            memory.as_ptr() as u64 + (4 << 20) - 1,
+            buffer.as_ptr() as u64 & !(page_size() - 1),
+            buffer.as_ptr() as u64 + (4 << 20) - 1,
         );
-        let number = own.processes[0].namespace_pid;
+        let namespace_pid = lazy_pages.processes[0].namespace_pid;
         assert!(
-            own.contains(number, start) && own.contains(number, end),
-            "{own:?}"
+            lazy_pages.contains(namespace_pid, start) && lazy_pages.contains(namespace_pid, end),
+            "{lazy_pages:?}"
         );
     }
 }

@@ -50,8 +50,8 @@ pub use pre_copy::acknowledge as acknowledge_pre_copy;
 pub use thread_freezer::FrozenThreads;
 
 use crate::engine::{
-    CallLimits, DumpJob, Engine, EngineUnusable, MemoryFetch, MemoryServer, PostCopyCheck,
-    PreCopyStopCondition, ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore,
+    CallLimits, DumpParams, Engine, EngineUnusable, MemoryFetch, MemoryServer, PostCopyCheck,
+    PreCopyStopCondition, ReceivedPages, RestoreParams, RestoredTask, RunningDump, RunningRestore,
     SentPages,
 };
 use lazy_pages_filter::LazyPages;
@@ -69,23 +69,24 @@ use std::time::Duration;
 use thiserror::Error;
 
 /// Paths that are searched for CRIU, after SEMPA_CRIU and before PATH.
-const DEFAULT_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
+const DEFAULT_CRIU_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
 /// Advice in error messages: how to install a working engine.
 pub const INSTALL_HINT: &str = "get one with `cargo xtask criu` (the daemon finds it within five minutes), or start \
                                 the daemon with SEMPA_CRIU set to the path of a working criu";
 
-/// Time limit for a canceled dump to end regularly before it is killed.
+/// Time for a canceled dump to end regularly. After this time CRIU is killed.
 const CANCEL_GRACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
 const CHECK_LOG: &str = "check.log";
-/// Name of the file that receives CRIU's standard error. CRIU writes to it until its log is open.
-const STDERR: &str = "criu.stderr";
+/// Name of the file that receives CRIU's standard error. CRIU writes to its standard error until
+/// its log is open.
+const STDERR_FILE: &str = "criu.stderr";
 /// Name of a temporary file that tests whether the file system can punch holes.
-const HOLE_TEST_FILE: &str = "hole";
+const HOLE_TEST_FILE_NAME: &str = "hole";
 
-/// Why no CRIU program is used. Nothing was started.
+/// The reason why no CRIU program is used. No process was started.
 #[derive(Debug, Error)]
 pub enum NoEngine {
     #[error(
@@ -94,7 +95,7 @@ pub enum NoEngine {
         program.display()
     )]
     NotAtSetPath { program: PathBuf },
-    #[error("no dump engine in {} or PATH: {}", DEFAULT_PATHS.join(", "), INSTALL_HINT)]
+    #[error("no dump engine in {} or PATH: {}", DEFAULT_CRIU_PATHS.join(", "), INSTALL_HINT)]
     NotFound,
 }
 
@@ -109,23 +110,24 @@ impl Criu {
     /// returns the value of an environment variable.
     ///
     /// # Errors
-    /// The text says where CRIU was searched and how to install it.
-    pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, NoEngine> {
-        if let Some(set) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
-            let program = PathBuf::from(set);
+    /// No program was found. The error text names the searched paths and explains how to install
+    /// CRIU.
+    pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Self, NoEngine> {
+        if let Some(set_path) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
+            let program = PathBuf::from(set_path);
             return match program.is_file() {
-                true => Ok(Criu { program }),
+                true => Ok(Self { program }),
                 false => Err(NoEngine::NotAtSetPath { program }),
             };
         }
-        let path = env("PATH").unwrap_or_default();
-        let in_path = std::env::split_paths(&path).map(|dir| dir.join("criu"));
-        DEFAULT_PATHS
+        let search_path = env("PATH").unwrap_or_default();
+        let in_path = std::env::split_paths(&search_path).map(|dir| dir.join("criu"));
+        DEFAULT_CRIU_PATHS
             .iter()
             .map(PathBuf::from)
             .chain(in_path)
             .find(|program| program.is_file())
-            .map(|program| Criu { program })
+            .map(|program| Self { program })
             .ok_or(NoEngine::NotFound)
     }
 
@@ -134,30 +136,32 @@ impl Criu {
     }
 
     /// Starts a `criu swrk` process for one request. `request` encodes the request; its argument is
-    /// the descriptor number of the image directory.
-    fn start(
+    /// the descriptor number of the image directory. `log_name` is the name of CRIU's log in that
+    /// directory.
+    fn start_swrk(
         &self,
         dir: &Path,
-        log: &'static str,
-        inherit: &[&OwnedFd],
+        log_name: &'static str,
+        inherited_fds: &[&OwnedFd],
         variables: &[(&'static str, String)],
         request: impl FnOnce(i32) -> Vec<u8>,
     ) -> Result<Swrk, Failure> {
-        let open = |e: std::io::Error| {
+        let open_failure = |e: std::io::Error| {
             Failure::Io(format!(
                 "cannot open the image directory {}: {e}",
                 dir.display()
             ))
         };
-        let images = File::open(dir).map_err(open)?;
-        let request = request(images.as_raw_fd());
-        let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| fd.as_fd()).collect();
+        let image_dir = File::open(dir).map_err(open_failure)?;
+        let request = request(image_dir.as_raw_fd());
+        let inherited_fds: Vec<BorrowedFd<'_>> =
+            inherited_fds.iter().map(|fd| fd.as_fd()).collect();
         Swrk::start(
             &self.program,
             dir,
-            images,
-            log,
-            &inherit,
+            image_dir,
+            log_name,
+            &inherited_fds,
             variables,
             &request,
         )
@@ -165,7 +169,7 @@ impl Criu {
 }
 
 impl Engine for Criu {
-    fn probe(&self) -> Result<String, EngineUnusable> {
+    fn query_version(&self) -> Result<String, EngineUnusable> {
         process::query_version(&self.program).map_err(|cause| EngineUnusable {
             program: self.program.clone(),
             install_hint: INSTALL_HINT,
@@ -173,88 +177,110 @@ impl Engine for Criu {
         })
     }
 
-    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure> {
-        // The dump succeeds without the task snapshot and the relay, but then an engine that is
-        // killed may damage the task.
-        let task_snapshot = trap_cleanup::TaskSnapshot::take(&job.processes).ok();
-        let (relay, criu_end) = ptrace_relay::Relay::start_tracer(job.pid, &job.processes)
-            .ok()
-            .unzip();
-        let mut inherit = criu_end
+    fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure> {
+        // Without the task snapshot or the relay the dump succeeds as well, but then an engine that
+        // is killed may damage the task.
+        let saved_state = trap_cleanup::SavedTaskState::record(&params.processes).ok();
+        let (relay, criu_descriptors) =
+            ptrace_relay::Relay::start_tracer(params.root_pid, &params.processes)
+                .ok()
+                .unzip();
+        let mut inherited_fds = criu_descriptors
             .as_ref()
-            .map_or(Vec::new(), |criu_end| criu_end.descriptors().to_vec());
-        let mut variables = criu_end
+            .map_or(Vec::new(), |criu_descriptors| {
+                criu_descriptors.descriptors().to_vec()
+            });
+        let mut variables = criu_descriptors
             .as_ref()
-            .map_or(Vec::new(), ptrace_relay::CriuEnd::environment);
-        let unknown =
+            .map_or(Vec::new(), ptrace_relay::CriuDescriptors::environment);
+        let scan_unsupported =
             |e| Failure::Engine(format!("cannot determine the memory for post-copy: {e}"));
-        let post_copy = job
+        let post_copy = params
             .page_stream
             .as_ref()
-            .map(|_| LazyPages::choose(&job.processes))
+            .map(|_| LazyPages::choose(&params.processes))
             .transpose()
-            .map_err(unknown)?;
-        let list = post_copy
+            .map_err(scan_unsupported)?;
+        let filter_file = post_copy
             .as_ref()
-            .map(LazyPages::filter_list)
+            .map(LazyPages::write_filter_file)
             .transpose()
-            .map_err(unknown)?;
-        inherit.extend(&list);
-        variables.extend(list.as_ref().map(ptrace_relay::hidden_areas_variable));
-        let request = |images| options::encode_dump_request(&job, images, DUMP_LOG);
-        let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
+            .map_err(scan_unsupported)?;
+        inherited_fds.extend(&filter_file);
+        variables.extend(
+            filter_file
+                .as_ref()
+                .map(ptrace_relay::hidden_areas_variable),
+        );
+        let encode_request =
+            |image_dir_fd| options::encode_dump_request(&params, image_dir_fd, DUMP_LOG);
+        let mut swrk = self.start_swrk(
+            &params.dir,
+            DUMP_LOG,
+            &inherited_fds,
+            &variables,
+            encode_request,
+        )?;
         swrk.raise_priority();
-        swrk.set_cancel_grace(CANCEL_GRACE_TIMEOUT);
-        let post_copy = post_copy.zip(job.page_stream.map(Arc::new));
+        swrk.set_cancel_timeout(CANCEL_GRACE_TIMEOUT);
+        let post_copy = post_copy.zip(params.page_stream.map(Arc::new));
         Ok(Box::new(CriuDump {
             swrk,
             relay,
-            dir: job.dir,
-            task_snapshot,
+            dir: params.dir,
+            saved_state,
             post_copy,
-            pre_copied: job.pre_copied,
+            sent_pages: params.sent_pages,
         }))
     }
 
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure> {
-        let unknown = |e| Failure::Engine(format!("the kernel does not support PAGEMAP_SCAN: {e}"));
-        lazy_pages_filter::check_pagemap_scan().map_err(unknown)?;
-        let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
-        let (library_loaded, library_end) = std::io::pipe().map_err(io)?;
+        let scan_unsupported =
+            |e| Failure::Engine(format!("the kernel does not support PAGEMAP_SCAN: {e}"));
+        lazy_pages_filter::check_pagemap_scan().map_err(scan_unsupported)?;
+        let no_descriptor =
+            |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
+        let (library_loaded, library_end) = std::io::pipe().map_err(no_descriptor)?;
         let (library, library_end) = (
-            ptrace_relay::library_file().map_err(io)?,
+            ptrace_relay::library_file().map_err(no_descriptor)?,
             OwnedFd::from(library_end),
         );
         let arguments = ["check", "--feature", "uffd-noncoop"]
             .into_iter()
             .map(AsRef::as_ref);
-        let inherit = [library.as_fd(), library_end.as_fd()];
+        let inherited_fds = [library.as_fd(), library_end.as_fd()];
         let program = CriuCommand::start(
             &self.program,
             arguments,
             dir,
-            &inherit,
+            &inherited_fds,
             &ptrace_relay::load_report_variables(&library, &library_end),
         )?;
         Ok(Box::new(CriuPostCopyCheck {
-            program,
-            log: dir.join(CHECK_LOG),
+            command: program,
+            log_path: dir.join(CHECK_LOG),
             library_loaded,
         }))
     }
 
-    fn is_retryable(&self, root: i32, failure: &Failure) -> bool {
-        dump_lock::is_retryable(root, failure)
+    fn prepare_retry(&self, root_pid: i32, failure: &Failure) -> bool {
+        dump_lock::prepare_retry(root_pid, failure)
     }
 
-    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure> {
-        let inherit = [&job.pid_namespace, &job.output];
+    fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure> {
+        let inherited_fds = [&params.pid_namespace, &params.output];
         // With hole punching CRIU frees each page of the image after reading it. Then images in a
         // memory file system and the restored task together never need twice the memory.
-        let consume_images = can_punch_holes(&job.dir);
-        let request =
-            |images| options::encode_restore_request(&job, images, RESTORE_LOG, consume_images);
-        let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
+        let consume_images = can_punch_holes(&params.dir);
+        let encode_request =
+            |images| options::encode_restore_request(&params, images, RESTORE_LOG, consume_images);
+        let swrk = self.start_swrk(
+            &params.dir,
+            RESTORE_LOG,
+            &inherited_fds,
+            &[],
+            encode_request,
+        )?;
         Ok(Box::new(CriuRestore { swrk }))
     }
 
@@ -262,9 +288,9 @@ impl Engine for Criu {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        stop: &PreCopyStopCondition,
+        stop_condition: &PreCopyStopCondition,
     ) -> Result<SentPages, Failure> {
-        pre_copy::send(processes, stream, stop)
+        pre_copy::send(processes, stream, stop_condition)
     }
 
     fn receive_pre_copy(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure> {
@@ -275,31 +301,32 @@ impl Engine for Criu {
         &self,
         dir: &Path,
         page_stream: OwnedFd,
-        pre_copied: ReceivedPages,
+        received_pages: ReceivedPages,
     ) -> Result<Box<dyn MemoryFetch>, Failure> {
         Ok(Box::new(lazy_pages_daemon::LazyPagesDaemon::start(
             &self.program,
             dir,
             page_stream,
-            pre_copied,
+            received_pages,
         )?))
     }
 }
 
 struct CriuPostCopyCheck {
-    program: CriuCommand,
-    log: PathBuf,
-    /// Receives one byte when CRIU has loaded our library. End of file means that CRIU has exited.
+    command: CriuCommand,
+    log_path: PathBuf,
+    /// Receives one byte when CRIU has loaded the relay library. End of file means that CRIU has
+    /// exited.
     library_loaded: PipeReader,
 }
 
 impl PostCopyCheck for CriuPostCopyCheck {
     fn engine_pid(&self) -> i32 {
-        self.program.pid()
+        self.command.pid()
     }
 
-    fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
-        self.program.finish(limits, &self.log)?;
+    fn wait_for_result(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
+        self.command.wait_until_exit(limits, &self.log_path)?;
         match self.library_loaded.read(&mut [0]) {
             Ok(1) => Ok(()),
             _ => Err(Failure::Engine(
@@ -316,18 +343,18 @@ struct CriuDump {
     relay: Option<ptrace_relay::Relay>,
     dir: PathBuf,
     /// State of the task before the dump, to undo CRIU's changes.
-    task_snapshot: Option<trap_cleanup::TaskSnapshot>,
+    saved_state: Option<trap_cleanup::SavedTaskState>,
     /// With post-copy: the memory that is not in the images, and the stream on which the target
     /// will request that memory.
     post_copy: Option<(LazyPages, Arc<OwnedFd>)>,
     /// Pages that the target has already received by pre-copy.
-    pre_copied: Option<Arc<SentPages>>,
+    sent_pages: Option<Arc<SentPages>>,
 }
 
 impl CriuDump {
     /// Waits until CRIU has exited, then completes and checks the images.
     fn finish_images(&mut self, limits: &CallLimits) -> Result<(), Failure> {
-        self.swrk.finish(limits)?;
+        self.swrk.wait_until_finished(limits)?;
         if let Some((lazy_pages, _)) = &self.post_copy {
             lazy_pages.add_to_images(&self.dir)?;
         }
@@ -340,58 +367,58 @@ impl RunningDump for CriuDump {
         self.swrk.pid()
     }
 
-    fn finish(
+    fn wait_until_dumped(
         mut self: Box<Self>,
         limits: &CallLimits,
     ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure> {
-        let done = self.finish_images(limits);
-        if done.is_err() {
+        let result = self.finish_images(limits);
+        if result.is_err() {
             self.swrk.kill();
         }
         // After this drop everything that CRIU left pending for the task is removed, and the task
         // is stopped.
         drop(self.relay.take());
-        if let (Err(why), Some(before)) = (&done, &self.task_snapshot) {
-            before.restore_after(why);
+        if let (Err(failure), Some(saved_state)) = (&result, &self.saved_state) {
+            saved_state.restore_after_failure(failure);
         }
-        done?;
-        // The logs matter only after a failure. The images are transferred without them.
-        for log in [DUMP_LOG, STDERR] {
+        result?;
+        // The logs are only needed after a failure. The images are transferred without them.
+        for log in [DUMP_LOG, STDERR_FILE] {
             let _ = std::fs::remove_file(self.dir.join(log));
         }
         let report = count_files(&self.dir);
         let report =
             report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
-        let sent = self.pre_copied.take();
-        let server = |(lazy_pages, page_stream)| {
+        let sent_pages = self.sent_pages.take();
+        let start_server = |(lazy_pages, page_stream)| {
             Ok(Box::new(page_server::PageServer::start(
                 lazy_pages,
                 page_stream,
-                sent,
+                sent_pages,
             )?) as Box<dyn MemoryServer>)
         };
-        Ok((report, self.post_copy.take().map(server).transpose()?))
+        Ok((report, self.post_copy.take().map(start_server).transpose()?))
     }
 }
 
-/// True if ranges of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). CRIU fails if
-/// it is ordered to punch holes and cannot.
+/// True if ranges of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). If the file
+/// system cannot do so, CRIU fails when it is ordered to punch holes.
 fn can_punch_holes(dir: &Path) -> bool {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    let path = dir.join(HOLE_TEST_FILE);
-    let shrinks = File::create(&path).is_ok_and(|file| fallocate(&file, flags, 0, 1).is_ok());
+    let path = dir.join(HOLE_TEST_FILE_NAME);
+    let can_punch = File::create(&path).is_ok_and(|file| fallocate(&file, flags, 0, 1).is_ok());
     let _ = std::fs::remove_file(path);
-    shrinks
+    can_punch
 }
 
-/// Returns the number and the total size of the files in a directory.
+/// Returns the number of the files in a directory and their total size in bytes.
 fn count_files(dir: &Path) -> std::io::Result<DumpReport> {
     let mut report = DumpReport::default();
     for entry in std::fs::read_dir(dir)? {
         let meta = entry?.metadata()?;
         if meta.is_file() {
-            report.files += 1;
-            report.bytes += meta.len();
+            report.image_files += 1;
+            report.image_bytes += meta.len();
         }
     }
     Ok(report)
@@ -411,18 +438,21 @@ impl RunningRestore for CriuRestore {
         limits: &CallLimits,
     ) -> Result<Box<dyn RestoredTask>, Failure> {
         loop {
-            match self.swrk.receive(limits)? {
-                SwrkMessage::Notify { point: script, pid } if script == "post-restore" => {
+            match self.swrk.wait_for_message(limits)? {
+                SwrkMessage::Notification {
+                    point: script,
+                    root_pid: pid,
+                } if script == "post-restore" => {
                     return Ok(Box::new(CriuRestoredTask {
                         swrk: self.swrk,
                         pid,
                     }));
                 }
-                SwrkMessage::Notify { .. } => self.swrk.acknowledge(true),
+                SwrkMessage::Notification { .. } => self.swrk.acknowledge(true),
                 SwrkMessage::Done => {
-                    let why = "the engine let the task run without permission".to_string();
+                    let reason = "the engine let the task run without permission".to_string();
                     self.swrk.kill();
-                    return Err(Failure::Engine(why));
+                    return Err(Failure::Engine(reason));
                 }
             }
         }
@@ -439,13 +469,13 @@ impl RestoredTask for CriuRestoredTask {
         self.pid
     }
 
-    fn release(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
+    fn complete_restore(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
         self.swrk.restart_timeout();
         self.swrk.acknowledge(true);
-        self.swrk.finish(limits)
+        self.swrk.wait_until_finished(limits)
     }
 
-    fn abort(mut self: Box<Self>) {
+    fn abort_restore(mut self: Box<Self>) {
         // The caller kills the init of the PID namespace that contains the restored processes, so
         // CRIU need not remove them.
         self.swrk.kill();
@@ -460,15 +490,15 @@ mod tests {
     /// names the path.
     #[test]
     fn sempa_criu_has_precedence() {
-        let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into()))
+        let criu = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into()))
             .expect("it is a file");
-        assert_eq!(found.program(), Path::new("/bin/true"));
-        let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into()))
+        assert_eq!(criu.program(), Path::new("/bin/true"));
+        let error = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into()))
             .expect_err("it is missing")
             .to_string();
         assert!(
-            why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"),
-            "{why}"
+            error.contains("SEMPA_CRIU=/no/criu") && error.contains("cargo xtask criu"),
+            "{error}"
         );
     }
 
@@ -483,20 +513,20 @@ mod tests {
         assert!(!can_punch_holes(&dir.path().join("none")));
     }
 
-    /// Probing a program that is not CRIU fails; the error names the program's path and advises how
-    /// to install CRIU.
+    /// Querying the version of a program that is not CRIU fails. The error names the program's path
+    /// and advises how to install CRIU.
     #[test]
-    fn probe_explains_broken_programs() {
+    fn version_query_explains_broken_programs() {
         for program in ["/bin/false", "/etc/passwd", "/bin/echo"] {
-            let why = Criu {
+            let error = Criu {
                 program: program.into(),
             }
-            .probe()
+            .query_version()
             .expect_err("no engine")
             .to_string();
             assert!(
-                why.contains(program) && why.contains("cargo xtask criu"),
-                "{why}"
+                error.contains(program) && error.contains("cargo xtask criu"),
+                "{error}"
             );
         }
     }

@@ -5,20 +5,20 @@
 //! process immediately before the exit, at PTRACE_EVENT_EXIT. In that stop the process executes no
 //! instructions, only its tracer can make it continue, and its memory is still readable. Therefore:
 //!
-//! 1. From the dump on, a thread of the tasker traces the first thread of each process that has
-//!    served memory.
+//! 1. After the dump a thread of the tasker traces the first thread of each process whose memory is
+//!    served.
 //! 2. Before the processes are killed the tracer sets PTRACE_O_TRACEEXIT
 //!    ([`TracerOrder::RetainMemoryAfterKill`]).
 //! 3. When the last page was served, or no page is needed any more, the tracer detaches. A killed
-//!    process then exits; any other process remains stopped. The kernel does the same if the tasker
-//!    ends for any reason.
+//!    process then exits; any other process remains stopped. If the tasker ends for any reason, the
+//!    kernel detaches the tracer with the same effect.
 
 use super::lazy_pages_filter::LazyPages;
 use super::page_server_wire::{
     CHANGED_PAGES, GET_CHANGED, HeaderLayout, PE_PRESENT, PS_CMD_BITS, PS_IOV_ADD_F, PS_IOV_CLOSE,
     PS_IOV_FORCE_CLOSE, PS_IOV_GET, PageHeader, bitmap_bytes,
 };
-use super::process::{raise_thread_priority, wait_readable};
+use super::process::{raise_thread_priority, wait_until_readable};
 use super::ptrace::TracedThread;
 use crate::engine::pages::{BLOCK_PAGES, page_size};
 use crate::engine::{CallLimits, MemoryServer, SentPages, ServedMemory, TracerOrder};
@@ -37,86 +37,90 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 /// Maximum number of bytes that are read from a process and written to the stream at once.
-const READ_BYTES_MAX: u64 = 1 << 20;
+const CHUNK_BYTES_MAX: u64 = 1 << 20;
 /// Maximum number of bytes that are read from the request stream at once.
 const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 /// Capacity of the queue of orders to the tracer. Senders wait until each order is executed.
-const ORDER_QUEUE_LEN: usize = 4;
+const ORDER_QUEUE_LEN_MAX: usize = 4;
 
 /// A server for the memory of a dumped task, which the target requests page by page.
 pub(super) struct PageServer {
     handle: ServedMemory,
-    tracer: Option<JoinHandle<()>>,
-    server: Option<JoinHandle<Result<(), Failure>>>,
+    tracer_thread: Option<JoinHandle<()>>,
+    serve_thread: Option<JoinHandle<Result<(), Failure>>>,
     /// Event that becomes readable when serving has ended.
-    ended: Arc<EventFd>,
+    end_event: Arc<EventFd>,
 }
 
 impl PageServer {
     /// Attaches to the processes and starts to serve their memory on the stream `page_stream`.
-    /// `sent` records the pages that the target already has.
+    /// `sent_pages` records the pages that the target already has.
     ///
     /// # Errors
     /// A process cannot be traced, or no thread is available. The processes remain stopped.
     pub(super) fn start(
         lazy_pages: LazyPages,
         page_stream: Arc<OwnedFd>,
-        sent: Option<Arc<SentPages>>,
-    ) -> Result<PageServer, Failure> {
-        let io = |what: &str, e: io::Error| {
-            Failure::Engine(format!("its memory cannot be served: {what}: {e}"))
+        sent_pages: Option<Arc<SentPages>>,
+    ) -> Result<Self, Failure> {
+        let to_failure = |object: &str, e: io::Error| {
+            Failure::Engine(format!("its memory cannot be served: {object}: {e}"))
         };
-        let pids: Vec<i32> = lazy_pages.processes.iter().map(|kept| kept.pid).collect();
-        let (orders, to_tracer) = sync_channel(ORDER_QUEUE_LEN);
+        let pids: Vec<i32> = lazy_pages
+            .processes
+            .iter()
+            .map(|process| process.pid)
+            .collect();
+        let (order_sender, order_receiver) = sync_channel(ORDER_QUEUE_LEN_MAX);
         let (attach_sender, attach_receiver) = sync_channel(1);
         let tracer = std::thread::Builder::new()
             .name("keeper".into())
-            .spawn(move || run_tracer(&pids, &attach_sender, &to_tracer))
-            .map_err(|e| io("no thread", e))?;
+            .spawn(move || run_tracer(&pids, &attach_sender, &order_receiver))
+            .map_err(|e| to_failure("no thread", e))?;
         let handle = ServedMemory {
             page_stream: page_stream.clone(),
-            order_sender: orders,
+            order_sender,
         };
-        let ended = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
-        let ended = Arc::new(ended.map_err(|e| io("no descriptor", e.into()))?);
-        let mut server = PageServer {
+        let end_event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let end_event = Arc::new(end_event.map_err(|e| to_failure("no descriptor", e.into()))?);
+        let mut server = Self {
             handle,
-            tracer: Some(tracer),
-            server: None,
-            ended,
+            tracer_thread: Some(tracer),
+            serve_thread: None,
+            end_event,
         };
-        let traced = attach_receiver
+        let attach_result = attach_receiver
             .recv()
             .unwrap_or_else(|_| Err(Errno::ESRCH.into()));
-        traced.map_err(|e| io("a process cannot be traced", e))?;
+        attach_result.map_err(|e| to_failure("a process cannot be traced", e))?;
         let stream = page_stream
             .try_clone()
             .map(UnixStream::from)
-            .map_err(|e| io("no descriptor", e))?;
-        let ended = server.ended.clone();
+            .map_err(|e| to_failure("no descriptor", e))?;
+        let end_event = server.end_event.clone();
         let server_thread = std::thread::Builder::new()
             .name("handing".into())
             .spawn(move || {
                 raise_thread_priority();
-                let done = serve_requests(&stream, &lazy_pages, sent.as_deref());
+                let result = serve_requests(&stream, &lazy_pages, sent_pages.as_deref());
                 // The shutdown also notifies a target that requested a page that is not served. The
-                // write to `ended` fails only if the counter is full.
+                // write to `end_event` fails only if the counter is full.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
-                let _ = ended.write(1);
-                done
+                let _ = end_event.write(1);
+                result
             });
-        server.server = Some(server_thread.map_err(|e| io("no thread", e))?);
+        server.serve_thread = Some(server_thread.map_err(|e| to_failure("no thread", e))?);
         Ok(server)
     }
 
     /// Stops serving and detaches from the processes. Returns the result of serving.
-    fn stop(&mut self) -> Result<(), Failure> {
+    fn stop_and_join(&mut self) -> Result<(), Failure> {
         self.handle.stop_serving();
-        let broken = || Failure::Engine("the thread that serves memory has panicked".into());
-        let serve_result = self.server.take().map_or(Ok(()), |handing| {
-            handing.join().unwrap_or_else(|_| Err(broken()))
+        let panic_failure = || Failure::Engine("the thread that serves memory has panicked".into());
+        let serve_result = self.serve_thread.take().map_or(Ok(()), |thread| {
+            thread.join().unwrap_or_else(|_| Err(panic_failure()))
         });
-        if let Some(tracer) = self.tracer.take() {
+        if let Some(tracer) = self.tracer_thread.take() {
             // The tracer has already ended if it could not attach.
             let _ = self.handle.order_sender.send(TracerOrder::Detach);
             tracer.join().expect("the tracer does not panic");
@@ -130,43 +134,44 @@ impl MemoryServer for PageServer {
         self.handle.clone()
     }
 
-    fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
-        let waited = wait_readable(&*self.ended, limits, "the end of serving its memory");
-        let serve_result = self.stop();
-        waited.and(serve_result)
+    fn wait_until_served(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
+        let wait_result =
+            wait_until_readable(&*self.end_event, limits, "the end of serving its memory");
+        let serve_result = self.stop_and_join();
+        wait_result.and(serve_result)
     }
 }
 
 impl Drop for PageServer {
     fn drop(&mut self) {
         // Has no effect after `finish`. Without `finish` the result is not needed.
-        let _ = self.stop();
+        let _ = self.stop_and_join();
     }
 }
 
-/// Attaches to these processes and traces them until it is ordered to detach. Sends to
-/// `attach_result` whether attaching succeeded.
+/// Attaches to the first threads of these processes and sends to `attach_result` whether attaching
+/// succeeded. Then executes the orders until [`TracerOrder::Detach`] or the end of the channel.
 fn run_tracer(
     pids: &[i32],
     attach_result: &SyncSender<io::Result<()>>,
     orders: &Receiver<TracerOrder>,
 ) {
-    let attached: io::Result<Vec<TracedThread>> =
+    let traced_threads: io::Result<Vec<TracedThread>> =
         pids.iter().map(|pid| TracedThread::attach(*pid)).collect();
-    let attached = match attached {
-        Ok(attached) => attached,
+    let traced_threads = match traced_threads {
+        Ok(traced_threads) => traced_threads,
         Err(e) => return drop(attach_result.send(Err(e))),
     };
     if attach_result.send(Ok(())).is_err() {
         return;
     }
-    while let Ok(TracerOrder::RetainMemoryAfterKill(answer)) = orders.recv() {
+    while let Ok(TracerOrder::RetainMemoryAfterKill(reply_sender)) = orders.recv() {
         // Fails for a process that has just exited. Such a process has no memory; a request for its
         // pages will fail.
-        attached
+        traced_threads
             .iter()
-            .for_each(|process| drop(process.stop_at_exit()));
-        let _ = answer.send(());
+            .for_each(|thread| drop(thread.stop_at_exit()));
+        let _ = reply_sender.send(());
     }
 }
 
@@ -174,20 +179,21 @@ fn run_tracer(
 fn serve_requests(
     mut stream: &UnixStream,
     lazy_pages: &LazyPages,
-    sent: Option<&SentPages>,
+    sent_pages: Option<&SentPages>,
 ) -> Result<(), Failure> {
-    let failed = |what: &str| Failure::Engine(format!("serving its memory has failed: {what}"));
-    let (mut received, mut layout, mut buffer) = (Vec::new(), None, Vec::new());
-    let mut bytes = [0; REQUEST_BUFFER_BYTES];
+    let to_failure =
+        |reason: &str| Failure::Engine(format!("serving its memory has failed: {reason}"));
+    let (mut request_bytes, mut layout, mut buffer) = (Vec::new(), None, Vec::new());
+    let mut read_buffer = [0; REQUEST_BUFFER_BYTES];
     loop {
-        match stream.read(&mut bytes) {
+        match stream.read(&mut read_buffer) {
             Ok(0) => return Ok(()),
-            Ok(length) => received.extend_from_slice(&bytes[..length]),
+            Ok(length) => request_bytes.extend_from_slice(&read_buffer[..length]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             // The stream was shut down. A write fails for the same reason.
             Err(_) => return Ok(()),
         }
-        while let Some(command) = received
+        while let Some(command) = request_bytes
             .first_chunk()
             .map(|command| u32::from_ne_bytes(*command))
         {
@@ -196,42 +202,46 @@ fn serve_requests(
                 return Ok(());
             }
             layout = layout.or_else(|| {
-                HeaderLayout::detect(&received, |number, address| {
-                    lazy_pages.contains(number, address)
+                HeaderLayout::detect(&request_bytes, |namespace_pid, address| {
+                    lazy_pages.contains(namespace_pid, address)
                 })
             });
             let Some(header_layout) = layout else {
-                match received.len() < HeaderLayout::BYTES_MAX {
+                match request_bytes.len() < HeaderLayout::BYTES_MAX {
                     true => break,
-                    false => return Err(failed("the target requested a page that is not served")),
+                    false => {
+                        return Err(to_failure("the target requested a page that is not served"));
+                    }
                 }
             };
-            if received.len() < header_layout.bytes() {
+            if request_bytes.len() < header_layout.bytes() {
                 break;
             }
-            let head = header_layout.read(&received);
-            received.drain(..header_layout.bytes());
-            let answered = match (head.command, sent) {
-                (PS_IOV_GET, _) if head.pages > 0 => {
-                    send_pages(stream, lazy_pages, header_layout, &head, &mut buffer)
+            let header = header_layout.decode(&request_bytes);
+            request_bytes.drain(..header_layout.bytes());
+            let serve_result = match (header.command, sent_pages) {
+                (PS_IOV_GET, _) if header.page_count > 0 => {
+                    send_pages(stream, lazy_pages, header_layout, &header, &mut buffer)
                 }
-                (GET_CHANGED, Some(sent)) if (1..=BLOCK_PAGES).contains(&head.pages) => {
+                (GET_CHANGED, Some(sent_pages))
+                    if (1..=BLOCK_PAGES).contains(&header.page_count) =>
+                {
                     send_changed_pages(
                         stream,
-                        (lazy_pages, sent),
+                        (lazy_pages, sent_pages),
                         header_layout,
-                        &head,
+                        &header,
                         &mut buffer,
                     )
                 }
                 _ => {
-                    return Err(failed(&format!("unknown request {head:?}")));
+                    return Err(to_failure(&format!("unknown request {header:?}")));
                 }
             };
-            match answered {
+            match serve_result {
                 Ok(()) => {}
                 Err(e) if is_closed(&e) => return Ok(()),
-                Err(e) => return Err(failed(&format!("{head:?}: {e}"))),
+                Err(e) => return Err(to_failure(&format!("{header:?}: {e}"))),
             }
         }
     }
@@ -254,61 +264,62 @@ fn send_pages(
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
     let end = request_end_address(request)?;
-    let mut at = request.address;
+    let mut address = request.address;
     // The header and the first chunk of pages are sent by one write.
     buffer.clear();
-    buffer.extend(layout.write(&PageHeader {
+    buffer.extend(layout.encode(&PageHeader {
         command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
         ..*request
     }));
-    while at < end {
-        let (pid, until) = served_range_at(lazy_pages, request.process, at)?;
-        let length = (until.min(end) - at).min(READ_BYTES_MAX);
-        let begin = buffer.len();
-        buffer.resize(begin + length as usize, 0);
-        read_memory(pid, at, &mut buffer[begin..])?;
+    while address < end {
+        let (pid, range_end) = served_range_at(lazy_pages, request.namespace_pid, address)?;
+        let length = (range_end.min(end) - address).min(CHUNK_BYTES_MAX);
+        let chunk_offset = buffer.len();
+        buffer.resize(chunk_offset + length as usize, 0);
+        read_memory(pid, address, &mut buffer[chunk_offset..])?;
         stream.write_all(buffer)?;
         buffer.clear();
-        at += length;
+        address += length;
     }
     Ok(())
 }
 
-/// Sends those of the requested pages whose content has changed since the pre-copy, with a bitmap
-/// of them.
+/// Sends the requested pages whose content has changed since the pre-copy. A bitmap before the
+/// pages marks which of the requested pages are sent.
 fn send_changed_pages(
     mut stream: &UnixStream,
-    (lazy_pages, sent): (&LazyPages, &SentPages),
+    (lazy_pages, sent_pages): (&LazyPages, &SentPages),
     layout: HeaderLayout,
     request: &PageHeader,
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let (end, page) = (request_end_address(request)?, page_size() as usize);
-    let mut at = request.address;
-    buffer.resize((end - at) as usize, 0);
-    while at < end {
-        let (pid, until) = served_range_at(lazy_pages, request.process, at)?;
-        let until = until.min(end);
+    let (end, page_bytes) = (request_end_address(request)?, page_size() as usize);
+    let mut address = request.address;
+    buffer.resize((end - address) as usize, 0);
+    while address < end {
+        let (pid, range_end) = served_range_at(lazy_pages, request.namespace_pid, address)?;
+        let range_end = range_end.min(end);
         read_memory(
             pid,
-            at,
-            &mut buffer[(at - request.address) as usize..(until - request.address) as usize],
+            address,
+            &mut buffer
+                [(address - request.address) as usize..(range_end - request.address) as usize],
         )?;
-        at = until;
+        address = range_end;
     }
-    let mut reply = layout.write(&PageHeader {
+    let mut reply = layout.encode(&PageHeader {
         command: CHANGED_PAGES,
         ..*request
     });
     let bitmap_offset = reply.len();
-    reply.resize(bitmap_offset + bitmap_bytes(request.pages), 0);
-    for (number, content) in buffer.chunks(page).enumerate() {
-        if !sent.has(
-            request.process,
-            request.address + (number * page) as u64,
+    reply.resize(bitmap_offset + bitmap_bytes(request.page_count), 0);
+    for (index, content) in buffer.chunks(page_bytes).enumerate() {
+        if !sent_pages.contains(
+            request.namespace_pid,
+            request.address + (index * page_bytes) as u64,
             content,
         ) {
-            reply[bitmap_offset + number / 8] |= 1 << (number % 8);
+            reply[bitmap_offset + index / 8] |= 1 << (index % 8);
             reply.extend_from_slice(content);
         }
     }
@@ -317,7 +328,7 @@ fn send_changed_pages(
 
 fn request_end_address(request: &PageHeader) -> io::Result<u64> {
     let length = request
-        .pages
+        .page_count
         .checked_mul(page_size())
         .ok_or(io::ErrorKind::InvalidInput)?;
     request
@@ -326,16 +337,23 @@ fn request_end_address(request: &PageHeader) -> io::Result<u64> {
         .ok_or(io::ErrorKind::InvalidInput.into())
 }
 
-/// Returns the PID of the process that has the page at the address `at`, and the end address of the
-/// range of served pages that contains it.
-fn served_range_at(lazy_pages: &LazyPages, process: u64, at: u64) -> io::Result<(i32, u64)> {
-    let not_missing = || io::Error::other(format!("no page to serve at {at:#x}"));
-    lazy_pages.range_at(process, at).ok_or_else(not_missing)
+/// Returns the PID of the process that contains the page at the address `address`, and the end address
+/// of the range of served pages that contains this page.
+fn served_range_at(
+    lazy_pages: &LazyPages,
+    namespace_pid: u64,
+    address: u64,
+) -> io::Result<(i32, u64)> {
+    let not_served = || io::Error::other(format!("no page to serve at {address:#x}"));
+    lazy_pages
+        .range_at(namespace_pid, address)
+        .ok_or_else(not_served)
 }
 
-/// Reads memory of a process into the whole buffer, including areas without read permission.
+/// Fills the buffer with the memory of a process from `address` on. Areas without read permission
+/// are read as well.
 fn read_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
-    match read_readable(pid, address, buffer) {
+    match read_readable_memory(pid, address, buffer) {
         Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
             File::open(format!("/proc/{pid}/mem"))?.read_exact_at(buffer, address)
         }
@@ -343,20 +361,20 @@ fn read_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
     }
 }
 
-fn read_readable(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
-    let mut done = 0;
-    while done < buffer.len() {
-        let from = [RemoteIoVec {
-            base: address as usize + done,
-            len: buffer.len() - done,
+fn read_readable_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
+    let mut done_bytes = 0;
+    while done_bytes < buffer.len() {
+        let remote_range = [RemoteIoVec {
+            base: address as usize + done_bytes,
+            len: buffer.len() - done_bytes,
         }];
         match process_vm_readv(
             Pid::from_raw(pid),
-            &mut [IoSliceMut::new(&mut buffer[done..])],
-            &from,
+            &mut [IoSliceMut::new(&mut buffer[done_bytes..])],
+            &remote_range,
         ) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => done += read,
+            Ok(byte_count) => done_bytes += byte_count,
             Err(Errno::EINTR) => {}
             Err(e) => return Err(e.into()),
         }
@@ -378,7 +396,7 @@ mod tests {
 
     /// Starts a process with a known byte pattern in its memory and stops it. Returns the process
     /// and the address of the pattern.
-    fn stopped_process_with_pattern() -> (Child, u64) {
+    fn start_stopped_process() -> (Child, u64) {
         let code = "import ctypes, time\nheld = ctypes.create_string_buffer(bytes(range(256)) * 16384)\n\
                     print(ctypes.addressof(held), flush=True)\ntime.sleep(1000)";
         let mut child = Command::new("python3")
@@ -387,54 +405,56 @@ mod tests {
             .spawn()
             .expect("python3 starts");
         let mut line = String::new();
-        let out = child.stdout.as_mut().expect("a pipe");
-        io::BufRead::read_line(&mut io::BufReader::new(out), &mut line).expect("it says where");
+        let stdout = child.stdout.as_mut().expect("a pipe");
+        io::BufRead::read_line(&mut io::BufReader::new(stdout), &mut line).expect("it says where");
         kill(Pid::from_raw(child.id() as i32), Signal::SIGSTOP).expect("it is there");
         (child, line.trim().parse().expect("a number"))
     }
 
     fn page_stream_pair() -> (UnixStream, Arc<OwnedFd>) {
-        let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        ours.set_read_timeout(Some(TEST_TIMEOUT)).expect("a socket");
-        (ours, Arc::new(theirs.into()))
+        let (target_stream, source_stream) = UnixStream::pair().expect("descriptors");
+        target_stream
+            .set_read_timeout(Some(TEST_TIMEOUT))
+            .expect("a socket");
+        (target_stream, Arc::new(source_stream.into()))
     }
 
     fn request_pages(
         mut stream: &UnixStream,
-        process: u64,
+        namespace_pid: u64,
         address: u64,
-        pages: u64,
+        page_count: u64,
     ) -> Option<Vec<u8>> {
-        let request = HeaderLayout::Long.write(&PageHeader {
+        let request = HeaderLayout::Long.encode(&PageHeader {
             command: PS_IOV_GET,
-            pages,
+            page_count,
             address,
-            process,
+            namespace_pid,
         });
         stream.write_all(&request).ok()?;
-        let mut answer = vec![0; request.len() + (pages * page_size()) as usize];
-        stream.read_exact(&mut answer).ok()?;
-        let head = HeaderLayout::Long.read(&answer);
+        let mut reply = vec![0; request.len() + (page_count * page_size()) as usize];
+        stream.read_exact(&mut reply).ok()?;
+        let header = HeaderLayout::Long.decode(&reply);
         assert_eq!(
-            head,
+            header,
             PageHeader {
                 command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
-                pages,
+                page_count,
                 address,
-                process
+                namespace_pid
             }
         );
-        Some(answer.split_off(request.len()))
+        Some(reply.split_off(request.len()))
     }
 
     fn process_state(pid: u32) -> Option<char> {
         crate::proc::stat(pid.cast_signed()).map(|stat| stat.state)
     }
 
-    fn wait_for(what: &str, look: impl Fn() -> bool) {
-        let until = Instant::now() + TEST_TIMEOUT;
-        while !look() {
-            assert!(Instant::now() < until, "{what}");
+    fn wait_for(event_name: &str, has_occurred: impl Fn() -> bool) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while !has_occurred() {
+            assert!(Instant::now() < deadline, "{event_name}");
             std::thread::yield_now();
         }
     }
@@ -444,32 +464,32 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn memory_of_killed_process_is_served() {
-        let (mut child, address) = stopped_process_with_pattern();
+        let (mut child, address) = start_stopped_process();
         let pid = child.id();
         let lazy_pages = LazyPages::choose(&[pid as i32]).expect("it is there");
-        let number = lazy_pages.processes[0].namespace_pid;
-        let first = (address + page_size() - 1) & !(page_size() - 1);
+        let namespace_pid = lazy_pages.processes[0].namespace_pid;
+        let first_page = (address + page_size() - 1) & !(page_size() - 1);
         let (stream, page_stream) = page_stream_pair();
         let server = PageServer::start(lazy_pages, page_stream, None).expect("it can be traced");
-        let skipped = (first - address) as usize;
+        let skipped_bytes = (first_page - address) as usize;
         let expected: Vec<u8> = (0..=255_u8)
             .cycle()
-            .skip(skipped % 256)
+            .skip(skipped_bytes % 256)
             .take(3 * page_size() as usize)
             .collect();
         assert_eq!(
-            request_pages(&stream, number, first, 3).as_deref(),
+            request_pages(&stream, namespace_pid, first_page, 3).as_deref(),
             Some(&expected[..]),
             "while it is stopped"
         );
         server.handle().retain_memory_after_kill();
-        // Twice, because a second signal must not release a process at its exit stop.
+        // Kill twice, because a second signal must not release a process at its exit stop.
         for _ in 0..2 {
             child.kill().expect("it is there");
             wait_for("it stays", || process_state(pid) == Some('t'));
         }
         assert_eq!(
-            request_pages(&stream, number, first, 3).as_deref(),
+            request_pages(&stream, namespace_pid, first_page, 3).as_deref(),
             Some(&expected[..]),
             "when it was killed"
         );
@@ -478,7 +498,7 @@ mod tests {
             timeout: TEST_TIMEOUT,
             cancel: CancelHandle::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(server).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).wait_until_served(&limits), Ok(()));
         assert!(!child.wait().expect("it ends").success());
     }
 
@@ -486,13 +506,13 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn only_pages_changed_since_pre_copy_are_sent() {
-        let (mut child, address) = stopped_process_with_pattern();
+        let (mut child, address) = start_stopped_process();
         let pid = child.id() as i32;
-        let first = address.next_multiple_of(page_size());
+        let first_page = address.next_multiple_of(page_size());
         let (stream, page_stream) = page_stream_pair();
-        let sent = std::thread::scope(|scope| {
-            let target = page_stream.clone();
-            let taking = scope.spawn({
+        let sent_pages = std::thread::scope(|scope| {
+            let target_stream = page_stream.clone();
+            let receiver_thread = scope.spawn({
                 let stream = OwnedFd::from(stream.try_clone().expect("a descriptor"));
                 move || {
                     receive(&stream, u64::MAX).inspect(|store| {
@@ -500,48 +520,52 @@ mod tests {
                     })
                 }
             });
-            let sent = send(
+            let sent_pages = send(
                 &[pid],
-                &target,
+                &target_stream,
                 &PreCopyStopCondition::at_deadline(Instant::now() + TEST_TIMEOUT),
             )
             .expect("it is taken");
-            taking.join().expect("no panic").expect("all comes");
-            sent
+            receiver_thread
+                .join()
+                .expect("no panic")
+                .expect("all comes");
+            sent_pages
         });
-        let memory = File::options()
+        let memory_file = File::options()
             .write(true)
             .open(format!("/proc/{pid}/mem"))
             .expect("it is there");
-        memory
-            .write_all_at(b"new", first + 9 * page_size() + 5)
+        memory_file
+            .write_all_at(b"new", first_page + 9 * page_size() + 5)
             .expect("it is stopped");
         let lazy_pages = LazyPages::choose(&[pid]).expect("it is there");
-        let number = lazy_pages.processes[0].namespace_pid;
-        let server = PageServer::start(lazy_pages, page_stream, Some(Arc::new(sent)))
+        let namespace_pid = lazy_pages.processes[0].namespace_pid;
+        let server = PageServer::start(lazy_pages, page_stream, Some(Arc::new(sent_pages)))
             .expect("it can be traced");
-        let request = HeaderLayout::Long.write(&PageHeader {
+        let request = HeaderLayout::Long.encode(&PageHeader {
             command: GET_CHANGED,
-            pages: 12,
-            address: first,
-            process: number,
+            page_count: 12,
+            address: first_page,
+            namespace_pid,
         });
         (&stream).write_all(&request).expect("it listens");
-        let mut answer = vec![0; request.len() + bitmap_bytes(12) + page_size() as usize];
-        (&stream).read_exact(&mut answer).expect("it answers");
+        let mut reply = vec![0; request.len() + bitmap_bytes(12) + page_size() as usize];
+        (&stream).read_exact(&mut reply).expect("it answers");
         assert_eq!(
-            HeaderLayout::Long.read(&answer),
+            HeaderLayout::Long.decode(&reply),
             PageHeader {
                 command: CHANGED_PAGES,
-                pages: 12,
-                address: first,
-                process: number
+                page_count: 12,
+                address: first_page,
+                namespace_pid
             }
         );
-        assert_eq!(answer[request.len()..][..2], [0, 0b10]);
-        assert_eq!(answer[request.len() + 2..][5..8], *b"new");
+        assert_eq!(reply[request.len()..][..2], [0, 0b10]);
+        assert_eq!(reply[request.len() + 2..][5..8], *b"new");
         assert_eq!(
-            request_pages(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64),
+            request_pages(&stream, namespace_pid, first_page + page_size(), 2)
+                .map(|pages| pages.len() as u64),
             Some(2 * page_size())
         );
         drop(stream);
@@ -549,7 +573,7 @@ mod tests {
             timeout: TEST_TIMEOUT,
             cancel: CancelHandle::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(server).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).wait_until_served(&limits), Ok(()));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }
@@ -558,7 +582,7 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn process_without_server_remains_stopped() {
-        let (mut child, _) = stopped_process_with_pattern();
+        let (mut child, _) = start_stopped_process();
         let pid = child.id();
         let (stream, page_stream) = page_stream_pair();
         let server = PageServer::start(
@@ -572,7 +596,7 @@ mod tests {
             timeout: TEST_TIMEOUT,
             cancel: CancelHandle::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(server).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).wait_until_served(&limits), Ok(()));
         wait_for("it is stopped", || process_state(pid) == Some('T'));
         assert_eq!(request_pages(&stream, 1, 4096, 1), None);
         kill(Pid::from_raw(pid as i32), Signal::SIGCONT).expect("it is there");
@@ -587,36 +611,39 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn request_for_other_pages_is_an_error() {
-        let (mut child, address) = stopped_process_with_pattern();
+        let (mut child, address) = start_stopped_process();
         let lazy_pages = LazyPages::choose(&[child.id() as i32]).expect("it is there");
-        let (number, page) = (
+        let (namespace_pid, page_bytes) = (
             lazy_pages.processes[0].namespace_pid,
             address & !(page_size() - 1),
         );
-        for (process, address, pages) in [
-            (number + 1, page, 1),
-            (number, page + (1 << 40), 1),
-            (number, page, u64::MAX / 4096),
+        for (requested_pid, address, page_count) in [
+            (namespace_pid + 1, page_bytes, 1),
+            (namespace_pid, page_bytes + (1 << 40), 1),
+            (namespace_pid, page_bytes, u64::MAX / 4096),
         ] {
             let (stream, page_stream) = page_stream_pair();
             let server =
                 PageServer::start(lazy_pages.clone(), page_stream, None).expect("it can be traced");
-            let request = HeaderLayout::Long.write(&PageHeader {
+            let request = HeaderLayout::Long.encode(&PageHeader {
                 command: PS_IOV_GET,
-                pages,
+                page_count,
                 address,
-                process,
+                namespace_pid: requested_pid,
             });
             (&stream).write_all(&request).expect("it listens");
             let limits = CallLimits {
                 timeout: TEST_TIMEOUT,
                 cancel: CancelHandle::new().expect("a descriptor"),
             };
-            let why = Box::new(server)
-                .finish(&limits)
+            let failure = Box::new(server)
+                .wait_until_served(&limits)
                 .expect_err("it was asked for nonsense")
                 .to_string();
-            assert!(why.contains("serving its memory has failed"), "{why}");
+            assert!(
+                failure.contains("serving its memory has failed"),
+                "{failure}"
+            );
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");
@@ -630,10 +657,10 @@ mod tests {
             .expect("nothing is to be traced");
         let cancel = CancelHandle::new().expect("a descriptor");
         cancel.fire();
-        let done = Box::new(server).finish(&CallLimits {
+        let result = Box::new(server).wait_until_served(&CallLimits {
             timeout: TEST_TIMEOUT,
             cancel,
         });
-        assert!(matches!(done, Err(Failure::Cancelled(_))), "{done:?}");
+        assert!(matches!(result, Err(Failure::Cancelled(_))), "{result:?}");
     }
 }

@@ -12,9 +12,9 @@ pub(super) const PS_IOV_ADD_F: u32 = 6;
 /// Command of a pre-copy: the source sends pages. CRIU does not know this command
 /// ([`super::pre_copy`]).
 pub(super) const PRE_COPY_PAGES: u32 = 0x5e01;
-/// Command of a pre-copy: a number of pages. It is sent three times: first the target sends how
-/// many pages it accepts; at the end the source sends how many it has sent; then the target sends
-/// how many it has received.
+/// Command of a pre-copy with a number of pages. The command is sent three times. First the target
+/// sends how many pages it accepts. At the end the source sends how many pages it has sent, and the
+/// target replies how many pages it has received.
 pub(super) const PRE_COPY_COUNT: u32 = 0x5e02;
 /// Command after a pre-copy: requests those pages of a range whose content differs from the
 /// pre-copied content.
@@ -24,8 +24,8 @@ pub(super) const GET_CHANGED: u32 = 0x5e03;
 pub(super) const CHANGED_PAGES: u32 = 0x5e04;
 /// Command: no more requests follow. The reply is [`CLOSE_REPLY`].
 pub(super) const PS_IOV_CLOSE: u32 = 0x1023;
-/// Like [`PS_IOV_CLOSE`]. CRIU sends this command on a socket that it has inherited, because its
-/// caller may keep the socket open.
+/// Has the same meaning as [`PS_IOV_CLOSE`]. CRIU sends this command on an inherited socket,
+/// because CRIU's caller may keep the socket open.
 pub(super) const PS_IOV_FORCE_CLOSE: u32 = 0x1024;
 /// Reply to the close commands: the status 0.
 pub(super) const CLOSE_REPLY: [u8; 4] = [0; 4];
@@ -43,74 +43,76 @@ pub(super) enum HeaderLayout {
 }
 
 impl HeaderLayout {
-    pub(super) const BYTES_MAX: usize = HeaderLayout::Long.bytes();
+    pub(super) const BYTES_MAX: usize = Self::Long.bytes();
 
     pub(super) const fn bytes(self) -> usize {
         match self {
-            HeaderLayout::Short => 24,
-            HeaderLayout::Long => 32,
+            Self::Short => 24,
+            Self::Long => 32,
         }
     }
 
-    /// Detects the layout from the first request. The correct layout is the one in which the
-    /// request is for a missing page. `is_missing` returns whether a page, given by process and
-    /// address, is missing.
+    /// Detects the layout from the bytes of the first request. In the correct layout the request is
+    /// for a missing page. `is_missing` returns whether the page of a process (first argument) at
+    /// an address (second argument) is missing. `None` if no layout fits or the request is
+    /// incomplete.
     pub(super) fn detect(
-        received: &[u8],
+        request_bytes: &[u8],
         is_missing: impl Fn(u64, u64) -> bool,
-    ) -> Option<HeaderLayout> {
-        [HeaderLayout::Long, HeaderLayout::Short]
-            .into_iter()
-            .find(|layout| {
-                let head = (received.len() >= layout.bytes()).then(|| layout.read(received));
-                let asks = |head: PageHeader| {
-                    matches!(head.command, PS_IOV_GET | GET_CHANGED)
-                        && is_missing(head.process, head.address)
-                };
-                head.is_some_and(asks)
-            })
+    ) -> Option<Self> {
+        [Self::Long, Self::Short].into_iter().find(|layout| {
+            let header =
+                (request_bytes.len() >= layout.bytes()).then(|| layout.decode(request_bytes));
+            let requests_missing_page = |header: PageHeader| {
+                matches!(header.command, PS_IOV_GET | GET_CHANGED)
+                    && is_missing(header.namespace_pid, header.address)
+            };
+            header.is_some_and(requests_missing_page)
+        })
     }
 
-    pub(super) fn read(self, head: &[u8]) -> PageHeader {
-        let short =
-            |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
-        let long =
-            |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
-        let (pages, rest) = match self {
-            HeaderLayout::Short => (short(4).into(), 8),
-            HeaderLayout::Long => (long(8), 16),
+    pub(super) fn decode(self, bytes: &[u8]) -> PageHeader {
+        let u32_at = |offset: usize| {
+            u32::from_ne_bytes(bytes[offset..offset + 4].try_into().expect("four bytes"))
+        };
+        let u64_at = |offset: usize| {
+            u64::from_ne_bytes(bytes[offset..offset + 8].try_into().expect("eight bytes"))
+        };
+        let (page_count, address_offset) = match self {
+            Self::Short => (u32_at(4).into(), 8),
+            Self::Long => (u64_at(8), 16),
         };
         PageHeader {
-            command: short(0),
-            pages,
-            address: long(rest),
-            process: long(rest + 8),
+            command: u32_at(0),
+            page_count,
+            address: u64_at(address_offset),
+            namespace_pid: u64_at(address_offset + 8),
         }
     }
 
-    pub(super) fn write(self, head: &PageHeader) -> Vec<u8> {
-        let mut bytes = head.command.to_ne_bytes().to_vec();
+    pub(super) fn encode(self, header: &PageHeader) -> Vec<u8> {
+        let mut bytes = header.command.to_ne_bytes().to_vec();
         match self {
-            HeaderLayout::Short => bytes.extend((head.pages as u32).to_ne_bytes()),
-            HeaderLayout::Long => bytes.extend([&[0; 4][..], &head.pages.to_ne_bytes()].concat()),
+            Self::Short => bytes.extend((header.page_count as u32).to_ne_bytes()),
+            Self::Long => bytes.extend([&[0; 4][..], &header.page_count.to_ne_bytes()].concat()),
         }
-        bytes.extend(head.address.to_ne_bytes());
-        bytes.extend(head.process.to_ne_bytes());
+        bytes.extend(header.address.to_ne_bytes());
+        bytes.extend(header.namespace_pid.to_ne_bytes());
         bytes
     }
 }
 
 /// Returns the length in bytes of the bitmap of a [`CHANGED_PAGES`] reply.
-pub(super) fn bitmap_bytes(pages: u64) -> usize {
-    pages.div_ceil(8) as usize
+pub(super) fn bitmap_bytes(page_count: u64) -> usize {
+    page_count.div_ceil(8) as usize
 }
 
 /// Header of a request or reply: a range of pages of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageHeader {
     pub(super) command: u32,
-    pub(super) pages: u64,
+    pub(super) page_count: u64,
     pub(super) address: u64,
     /// PID in the task's PID namespace.
-    pub(super) process: u64,
+    pub(super) namespace_pid: u64,
 }

@@ -18,10 +18,10 @@ struct PagemapScanArgs {
     regions_address: u64,
     regions_max: u64,
     pages_max: u64,
-    inverted: u64,
-    all_of: u64,
-    any_of: u64,
-    returned: u64,
+    inverted_categories: u64,
+    required_categories: u64,
+    alternative_categories: u64,
+    returned_categories: u64,
 }
 
 /// Adjacent pages with the same categories: `struct page_region` of linux/fs.h.
@@ -54,55 +54,55 @@ pub(super) enum PageFilter {
     InMemory,
 }
 
-/// Returns the ranges of populated pages of a process between two addresses, as (start, end). `map`
-/// is the process's `/proc/PID/pagemap`.
+/// Returns the ranges of populated pages of a process between two addresses, as (start, end). `pagemap`
+/// is the open file `/proc/PID/pagemap` of the process.
 ///
 /// # Errors
 /// The process has exited, or the kernel does not support the call (ENOTTY).
 pub(super) fn scan_pages(
-    map: &File,
+    pagemap: &File,
     (start, end): (u64, u64),
     filter: PageFilter,
 ) -> io::Result<Vec<(u64, u64)>> {
-    let any_of = if filter == PageFilter::All {
+    let alternative_categories = if filter == PageFilter::All {
         PAGE_IS_PRESENT | PAGE_IS_SWAPPED
     } else {
         PAGE_IS_PRESENT
     };
-    let mut all: Vec<(u64, u64)> = Vec::new();
-    let mut at = start;
-    while at < end {
-        let mut found = [PageRegion::default(); REGIONS_MAX];
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    let mut scan_start = start;
+    while scan_start < end {
+        let mut region_buffer = [PageRegion::default(); REGIONS_MAX];
         let mut scan = PagemapScanArgs {
             size: size_of::<PagemapScanArgs>() as u64,
-            start: at,
+            start: scan_start,
             end,
-            regions_address: found.as_mut_ptr() as u64,
+            regions_address: region_buffer.as_mut_ptr() as u64,
             regions_max: REGIONS_MAX as u64,
-            inverted: PAGE_IS_PFNZERO,
-            all_of: PAGE_IS_PFNZERO,
-            any_of,
+            inverted_categories: PAGE_IS_PFNZERO,
+            required_categories: PAGE_IS_PFNZERO,
+            alternative_categories,
             // No categories are returned, so adjacent pages form one region whether they are
             // swapped out or not.
-            returned: PAGE_IS_PFNZERO,
+            returned_categories: PAGE_IS_PFNZERO,
             ..PagemapScanArgs::default()
         };
         // SAFETY: the kernel reads and writes `scan`, whose size it receives in `size`, and writes
-        // at most `regions_max` regions at `regions`. Both live until the call returns.
-        let regions = unsafe { libc::ioctl(map.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
-        let regions = usize::try_from(regions).map_err(|_| io::Error::last_os_error())?;
-        for region in found.iter().take(regions) {
-            match all.last_mut() {
-                Some(last) if last.1 == region.start => last.1 = region.end,
-                _ => all.push((region.start, region.end)),
+        // at most `regions_max` regions at `regions_address`. Both live until the call returns.
+        let region_count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
+        let region_count = usize::try_from(region_count).map_err(|_| io::Error::last_os_error())?;
+        for region in region_buffer.iter().take(region_count) {
+            match ranges.last_mut() {
+                Some(last_range) if last_range.1 == region.start => last_range.1 = region.end,
+                _ => ranges.push((region.start, region.end)),
             }
         }
-        if scan.walk_end <= at {
+        if scan.walk_end <= scan_start {
             break;
         }
-        at = scan.walk_end;
+        scan_start = scan.walk_end;
     }
-    Ok(all)
+    Ok(ranges)
 }
 
 #[cfg(test)]
@@ -113,36 +113,36 @@ mod tests {
     /// Exactly the written pages are found, in as few ranges as possible.
     #[test]
     fn only_written_pages_are_found() {
-        let (page, pages) = (page_size() as usize, 3000);
-        let memory = map_untouched_memory(page * pages);
+        let (page_bytes, page_count) = (page_size() as usize, 3000);
+        let memory = map_untouched_memory(page_bytes * page_count);
         let start = memory.as_ptr() as u64;
-        for number in (0..pages).filter(|number| number % 2 == 0 || *number > 2900) {
-            memory[number * page] = 1;
+        for index in (0..page_count).filter(|index| index % 2 == 0 || *index > 2900) {
+            memory[index * page_bytes] = 1;
         }
         // This page was only read, so it is the shared page of zeros.
-        assert_eq!(std::hint::black_box(&*memory)[page], 0);
-        let own = File::open("/proc/self/pagemap").expect("everybody may read his own");
-        let all = (start, start + (page * pages) as u64);
-        let found = scan_pages(&own, all, PageFilter::InMemory).expect("Linux 6.7");
+        assert_eq!(std::hint::black_box(&*memory)[page_bytes], 0);
+        let pagemap = File::open("/proc/self/pagemap").expect("everybody may read his own");
+        let range = (start, start + (page_bytes * page_count) as u64);
+        let ranges = scan_pages(&pagemap, range, PageFilter::InMemory).expect("Linux 6.7");
         assert_eq!(
-            found,
-            scan_pages(&own, all, PageFilter::All).expect("Linux 6.7"),
+            ranges,
+            scan_pages(&pagemap, range, PageFilter::All).expect("Linux 6.7"),
             "nothing is swapped out"
         );
         assert_eq!(
-            found
+            ranges
                 .iter()
-                .map(|(from, to)| (to - from) / page as u64)
+                .map(|(range_start, range_end)| (range_end - range_start) / page_bytes as u64)
                 .sum::<u64>(),
             1500 + 50
         );
         assert!(
-            found
-                .iter()
-                .all(|(from, _)| ((from - start) / page as u64).is_multiple_of(2)),
-            "{found:?}"
+            ranges.iter().all(
+                |(range_start, _)| ((range_start - start) / page_bytes as u64).is_multiple_of(2)
+            ),
+            "{ranges:?}"
         );
-        assert_eq!(found.len(), 1451);
+        assert_eq!(ranges.len(), 1451);
     }
 
     /// Maps memory whose pages are not populated yet, without huge pages.
@@ -150,11 +150,11 @@ mod tests {
         // SAFETY: the memory is newly mapped with this length, has no other reference, and is never
         // unmapped.
         unsafe {
-            let (read_write, own) = (
+            let (protection, flags) = (
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
             );
-            let memory = libc::mmap(std::ptr::null_mut(), bytes, read_write, own, -1, 0);
+            let memory = libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0);
             assert_ne!(memory, libc::MAP_FAILED);
             libc::madvise(memory, bytes, libc::MADV_NOHUGEPAGE);
             std::slice::from_raw_parts_mut(memory.cast(), bytes)

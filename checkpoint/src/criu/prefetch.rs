@@ -46,7 +46,7 @@ const CHUNK_PAGES_MIN: u64 = 16;
 const CHUNK_PAGES_MAX: u64 = 128;
 /// Maximum number of chunks in flight, not counting one chunk that CRIU waits for. The number is
 /// low because the request for a page fault queues after the chunks.
-const IN_FLIGHT_MAX: usize = 2;
+const IN_FLIGHT_CHUNKS_MAX: usize = 2;
 /// Round-trip time above which the chunk size is halved.
 const SLOW_ROUND_TRIP: Duration = Duration::from_millis(25);
 /// Round-trip time below which the chunk size is doubled.
@@ -58,25 +58,25 @@ const CHUNKS_PER_PROCESS_MAX: usize = 4;
 const CHUNKS_MAX: usize = 32;
 /// Maximum number of unanswered requests of CRIU; further requests remain in the socket. The number
 /// of pending page faults is at most the number of the task's threads.
-const PENDING_MAX: usize = 65_536;
-/// Maximum number of unused buffers that are kept for further chunks.
+const PENDING_REQUESTS_MAX: usize = 65_536;
+/// Maximum number of unused buffers that are stored for further chunks.
 const SPARE_BUFFERS_MAX: usize = 8;
 /// Maximum number of bytes that are forwarded unchanged at once.
 const PASSTHROUGH_BYTES_MAX: usize = 64 << 10;
 
-/// Where the pages for the reply to a request of CRIU come from.
+/// The origin of the pages for the reply to a request of CRIU.
 #[derive(Debug)]
 enum ReplySource {
     Chunks,
-    /// The same request was sent to the source. The value is the requested pages; `None` until they
-    /// have arrived.
+    /// The same request was sent to the source. The value contains the requested pages; `None`
+    /// until the pages have arrived.
     DirectRequest(Option<Vec<u8>>),
 }
 
 /// An unanswered request of CRIU.
 #[derive(Debug)]
 struct PendingRequest {
-    head: PageHeader,
+    header: PageHeader,
     /// True for a request of the background transfer, false for a page fault.
     is_background: bool,
     reply_source: ReplySource,
@@ -86,7 +86,7 @@ struct PendingRequest {
 /// yet.
 #[derive(Clone, Copy, Debug)]
 struct BackgroundRange {
-    process: u64,
+    namespace_pid: u64,
     address: u64,
     end: u64,
 }
@@ -94,21 +94,21 @@ struct BackgroundRange {
 /// A request to the source that is not answered yet.
 #[derive(Debug)]
 struct SourceRequest {
-    process: u64,
+    namespace_pid: u64,
     address: u64,
-    pages: u64,
+    page_count: u64,
     is_chunk: bool,
     sent_at: Instant,
-    /// The pre-copied pages of the range; then only the changed pages are requested. `None` if no
-    /// pages of the range were pre-copied.
-    pre_copied: Option<Vec<u8>>,
+    /// Pre-copied content of the range. Only the pages that have changed since the pre-copy are
+    /// requested. `None` if no pages of the range were pre-copied; then all pages are requested.
+    pre_copied_content: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
 struct Chunk {
     end: u64,
     /// Content of the chunk; `None` while it is in flight.
-    bytes: Option<Vec<u8>>,
+    content: Option<Vec<u8>>,
 }
 
 /// State of the proxy. It does no I/O except for writing to CRIU.
@@ -118,59 +118,59 @@ struct Prefetcher {
     now: Instant,
     processes: BTreeMap<u64, ProcessProgress>,
     /// Pages that were received by pre-copy before the restore.
-    pre_copied: ReceivedPages,
+    received_pages: ReceivedPages,
     /// The header layout that CRIU uses; `None` until CRIU's first request.
     layout: Option<HeaderLayout>,
     /// True if data from CRIU is forwarded unchanged.
-    passthrough: bool,
+    is_passthrough: bool,
     /// Number of bytes of the reply to PS_IOV_CLOSE that the source has sent; `None` until CRIU has
     /// sent PS_IOV_CLOSE.
     close_reply_bytes: Option<usize>,
     request_bytes: Vec<u8>,
-    pending: VecDeque<PendingRequest>,
+    pending_requests: VecDeque<PendingRequest>,
     /// Number of bytes of the reply to the first pending request that CRIU has accepted.
     accepted_bytes: usize,
     /// True if CRIU's socket buffer is full.
     is_blocked: bool,
-    background: VecDeque<BackgroundRange>,
-    in_flight: VecDeque<SourceRequest>,
+    background_ranges: VecDeque<BackgroundRange>,
+    source_requests: VecDeque<SourceRequest>,
     /// The chunks in flight and in memory, by process and start address.
     chunks: BTreeMap<(u64, u64), Chunk>,
     /// Size of the next chunk in pages.
     chunk_pages: u64,
     incoming_reply: IncomingReply,
     spare_buffers: Vec<Vec<u8>>,
-    to_source: Vec<u8>,
+    source_output: Vec<u8>,
     passthrough_bytes: Vec<u8>,
     passthrough_buffer: Vec<u8>,
 }
 
 impl Prefetcher {
     fn new(
-        missing: MissingMemory,
-        pre_copied: ReceivedPages,
-        page: u64,
+        missing_memory: MissingMemory,
+        received_pages: ReceivedPages,
+        page_size: u64,
         now: Instant,
-    ) -> Prefetcher {
-        Prefetcher {
-            page_size: page,
+    ) -> Self {
+        Self {
+            page_size,
             now,
-            processes: missing.into_processes(),
-            pre_copied,
+            processes: missing_memory.into_processes(),
+            received_pages,
             layout: None,
-            passthrough: false,
+            is_passthrough: false,
             close_reply_bytes: None,
             request_bytes: Vec::new(),
-            pending: VecDeque::new(),
+            pending_requests: VecDeque::new(),
             accepted_bytes: 0,
             is_blocked: false,
-            background: VecDeque::new(),
-            in_flight: VecDeque::new(),
+            background_ranges: VecDeque::new(),
+            source_requests: VecDeque::new(),
             chunks: BTreeMap::new(),
             chunk_pages: CHUNK_PAGES_MIN,
             incoming_reply: IncomingReply::default(),
             spare_buffers: Vec::new(),
-            to_source: Vec::new(),
+            source_output: Vec::new(),
             passthrough_bytes: Vec::new(),
             passthrough_buffer: Vec::new(),
         }
@@ -184,7 +184,7 @@ impl Prefetcher {
     /// True if CRIU has sent a message other than a page request, as it does before it exits
     /// successfully, or if no memory is missing.
     fn engine_is_done(&self) -> bool {
-        self.passthrough || self.processes.is_empty()
+        self.is_passthrough || self.processes.is_empty()
     }
 
     /// True if CRIU has reported that it has all memory (PS_IOV_CLOSE).
@@ -206,7 +206,7 @@ impl Prefetcher {
 
     /// True if further requests of CRIU may be read.
     fn accepts_requests(&self) -> bool {
-        self.pending.len() < PENDING_MAX
+        self.pending_requests.len() < PENDING_REQUESTS_MAX
     }
 
     /// True if further data of the source may be read.
@@ -221,90 +221,92 @@ impl Prefetcher {
 
     /// Returns the bytes to be sent to the source. The caller removes the bytes that were sent.
     fn bytes_for_source(&mut self) -> &mut Vec<u8> {
-        &mut self.to_source
+        &mut self.source_output
     }
 
     // ---- The connection to CRIU
 
     fn receive_from_engine(&mut self, bytes: &[u8]) {
         self.request_bytes.extend(bytes);
-        if !self.passthrough && self.layout.is_none() {
+        if !self.is_passthrough && self.layout.is_none() {
             self.layout = self.detect_layout();
-            self.passthrough = self.layout.is_none();
+            self.is_passthrough = self.layout.is_none();
         }
-        while let (false, Some(layout)) = (self.passthrough, self.layout) {
+        while let (false, Some(layout)) = (self.is_passthrough, self.layout) {
             if self.request_bytes.len() < layout.bytes() {
                 break;
             }
-            let head = layout.read(&self.request_bytes);
-            self.passthrough = head.command != PS_IOV_GET || head.pages == 0;
-            if !self.passthrough {
+            let header = layout.decode(&self.request_bytes);
+            self.is_passthrough = header.command != PS_IOV_GET || header.page_count == 0;
+            if !self.is_passthrough {
                 self.request_bytes.drain(..layout.bytes());
-                self.add_request(head);
+                self.add_request(header);
             }
         }
-        if self.passthrough {
-            if self.pending.is_empty() && is_close(&self.request_bytes) {
+        if self.is_passthrough {
+            if self.pending_requests.is_empty() && is_close_message(&self.request_bytes) {
                 self.close_reply_bytes.get_or_insert(0);
             }
             // Replies must follow the order of the requests, so all pending ranges are requested
             // before other bytes are forwarded.
             while self.request_background_chunk() {}
-            self.to_source.append(&mut self.request_bytes);
+            self.source_output.append(&mut self.request_bytes);
         }
         self.request_chunks_ahead();
     }
 
     /// Detects the header layout: in the correct layout CRIU's first request is for a missing page.
     fn detect_layout(&self) -> Option<HeaderLayout> {
-        let misses = |process, address| {
+        let is_missing = |namespace_pid, address| {
             self.processes
-                .get(&process)
-                .is_some_and(|of| of.missing_range_at(address).is_some())
+                .get(&namespace_pid)
+                .is_some_and(|progress| progress.missing_range_at(address).is_some())
         };
-        HeaderLayout::detect(&self.request_bytes, misses)
+        HeaderLayout::detect(&self.request_bytes, is_missing)
     }
 
-    fn add_request(&mut self, head: PageHeader) {
-        let end = self.request_end(&head);
-        let page = self.page_size;
+    fn add_request(&mut self, header: PageHeader) {
+        let end = self.request_end_address(&header);
+        let page_size = self.page_size;
         let mut is_background = false;
-        if let Some(process) = self.processes.get_mut(&head.process) {
-            is_background = process.record_request(head.address, end, page)
-                && process.is_missing(head.address, end);
+        if let Some(process) = self.processes.get_mut(&header.namespace_pid) {
+            is_background = process.record_request(header.address, end, page_size)
+                && process.is_missing(header.address, end);
         }
         if is_background {
-            self.background.push_back(BackgroundRange {
-                process: head.process,
-                address: head.address,
+            self.background_ranges.push_back(BackgroundRange {
+                namespace_pid: header.namespace_pid,
+                address: header.address,
                 end,
             });
         }
-        let from = match is_background || self.is_covered(head.process, head.address, end) {
-            true => ReplySource::Chunks,
-            false => self.request_directly(&head),
-        };
-        self.pending.push_back(PendingRequest {
-            head,
+        let reply_source =
+            match is_background || self.is_covered(header.namespace_pid, header.address, end) {
+                true => ReplySource::Chunks,
+                false => self.queue_direct_request(&header),
+            };
+        self.pending_requests.push_back(PendingRequest {
+            header,
             is_background,
-            reply_source: from,
+            reply_source,
         });
     }
 
-    fn request_end(&self, head: &PageHeader) -> u64 {
-        head.address
-            .saturating_add(head.pages.saturating_mul(self.page_size))
+    fn request_end_address(&self, header: &PageHeader) -> u64 {
+        header
+            .address
+            .saturating_add(header.page_count.saturating_mul(self.page_size))
     }
 
     /// True if the whole range is in chunks that are in memory or in flight.
-    fn is_covered(&self, process: u64, address: u64, end: u64) -> bool {
-        self.first_uncovered(process, address, end).is_none()
+    fn is_covered(&self, namespace_pid: u64, address: u64, end: u64) -> bool {
+        self.first_uncovered(namespace_pid, address, end).is_none()
     }
 
     /// Returns the first address of the range that is in no chunk.
-    fn first_uncovered(&self, process: u64, mut address: u64, end: u64) -> Option<u64> {
+    fn first_uncovered(&self, namespace_pid: u64, mut address: u64, end: u64) -> Option<u64> {
         while address < end {
-            match self.chunk_at(process, address) {
+            match self.chunk_at(namespace_pid, address) {
                 Some((_, chunk)) => address = chunk.end,
                 None => return Some(address),
             }
@@ -312,9 +314,10 @@ impl Prefetcher {
         None
     }
 
-    fn chunk_at(&self, process: u64, address: u64) -> Option<(u64, &Chunk)> {
-        let (&(of, start), chunk) = self.chunks.range(..=(process, address)).next_back()?;
-        (of == process && address < chunk.end).then_some((start, chunk))
+    fn chunk_at(&self, namespace_pid: u64, address: u64) -> Option<(u64, &Chunk)> {
+        let (&(chunk_process, start), chunk) =
+            self.chunks.range(..=(namespace_pid, address)).next_back()?;
+        (chunk_process == namespace_pid && address < chunk.end).then_some((start, chunk))
     }
 
     /// Writes the available replies until CRIU accepts no more data.
@@ -322,8 +325,8 @@ impl Prefetcher {
         self.is_blocked = false;
         while self.write_first_reply(out)? {}
         self.request_chunks_ahead();
-        if self.pending.is_empty() {
-            self.is_blocked = !write_from(out, &mut self.passthrough_bytes)?;
+        if self.pending_requests.is_empty() {
+            self.is_blocked = !write_and_remove(out, &mut self.passthrough_bytes)?;
         }
         Ok(())
     }
@@ -331,98 +334,106 @@ impl Prefetcher {
     /// Answers the first pending request of CRIU. Returns true if the next request may be answered
     /// too.
     fn write_first_reply(&mut self, out: &mut impl Write) -> io::Result<bool> {
-        let (Some(layout), Some(first)) = (self.layout, self.pending.front()) else {
+        let (Some(layout), Some(request)) = (self.layout, self.pending_requests.front()) else {
             return Ok(false);
         };
-        let (head, is_background) = (first.head, first.is_background);
-        let mut found: Vec<&[u8]> = Vec::new();
-        match &first.reply_source {
+        let (header, is_background) = (request.header, request.is_background);
+        let mut contents: Vec<&[u8]> = Vec::new();
+        match &request.reply_source {
             ReplySource::DirectRequest(None) => return Ok(false),
-            ReplySource::DirectRequest(Some(bytes)) => found.push(bytes),
+            ReplySource::DirectRequest(Some(content_bytes)) => contents.push(content_bytes),
             ReplySource::Chunks => {
-                let end = self.request_end(&head);
-                let mut at = head.address;
-                while at < end {
-                    let Some((start, chunk)) = self.chunk_at(head.process, at) else {
-                        self.request_missing_part(&head, is_background, at);
+                let end = self.request_end_address(&header);
+                let mut address = header.address;
+                while address < end {
+                    let Some((start, chunk)) = self.chunk_at(header.namespace_pid, address) else {
+                        self.request_missing_part(&header, is_background, address);
                         return Ok(false);
                     };
-                    let Some(bytes) = &chunk.bytes else {
+                    let Some(content_bytes) = &chunk.content else {
                         return Ok(false);
                     };
-                    let until = end.min(chunk.end);
-                    found.push(&bytes[(at - start) as usize..(until - start) as usize]);
-                    at = until;
+                    let part_end = end.min(chunk.end);
+                    contents.push(
+                        &content_bytes[(address - start) as usize..(part_end - start) as usize],
+                    );
+                    address = part_end;
                 }
             }
         }
-        let bytes: usize = found.iter().map(|part| part.len()).sum();
-        let answer = PageHeader {
+        let content_bytes: usize = contents.iter().map(|part| part.len()).sum();
+        let reply_header = PageHeader {
             command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
-            pages: bytes as u64 / self.page_size,
-            ..head
+            page_count: content_bytes as u64 / self.page_size,
+            ..header
         };
-        let answer = layout.write(&answer);
-        found.insert(0, &answer);
-        let whole = answer.len() + bytes;
-        self.accepted_bytes += write_parts(out, &found, self.accepted_bytes)?;
-        if self.accepted_bytes < whole {
+        let reply_header = layout.encode(&reply_header);
+        contents.insert(0, &reply_header);
+        let reply_bytes = reply_header.len() + content_bytes;
+        self.accepted_bytes += write_parts(out, &contents, self.accepted_bytes)?;
+        if self.accepted_bytes < reply_bytes {
             self.is_blocked = true;
             return Ok(false);
         }
         self.accepted_bytes = 0;
-        let Some(done) = self.pending.pop_front() else {
+        let Some(answered_request) = self.pending_requests.pop_front() else {
             return Ok(false);
         };
-        self.pre_copied
-            .mark_delivered(head.process, head.address, bytes as u64 / self.page_size);
-        if let ReplySource::DirectRequest(Some(bytes)) = done.reply_source {
-            self.recycle(bytes);
+        self.received_pages.mark_delivered(
+            header.namespace_pid,
+            header.address,
+            content_bytes as u64 / self.page_size,
+        );
+        if let ReplySource::DirectRequest(Some(content_bytes)) = answered_request.reply_source {
+            self.recycle_buffer(content_bytes);
         }
-        if done.is_background {
-            self.drop_chunks_before(head.process, head.address + bytes as u64);
+        if answered_request.is_background {
+            self.drop_chunks_before(header.namespace_pid, header.address + content_bytes as u64);
         }
         Ok(true)
     }
 
-    /// Requests from the source what the first pending request of CRIU still lacks at the address
-    /// `at`. Either that page was not requested yet, or the source's reply for its chunk was
-    /// shorter than requested.
-    fn request_missing_part(&mut self, head: &PageHeader, is_background: bool, at: u64) {
+    /// Requests from the source the page at the address `address`, which is missing for the reply to the
+    /// first pending request of CRIU. Either the page was not requested yet, or the source's reply
+    /// for its chunk was shorter than requested.
+    fn request_missing_part(&mut self, header: &PageHeader, is_background: bool, address: u64) {
         if !is_background {
-            let from = self.request_directly(head);
-            self.pending
+            let reply_source = self.queue_direct_request(header);
+            self.pending_requests
                 .front_mut()
                 .expect("it was looked at")
-                .reply_source = from;
+                .reply_source = reply_source;
             return;
         }
-        let (process, end) = (head.process, self.request_end(head));
+        let (namespace_pid, end) = (header.namespace_pid, self.request_end_address(header));
         let is_next_range = |range: &BackgroundRange| {
-            range.process == process && (range.address..range.end).contains(&at)
+            range.namespace_pid == namespace_pid && (range.address..range.end).contains(&address)
         };
-        if !self.background.iter().any(is_next_range) {
-            self.background.push_front(BackgroundRange {
-                process,
-                address: at,
+        if !self.background_ranges.iter().any(is_next_range) {
+            self.background_ranges.push_front(BackgroundRange {
+                namespace_pid,
+                address,
                 end,
             });
         }
     }
 
     /// Drops the chunks below this address, which the background transfer no longer needs.
-    fn drop_chunks_before(&mut self, process: u64, address: u64) {
-        let obsolete = self.chunks.range((process, 0)..(process, address));
-        let obsolete = obsolete.filter(|(_, chunk)| chunk.bytes.is_some() && chunk.end <= address);
-        let obsolete: Vec<(u64, u64)> = obsolete.map(|(key, _)| *key).collect();
-        for key in obsolete {
-            if let Some(bytes) = self.chunks.remove(&key).and_then(|chunk| chunk.bytes) {
-                self.recycle(bytes);
+    fn drop_chunks_before(&mut self, namespace_pid: u64, address: u64) {
+        let obsolete_chunks = self
+            .chunks
+            .range((namespace_pid, 0)..(namespace_pid, address));
+        let obsolete_chunks =
+            obsolete_chunks.filter(|(_, chunk)| chunk.content.is_some() && chunk.end <= address);
+        let obsolete_chunks: Vec<(u64, u64)> = obsolete_chunks.map(|(key, _)| *key).collect();
+        for key in obsolete_chunks {
+            if let Some(bytes) = self.chunks.remove(&key).and_then(|chunk| chunk.content) {
+                self.recycle_buffer(bytes);
             }
         }
     }
 
-    fn recycle(&mut self, bytes: Vec<u8>) {
+    fn recycle_buffer(&mut self, bytes: Vec<u8>) {
         if self.spare_buffers.len() < SPARE_BUFFERS_MAX
             && bytes.capacity() as u64 <= CHUNK_PAGES_MAX * self.page_size
         {
@@ -432,58 +443,64 @@ impl Prefetcher {
 
     // ---- The connection to the source
 
-    fn send_request(&mut self, process: u64, address: u64, pages: u64, is_chunk: bool) {
+    fn queue_source_request(
+        &mut self,
+        namespace_pid: u64,
+        address: u64,
+        page_count: u64,
+        is_chunk: bool,
+    ) {
         let Some(layout) = self.layout else { return };
-        let pre_copied = self.pre_copied.get(process, address, pages);
-        let command = if pre_copied.is_some() {
+        let pre_copied_content = self.received_pages.get(namespace_pid, address, page_count);
+        let command = if pre_copied_content.is_some() {
             GET_CHANGED
         } else {
             PS_IOV_GET
         };
-        self.to_source.extend(layout.write(&PageHeader {
+        self.source_output.extend(layout.encode(&PageHeader {
             command,
-            pages,
+            page_count,
             address,
-            process,
+            namespace_pid,
         }));
-        self.in_flight.push_back(SourceRequest {
-            process,
+        self.source_requests.push_back(SourceRequest {
+            namespace_pid,
             address,
-            pages,
+            page_count,
             is_chunk,
             sent_at: self.now,
-            pre_copied,
+            pre_copied_content,
         });
     }
 
-    fn request_directly(&mut self, head: &PageHeader) -> ReplySource {
+    fn queue_direct_request(&mut self, header: &PageHeader) -> ReplySource {
         let &PageHeader {
-            process,
+            namespace_pid,
             address,
-            pages,
+            page_count: pages,
             ..
-        } = head;
-        self.send_request(process, address, pages, false);
+        } = header;
+        self.queue_source_request(namespace_pid, address, pages, false);
         ReplySource::DirectRequest(None)
     }
 
     /// Requests the next chunk of the pending background ranges. Returns false if there is none.
     fn request_background_chunk(&mut self) -> bool {
         while let Some(BackgroundRange {
-            process,
+            namespace_pid: process,
             address,
             end,
-        }) = self.background.pop_front()
+        }) = self.background_ranges.pop_front()
         {
-            let Some(at) = self.first_uncovered(process, address, end) else {
+            let Some(chunk_start) = self.first_uncovered(process, address, end) else {
                 continue;
             };
-            let Some(until) = self.request_chunk(process, at) else {
+            let Some(chunk_end) = self.request_chunk(process, chunk_start) else {
                 continue;
             };
-            self.background.push_front(BackgroundRange {
-                process,
-                address: until,
+            self.background_ranges.push_front(BackgroundRange {
+                namespace_pid: process,
+                address: chunk_end,
                 end,
             });
             return true;
@@ -493,41 +510,54 @@ impl Prefetcher {
 
     /// Requests a chunk that starts at an address that no chunk contains. Returns the chunk's end
     /// address; `None` if the memory at `address` is not missing.
-    fn request_chunk(&mut self, process: u64, address: u64) -> Option<u64> {
-        let (_, end) = self.processes.get(&process)?.missing_range_at(address)?;
+    fn request_chunk(&mut self, namespace_pid: u64, address: u64) -> Option<u64> {
+        let (_, end) = self
+            .processes
+            .get(&namespace_pid)?
+            .missing_range_at(address)?;
         let end = end.min(address + self.chunk_pages * self.page_size);
-        let next = self
+        let next_chunk = self
             .chunks
-            .range((process, address)..)
+            .range((namespace_pid, address)..)
             .next()
-            .filter(|((of, _), _)| *of == process);
-        let end = next.map_or(end, |((_, start), _)| end.min(*start));
+            .filter(|((chunk_process, _), _)| *chunk_process == namespace_pid);
+        let end = next_chunk.map_or(end, |((_, start), _)| end.min(*start));
         self.chunks
-            .insert((process, address), Chunk { end, bytes: None });
-        self.send_request(process, address, (end - address) / self.page_size, true);
+            .insert((namespace_pid, address), Chunk { end, content: None });
+        self.queue_source_request(
+            namespace_pid,
+            address,
+            (end - address) / self.page_size,
+            true,
+        );
         Some(end)
     }
 
     /// Requests chunks until enough are in flight. Chunks that CRIU waits for are requested first.
     fn request_chunks_ahead(&mut self) {
-        while self.in_flight.len() <= IN_FLIGHT_MAX && self.request_background_chunk() {}
-        if self.passthrough {
+        while self.source_requests.len() <= IN_FLIGHT_CHUNKS_MAX && self.request_background_chunk()
+        {
+        }
+        if self.is_passthrough {
             return;
         }
         let started_transfers: Vec<(u64, u64)> = self
             .processes
             .iter()
-            .filter_map(|(number, process)| Some((*number, process.background_position()?)))
+            .filter_map(|(namespace_pid, process)| {
+                Some((*namespace_pid, process.background_position()?))
+            })
             .collect();
         for (process, mut address) in started_transfers {
             for _ in 0..CHUNKS_PER_PROCESS_MAX {
-                let known = self.chunk_at(process, address).map(|(_, chunk)| chunk.end);
-                if known.is_none()
-                    && (self.in_flight.len() >= IN_FLIGHT_MAX || self.chunks.len() >= CHUNKS_MAX)
+                let known_end = self.chunk_at(process, address).map(|(_, chunk)| chunk.end);
+                if known_end.is_none()
+                    && (self.source_requests.len() >= IN_FLIGHT_CHUNKS_MAX
+                        || self.chunks.len() >= CHUNKS_MAX)
                 {
                     return;
                 }
-                let Some(end) = known.or_else(|| self.request_chunk(process, address)) else {
+                let Some(end) = known_end.or_else(|| self.request_chunk(process, address)) else {
                     break;
                 };
                 match self
@@ -535,7 +565,7 @@ impl Prefetcher {
                     .get(&process)
                     .and_then(|p| p.next_missing(end))
                 {
-                    Some(next) => address = next,
+                    Some(next_missing) => address = next_missing,
                     None => break,
                 }
             }
@@ -544,7 +574,7 @@ impl Prefetcher {
 
     /// True if data from the source is forwarded unchanged.
     fn source_passes_through(&self) -> bool {
-        self.in_flight.is_empty() && (self.passthrough || self.layout.is_none())
+        self.source_requests.is_empty() && (self.is_passthrough || self.layout.is_none())
     }
 
     /// Returns the buffer into which the next bytes from the source must be read.
@@ -557,22 +587,22 @@ impl Prefetcher {
             .buffer(self.layout.map_or(0, HeaderLayout::bytes))
     }
 
-    /// Processes `bytes` bytes that were read into the buffer of
+    /// Processes the `byte_count` bytes that the caller has read into the buffer of
     /// [`receive_buffer`](Self::receive_buffer).
     ///
     /// # Errors
     /// The source has sent something other than the expected reply.
-    fn receive_from_source(&mut self, bytes: usize) -> Result<(), UnexpectedReply> {
+    fn receive_from_source(&mut self, byte_count: usize) -> Result<(), UnexpectedReply> {
         if self.source_passes_through() {
             self.passthrough_bytes
-                .extend(&self.passthrough_buffer[..bytes]);
-            self.close_reply_bytes = self.close_reply_bytes.map(|came| came + bytes);
+                .extend(&self.passthrough_buffer[..byte_count]);
+            self.close_reply_bytes = self.close_reply_bytes.map(|came| came + byte_count);
             return Ok(());
         }
         let Some(layout) = self.layout else {
             return Ok(());
         };
-        self.incoming_reply.advance(bytes);
+        self.incoming_reply.advance(byte_count);
         if let Some(head) = self.incoming_reply.header(layout) {
             self.handle_header(&head)?;
         }
@@ -584,23 +614,27 @@ impl Prefetcher {
         Ok(())
     }
 
-    fn handle_header(&mut self, head: &PageHeader) -> Result<(), UnexpectedReply> {
-        let unasked = || UnexpectedReply::Unasked(*head);
-        let request = self.in_flight.front_mut().ok_or_else(unasked)?;
+    fn handle_header(&mut self, header: &PageHeader) -> Result<(), UnexpectedReply> {
+        let unrequested = || UnexpectedReply::Unrequested(*header);
+        let request = self.source_requests.front_mut().ok_or_else(unrequested)?;
         let &mut SourceRequest {
-            process,
+            namespace_pid: process,
             address,
-            pages,
+            page_count: pages,
             ..
         } = request;
-        let is_of_it = (head.process, head.address) == (process, address);
-        match (&mut request.pre_copied, head.command, head.pages) {
-            (Some(known), CHANGED_PAGES, answered) if is_of_it && answered == pages => {
+        let matches_request = (header.namespace_pid, header.address) == (process, address);
+        match (
+            &mut request.pre_copied_content,
+            header.command,
+            header.page_count,
+        ) {
+            (Some(known), CHANGED_PAGES, answered) if matches_request && answered == pages => {
                 self.incoming_reply
                     .expect_bitmap(std::mem::take(known), pages);
             }
             (None, command, answered)
-                if is_of_it
+                if matches_request
                     && command == PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F
                     && (1..=pages).contains(&answered) =>
             {
@@ -609,11 +643,11 @@ impl Prefetcher {
                 self.incoming_reply.expect_pages(body);
             }
             _ => {
-                return Err(UnexpectedReply::Different {
+                return Err(UnexpectedReply::Mismatch {
                     process,
                     address,
                     pages,
-                    reply: *head,
+                    reply: *header,
                 });
             }
         }
@@ -621,7 +655,7 @@ impl Prefetcher {
     }
 
     fn handle_pages(&mut self, body: Vec<u8>) {
-        let Some(request) = self.in_flight.pop_front() else {
+        let Some(request) = self.source_requests.pop_front() else {
             return;
         };
         if request.is_chunk {
@@ -630,50 +664,54 @@ impl Prefetcher {
                 took if took < FAST_ROUND_TRIP => (self.chunk_pages * 2).min(CHUNK_PAGES_MAX),
                 _ => self.chunk_pages,
             };
-            if let Some(chunk) = self.chunks.get_mut(&(request.process, request.address)) {
+            if let Some(chunk) = self
+                .chunks
+                .get_mut(&(request.namespace_pid, request.address))
+            {
                 chunk.end = request.address + body.len() as u64;
-                chunk.bytes = Some(body);
+                chunk.content = Some(body);
             }
         } else {
-            let is_its = |wanted: &&mut PendingRequest| {
+            let is_answered = |pending: &&mut PendingRequest| {
                 let PageHeader {
-                    process,
+                    namespace_pid: process,
                     address,
-                    pages,
+                    page_count: pages,
                     ..
-                } = wanted.head;
-                let is_same =
-                    (process, address, pages) == (request.process, request.address, request.pages);
-                is_same && matches!(wanted.reply_source, ReplySource::DirectRequest(None))
+                } = pending.header;
+                let is_same = (process, address, pages)
+                    == (request.namespace_pid, request.address, request.page_count);
+                is_same && matches!(pending.reply_source, ReplySource::DirectRequest(None))
             };
-            if let Some(waits) = self.pending.iter_mut().find(is_its) {
-                waits.reply_source = ReplySource::DirectRequest(Some(body));
+            if let Some(waiting_request) = self.pending_requests.iter_mut().find(is_answered) {
+                waiting_request.reply_source = ReplySource::DirectRequest(Some(body));
             }
         }
     }
 }
 
-/// True if this is the message that CRIU sends before it exits successfully (PS_IOV_CLOSE).
-fn is_close(words: &[u8]) -> bool {
-    let command = words
+/// True if the bytes start with the message that CRIU sends before it exits successfully
+/// (PS_IOV_CLOSE).
+fn is_close_message(bytes: &[u8]) -> bool {
+    let command = bytes
         .first_chunk()
         .map(|command| u32::from_ne_bytes(*command));
     matches!(command, Some(PS_IOV_CLOSE | PS_IOV_FORCE_CLOSE))
 }
 
-/// Writes the concatenation of `parts` from byte `skipped` on. Returns the number of bytes that
-/// were accepted.
-fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Result<usize> {
+/// Writes the concatenation of `parts` without its first `skipped_bytes` bytes. Returns the number of
+/// bytes that `out` has accepted.
+fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped_bytes: usize) -> io::Result<usize> {
     let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
-    let mut left = &mut slices[..];
-    IoSlice::advance_slices(&mut left, skipped);
+    let mut remaining_slices = &mut slices[..];
+    IoSlice::advance_slices(&mut remaining_slices, skipped_bytes);
     let mut accepted_bytes = 0;
-    while !left.is_empty() {
-        match out.write_vectored(left) {
+    while !remaining_slices.is_empty() {
+        match out.write_vectored(remaining_slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => {
-                accepted_bytes += written;
-                IoSlice::advance_slices(&mut left, written);
+            Ok(written_bytes) => {
+                accepted_bytes += written_bytes;
+                IoSlice::advance_slices(&mut remaining_slices, written_bytes);
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
@@ -683,8 +721,8 @@ fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Res
     Ok(accepted_bytes)
 }
 
-/// Writes these bytes and removes those that were accepted. Returns true if no bytes remain.
-fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
+/// Writes these bytes and removes those that `out` has accepted. Returns true if no bytes remain.
+fn write_and_remove(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
     let accepted_bytes = write_parts(out, &[bytes], 0)?;
     bytes.drain(..accepted_bytes);
     Ok(bytes.is_empty())

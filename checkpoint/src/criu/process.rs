@@ -5,7 +5,7 @@
 //! has a deadline.
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
-use super::{STDERR, criu_log, options};
+use super::{STDERR_FILE, criu_log, options};
 use crate::engine::{CallLimits, VersionError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -27,8 +27,8 @@ use std::time::{Duration, Instant};
 const REPLY_BYTES_MAX: usize = 64 << 10;
 /// Nice value of the highest priority of ordinary scheduling.
 const HIGH_PRIORITY_NICE: i32 = -20;
-/// Nice value for work whose result no operation waits for. Not the lowest priority, because a
-/// thread without CPU time may hold locks of the kernel.
+/// Nice value for work whose result no operation waits for. This is not the lowest priority,
+/// because a thread without CPU time may hold locks of the kernel.
 const LOW_PRIORITY_NICE: i32 = 10;
 /// Timeout for `criu --version`.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -37,11 +37,11 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) enum SwrkMessage {
     /// CRIU has reached a point at which it waits for an acknowledgement.
-    Notify {
+    Notification {
         /// CRIU's name of the point, for example `post-restore`.
         point: String,
         /// PID of the restored root if CRIU reports it at this point, otherwise 0.
-        pid: i32,
+        root_pid: i32,
     },
     /// CRIU has executed the request successfully.
     Done,
@@ -54,71 +54,72 @@ pub(super) struct Swrk {
     socket: OwnedFd,
     /// The image directory. CRIU opens it through the descriptor of this process, so the descriptor
     /// must remain open.
-    _images: File,
-    log: PathBuf,
-    stderr: PathBuf,
+    _image_dir: File,
+    log_path: PathBuf,
+    stderr_path: PathBuf,
     /// Time at which the current call started.
-    call_started: Instant,
+    call_started_at: Instant,
     /// Time limit for CRIU to exit after a cancellation, before it is killed.
-    cancel_grace: Duration,
+    cancel_timeout: Duration,
     /// Time at which the call was canceled; `None` if it was not.
     canceled_at: Option<Instant>,
-    reaped: bool,
+    is_reaped: bool,
 }
 
 impl Swrk {
-    /// Starts CRIU and sends it the request. CRIU inherits `inherit` and `images` with the same
-    /// descriptor numbers, and no other descriptor.
+    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits `inherited` and `image_dir`
+    /// with the same descriptor numbers, and no other descriptor. `log_name` is the name of CRIU's log
+    /// in `dir`.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
-        images: File,
-        log: &str,
-        inherit: &[BorrowedFd<'_>],
+        image_dir: File,
+        log_name: &str,
+        inherited: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
         request: &[u8],
-    ) -> Result<Swrk, Failure> {
-        let failed = |what: &str, e: &dyn std::fmt::Display| {
-            Failure::Engine(format!("cannot start the engine: {what}: {e}"))
+    ) -> Result<Self, Failure> {
+        let to_failure = |object: &str, e: &dyn std::fmt::Display| {
+            Failure::Engine(format!("cannot start the engine: {object}: {e}"))
         };
-        let (ours, theirs) = socketpair(
+        let (own_socket, criu_socket) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
             SockFlag::SOCK_CLOEXEC,
         )
-        .map_err(|e| failed("socket pair", &e))?;
-        let stderr = dir.join(STDERR);
-        let errors = File::create(&stderr).map_err(|e| failed("its error file", &e))?;
-        let mut inherited_fds: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
-        inherited_fds.extend([theirs.as_raw_fd(), images.as_raw_fd()]);
+        .map_err(|e| to_failure("socket pair", &e))?;
+        let stderr = dir.join(STDERR_FILE);
+        let stderr_file = File::create(&stderr).map_err(|e| to_failure("its error file", &e))?;
+        let mut inherited_fds: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
+        inherited_fds.extend([criu_socket.as_raw_fd(), image_dir.as_raw_fd()]);
         let mut command = Command::new(program);
-        command.arg("swrk").arg(theirs.as_raw_fd().to_string());
+        command.arg("swrk").arg(criu_socket.as_raw_fd().to_string());
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(errors)
+            .stderr(stderr_file)
             .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes only system calls on descriptors that it owns; it neither
         // allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
         let (child, pidfd) = spawn_with_pidfd(&mut command)
-            .map_err(|e| failed(&program.display().to_string(), &e))?;
-        let swrk = Swrk {
+            .map_err(|e| to_failure(&program.display().to_string(), &e))?;
+        let swrk = Self {
             child,
             pidfd,
-            socket: ours,
-            _images: images,
-            log: dir.join(log),
-            stderr,
-            call_started: Instant::now(),
-            cancel_grace: Duration::ZERO,
+            socket: own_socket,
+            _image_dir: image_dir,
+            log_path: dir.join(log_name),
+            stderr_path: stderr,
+            call_started_at: Instant::now(),
+            cancel_timeout: Duration::ZERO,
             canceled_at: None,
-            reaped: false,
+            is_reaped: false,
         };
         send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL)
-            .map_err(|e| failed("request", &e))?;
+            .map_err(|e| to_failure("request", &e))?;
         Ok(swrk)
     }
 
@@ -131,8 +132,8 @@ impl Swrk {
     }
 
     /// Sets the time limit for CRIU to exit after a cancellation, before it is killed.
-    pub(super) fn set_cancel_grace(&mut self, grace: Duration) {
-        self.cancel_grace = grace;
+    pub(super) fn set_cancel_timeout(&mut self, timeout: Duration) {
+        self.cancel_timeout = timeout;
     }
 
     /// Returns CRIU's PID, which is also the id of its process group.
@@ -142,43 +143,45 @@ impl Swrk {
 
     /// Restarts the timeout for the next call.
     pub(super) fn restart_timeout(&mut self) {
-        self.call_started = Instant::now();
+        self.call_started_at = Instant::now();
     }
 
     /// Waits for the next message. After an error the process is dead and reaped.
-    pub(super) fn receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
-        let result = self.try_receive(limits);
+    pub(super) fn wait_for_message(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
+        let result = self.receive_message(limits);
         if result.is_err() {
             self.kill();
         }
         result
     }
 
-    fn try_receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
+    fn receive_message(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
         let socket = self.socket.as_raw_fd();
-        self.wait(limits, true)?;
+        self.wait_until_exit(limits, true)?;
         let mut bytes = vec![0u8; REPLY_BYTES_MAX];
-        let read = match recv(socket, &mut bytes, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) | Err(Errno::EAGAIN | Errno::ECONNRESET) => return Err(self.exit_failure(limits)),
-            Ok(read) => read,
+        let byte_count = match recv(socket, &mut bytes, MsgFlags::MSG_DONTWAIT) {
+            Ok(0) | Err(Errno::EAGAIN | Errno::ECONNRESET) => {
+                return Err(self.wait_for_exit_failure(limits));
+            }
+            Ok(byte_count) => byte_count,
             Err(e) => return Err(Failure::Engine(format!("cannot read from the engine: {e}"))),
         };
-        let answer = Criu_resp::parse_from_bytes(&bytes[..read])
+        let response = Criu_resp::parse_from_bytes(&bytes[..byte_count])
             .map_err(|e| Failure::Engine(format!("the engine's reply is malformed: {e}")))?;
-        if answer.type_() == Criu_req_type::NOTIFY {
-            let notify = answer.notify.get_or_default();
-            return Ok(SwrkMessage::Notify {
-                point: notify.script().to_string(),
-                pid: notify.pid(),
+        if response.type_() == Criu_req_type::NOTIFY {
+            let notification = response.notify.get_or_default();
+            return Ok(SwrkMessage::Notification {
+                point: notification.script().to_string(),
+                root_pid: notification.pid(),
             });
         }
-        // CRIU may set the error text after a success, too; only this field counts.
-        match answer.success() {
+        // CRIU may set the error text after a success, too. Only the field `success` is decisive.
+        match response.success() {
             true => Ok(SwrkMessage::Done),
-            false => {
-                Err(self
-                    .failure_from_log(format!("it failed with error number {}", answer.cr_errno())))
-            }
+            false => Err(self.failure_from_log(format!(
+                "it failed with error number {}",
+                response.cr_errno()
+            ))),
         }
     }
 
@@ -192,10 +195,12 @@ impl Swrk {
         );
     }
 
-    /// Acknowledges all further notifications until CRIU has exited. Fails if CRIU reports an
-    /// error.
-    pub(super) fn finish(&mut self, limits: &CallLimits) -> Result<(), Failure> {
-        while let SwrkMessage::Notify { .. } = self.receive(limits)? {
+    /// Acknowledges all further notifications until CRIU has exited.
+    ///
+    /// # Errors
+    /// CRIU reports an error or does not exit in time.
+    pub(super) fn wait_until_finished(&mut self, limits: &CallLimits) -> Result<(), Failure> {
+        while let SwrkMessage::Notification { .. } = self.wait_for_message(limits)? {
             self.acknowledge(true);
         }
         self.wait_for_exit(limits)
@@ -203,20 +208,20 @@ impl Swrk {
 
     /// Waits for the exit after [`SwrkMessage::Done`].
     pub(super) fn wait_for_exit(&mut self, limits: &CallLimits) -> Result<(), Failure> {
-        let ended = self.wait(limits, false);
-        if ended.is_err() {
+        let wait_result = self.wait_until_exit(limits, false);
+        if wait_result.is_err() {
             self.kill();
-            return ended;
+            return wait_result;
         }
-        // The exit status does not count: CRIU has reported success.
+        // The exit status is ignored, because CRIU has already reported success.
         self.reap()
             .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
-        self.canceled_at.map_or(Ok(()), |_| Err(canceled()))
+        self.canceled_at.map_or(Ok(()), |_| Err(canceled_failure()))
     }
 
     /// Kills the process group and reaps CRIU.
     pub(super) fn kill(&mut self) {
-        if !self.reaped {
+        if !self.is_reaped {
             let _ = self.reap();
         }
     }
@@ -224,45 +229,51 @@ impl Swrk {
     /// Kills the other processes of the process group, then CRIU itself. If CRIU has already
     /// exited, its exit status is returned unchanged.
     fn reap(&mut self) -> io::Result<ExitStatus> {
-        self.reaped = true;
+        self.is_reaped = true;
         reap_group(&mut self.child)
     }
 
     /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails at the timeout,
     /// or after a cancellation.
-    fn wait(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
+    fn wait_until_exit(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
         loop {
-            let mut deadline = self.call_started + limits.timeout;
+            let mut deadline = self.call_started_at + limits.timeout;
             let mut fds = vec![PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
             match self.canceled_at {
-                Some(at) => deadline = deadline.min(at + self.cancel_grace),
+                Some(canceled_at) => deadline = deadline.min(canceled_at + self.cancel_timeout),
                 None => fds.push(PollFd::new(limits.cancel.fd(), PollFlags::POLLIN)),
             }
             if or_message {
                 fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            // Rounded up, so that the last wait does not spin.
-            let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            // The time is rounded up, so that the last wait does not spin.
+            let remaining_ms = remaining
+                .as_millis()
+                .saturating_add(1)
+                .min(i32::MAX as u128) as i32;
             match poll(
                 &mut fds,
-                PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX),
+                PollTimeout::try_from(remaining_ms).unwrap_or(PollTimeout::MAX),
             ) {
-                Ok(0) if left.is_zero() => {
-                    let allowed =
+                Ok(0) if remaining.is_zero() => {
+                    let timeout =
                         Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
                     return Err(self
                         .canceled_at
-                        .map_or(Failure::Deadline { allowed }, |_| canceled()));
+                        .map_or(Failure::Deadline { allowed: timeout }, |_| {
+                            canceled_failure()
+                        }));
                 }
                 Ok(0) | Err(Errno::EINTR) => {}
                 Err(e) => return Err(Failure::Engine(format!("cannot wait for the engine: {e}"))),
                 Ok(_) => {
-                    let ready =
+                    let is_ready =
                         |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
-                    let (ended, second, third) = (ready(0), ready(1), ready(2));
-                    let is_cancel = self.canceled_at.is_none() && second;
-                    if ended || third || (second && !is_cancel) {
+                    let (has_exited, is_second_ready, is_third_ready) =
+                        (is_ready(0), is_ready(1), is_ready(2));
+                    let is_cancel = self.canceled_at.is_none() && is_second_ready;
+                    if has_exited || is_third_ready || (is_second_ready && !is_cancel) {
                         return Ok(());
                     }
                     self.canceled_at = Some(Instant::now());
@@ -271,9 +282,10 @@ impl Swrk {
         }
     }
 
-    /// Waits for CRIU's exit after it has closed the socket. Returns why it ended without a reply.
-    fn exit_failure(&mut self, limits: &CallLimits) -> Failure {
-        if let Err(failure) = self.wait(limits, false) {
+    /// Waits for CRIU's exit after it has closed the socket. Returns the reason why CRIU ended
+    /// without a reply.
+    fn wait_for_exit_failure(&mut self, limits: &CallLimits) -> Failure {
+        if let Err(failure) = self.wait_until_exit(limits, false) {
             return failure;
         }
         match self.reap() {
@@ -285,8 +297,10 @@ impl Swrk {
         }
     }
 
-    fn failure_from_log(&self, otherwise: String) -> Failure {
-        Failure::Engine(criu_log::failure_reason(&self.log, &self.stderr).unwrap_or(otherwise))
+    fn failure_from_log(&self, default_reason: String) -> Failure {
+        Failure::Engine(
+            criu_log::failure_reason(&self.log_path, &self.stderr_path).unwrap_or(default_reason),
+        )
     }
 }
 
@@ -308,27 +322,31 @@ pub(super) fn lower_thread_priority() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY_NICE) };
 }
 
-fn canceled() -> Failure {
+fn canceled_failure() -> Failure {
     Failure::Cancelled("the migration was cancelled".into())
 }
 
-/// Prepares a child process before it executes CRIU: only the owner can read the images that it
-/// writes, it dies with its parent, no signal is blocked, and it inherits only the descriptors in
-/// `inherited_fds`.
+/// Prepares a child process before it executes CRIU. Afterwards only the owner can read the images
+/// that the child writes, the child dies with its parent, no signal is blocked, and the child
+/// inherits only the descriptors in `inherited_fds`.
 fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
     // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {
         libc::umask(0o077);
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        let mut none = std::mem::zeroed::<libc::sigset_t>();
-        libc::sigemptyset(&raw mut none);
-        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        let mut empty_set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&raw mut empty_set);
+        libc::sigprocmask(
+            libc::SIG_SETMASK,
+            &raw const empty_set,
+            std::ptr::null_mut(),
+        );
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         // CRIU needs two descriptors for each megabyte of memory that it transfers lazily.
-        let mut files = std::mem::zeroed::<libc::rlimit>();
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) == 0 {
-            files.rlim_cur = files.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const files);
+        let mut file_limit = std::mem::zeroed::<libc::rlimit>();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut file_limit) == 0 {
+            file_limit.rlim_cur = file_limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const file_limit);
         }
         libc::syscall(
             libc::SYS_close_range,
@@ -348,7 +366,7 @@ fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
 /// Starts a child and opens its pidfd. If opening fails, the child is killed.
 fn spawn_with_pidfd(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
     let mut child = command.spawn()?;
-    match pidfd_of(&child) {
+    match open_pidfd(&child) {
         Ok(pidfd) => Ok((child, pidfd)),
         Err(e) => {
             let _ = child.kill();
@@ -358,7 +376,7 @@ fn spawn_with_pidfd(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
     }
 }
 
-fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
+fn open_pidfd(child: &Child) -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved; the result is checked before it is owned.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
     if fd < 0 {
@@ -369,10 +387,10 @@ fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
 }
 
 /// Takes ownership of a descriptor that was received in a message.
-pub(super) fn take_ownership(descriptor: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just created this descriptor for this process, and nothing else knows
+pub(super) fn take_ownership(fd: RawFd) -> OwnedFd {
+    // SAFETY: the kernel has just created this descriptor for this process, and no other code uses
     // its number.
-    unsafe { OwnedFd::from_raw_fd(descriptor) }
+    unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
 /// A CRIU process that executes one command line and exits. Dropping it kills and reaps the
@@ -380,39 +398,42 @@ pub(super) fn take_ownership(descriptor: RawFd) -> OwnedFd {
 pub(super) struct CriuCommand {
     child: Child,
     pidfd: OwnedFd,
-    reaped: bool,
+    is_reaped: bool,
 }
 
 impl CriuCommand {
     /// Starts CRIU. Its standard error is written to a file in `dir`. CRIU inherits the descriptors
-    /// `inherit`, and no other descriptor.
+    /// `inherited`, and no other descriptor.
     pub(super) fn start<'a>(
-        criu: &Path,
+        criu_path: &Path,
         arguments: impl Iterator<Item = &'a OsStr>,
         dir: &Path,
-        inherit: &[BorrowedFd<'_>],
+        inherited: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
-    ) -> Result<CriuCommand, Failure> {
-        let failed = |e: io::Error| {
-            Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()))
+    ) -> Result<Self, Failure> {
+        let to_failure = |e: io::Error| {
+            Failure::Engine(format!(
+                "cannot start the engine: {}: {e}",
+                criu_path.display()
+            ))
         };
-        let inherited_fds: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
-        let errors = File::create(dir.join(STDERR)).map_err(failed)?;
-        let mut command = Command::new(criu);
+        let inherited_fds: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
+        let stderr_file = File::create(dir.join(STDERR_FILE)).map_err(to_failure)?;
+        let mut command = Command::new(criu_path);
         command
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(errors)
+            .stderr(stderr_file)
             .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: as for `Swrk::start`.
         unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
-        let (child, pidfd) = spawn_with_pidfd(&mut command).map_err(failed)?;
-        Ok(CriuCommand {
+        let (child, pidfd) = spawn_with_pidfd(&mut command).map_err(to_failure)?;
+        Ok(Self {
             child,
             pidfd,
-            reaped: false,
+            is_reaped: false,
         })
     }
 
@@ -429,21 +450,25 @@ impl CriuCommand {
         self.pidfd.try_clone()
     }
 
-    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log` is the path of
+    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log_path` is the path of
     /// CRIU's log, from which the reason of a failure is read.
-    pub(super) fn finish(&mut self, limits: &CallLimits, log: &Path) -> Result<(), Failure> {
-        let why = wait_readable(&self.pidfd, limits, "the engine").err();
+    pub(super) fn wait_until_exit(
+        &mut self,
+        limits: &CallLimits,
+        log_path: &Path,
+    ) -> Result<(), Failure> {
+        let failure = wait_until_readable(&self.pidfd, limits, "the engine").err();
         let status = self
             .reap()
             .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
-        match (why, status.signal()) {
-            (Some(why), _) => Err(why),
+        match (failure, status.signal()) {
+            (Some(failure), _) => Err(failure),
             (None, Some(signal)) => Err(Failure::Killed { signal }),
             (None, None) if status.success() => Ok(()),
             (None, None) => {
-                let stderr = log.with_file_name(STDERR);
+                let stderr = log_path.with_file_name(STDERR_FILE);
                 Err(Failure::Engine(
-                    criu_log::failure_reason(log, &stderr)
+                    criu_log::failure_reason(log_path, &stderr)
                         .unwrap_or_else(|| format!("it failed, {status}")),
                 ))
             }
@@ -453,48 +478,55 @@ impl CriuCommand {
     /// Kills the other processes of the process group, then CRIU itself. If CRIU has already
     /// exited, its exit status is returned unchanged.
     fn reap(&mut self) -> io::Result<ExitStatus> {
-        self.reaped = true;
+        self.is_reaped = true;
         reap_group(&mut self.child)
     }
 }
 
 impl Drop for CriuCommand {
     fn drop(&mut self) {
-        if !self.reaped {
+        if !self.is_reaped {
             // No caller remains that could handle the error.
             let _ = self.reap();
         }
     }
 }
 
-/// Waits until the descriptor `readable` is readable. `what` describes the awaited event in error
-/// messages.
+/// Waits until the descriptor `event_fd` is readable. `event_name` is the name of the awaited event in
+/// error messages.
 ///
 /// # Errors
 /// The timeout has expired, or the call was canceled.
-pub(super) fn wait_readable(
-    readable: impl AsFd,
+pub(super) fn wait_until_readable(
+    event_fd: impl AsFd,
     limits: &CallLimits,
-    what: &str,
+    event_name: &str,
 ) -> Result<(), Failure> {
     let deadline = Instant::now() + limits.timeout;
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let remaining = deadline.saturating_duration_since(Instant::now());
         let mut fds =
-            [readable.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+            [event_fd.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let remaining_ms = remaining
+            .as_millis()
+            .saturating_add(1)
+            .min(i32::MAX as u128) as i32;
         match poll(
             &mut fds,
-            PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX),
+            PollTimeout::try_from(remaining_ms).unwrap_or(PollTimeout::MAX),
         ) {
-            Ok(0) if left.is_zero() => {
-                let allowed = Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
-                return Err(Failure::Deadline { allowed });
+            Ok(0) if remaining.is_zero() => {
+                let timeout = Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
+                return Err(Failure::Deadline { allowed: timeout });
             }
             Ok(0) | Err(Errno::EINTR) => {}
-            Err(e) => return Err(Failure::Engine(format!("cannot wait for {what}: {e}"))),
+            Err(e) => {
+                return Err(Failure::Engine(format!(
+                    "cannot wait for {event_name}: {e}"
+                )));
+            }
             Ok(_) if fds[0].any().unwrap_or(true) => return Ok(()),
-            Ok(_) => return Err(canceled()),
+            Ok(_) => return Err(canceled_failure()),
         }
     }
 }
@@ -512,7 +544,7 @@ fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
 /// Runs `criu --version` and returns the version.
 ///
 /// # Errors
-/// The program cannot be executed, or prints no query_version.
+/// The program cannot be executed, or prints no version.
 pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     let mut command = Command::new(program);
     command
@@ -524,13 +556,13 @@ pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     // SAFETY: as for `Swrk::start`.
     unsafe { command.pre_exec(|| prepare_child(&[])) };
     let mut child = command.spawn().map_err(VersionError::Start)?;
-    let pidfd = pidfd_of(&child);
-    let ended = pidfd.and_then(|pidfd| {
+    let pidfd = open_pidfd(&child);
+    let has_exited = pidfd.and_then(|pidfd| {
         let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-        let allowed = PollTimeout::try_from(VERSION_TIMEOUT).unwrap_or(PollTimeout::MAX);
-        Ok(poll(&mut fds, allowed)? > 0)
+        let timeout = PollTimeout::try_from(VERSION_TIMEOUT).unwrap_or(PollTimeout::MAX);
+        Ok(poll(&mut fds, timeout)? > 0)
     });
-    if !matches!(ended, Ok(true)) {
+    if !matches!(has_exited, Ok(true)) {
         let _ = reap_group(&mut child);
         return Err(VersionError::TimedOut(VERSION_TIMEOUT));
     }
@@ -543,15 +575,15 @@ pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     match version {
         Some(version) if output.status.success() => Ok(version),
         _ => {
-            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-            let first = errors
+            let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+            let first_line = stderr
                 .lines()
                 .chain(text.lines())
                 .map(str::trim)
                 .find(|line| !line.is_empty());
             Err(VersionError::Failed {
                 status: output.status,
-                first_line: first.unwrap_or("no output").into(),
+                first_line: first_line.unwrap_or("no output").into(),
             })
         }
     }

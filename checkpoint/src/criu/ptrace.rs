@@ -25,9 +25,9 @@ pub(super) enum RegisterSet {
 impl RegisterSet {
     fn regset_number(self) -> usize {
         match self {
-            RegisterSet::General => libc::NT_PRSTATUS as usize,
+            Self::General => libc::NT_PRSTATUS as usize,
             #[cfg(target_arch = "x86_64")]
-            RegisterSet::Vector => 0x202,
+            Self::Vector => 0x202,
             #[cfg(not(target_arch = "x86_64"))]
             RegisterSet::Vector => libc::NT_PRFPREG as usize,
         }
@@ -35,8 +35,8 @@ impl RegisterSet {
 
     fn bytes(self) -> usize {
         match self {
-            RegisterSet::General => GENERAL_REGISTERS_BYTES_MAX,
-            RegisterSet::Vector => VECTOR_REGISTERS_BYTES_MAX,
+            Self::General => GENERAL_REGISTERS_BYTES_MAX,
+            Self::Vector => VECTOR_REGISTERS_BYTES_MAX,
         }
     }
 }
@@ -49,15 +49,15 @@ pub(super) struct TracedThread {
 
 impl TracedThread {
     /// Attaches to a thread of a stopped process. Waits until the thread reports its stop.
-    pub(super) fn attach(tid: i32) -> io::Result<TracedThread> {
+    pub(super) fn attach(tid: i32) -> io::Result<Self> {
         seize(tid)?;
-        let attached = TracedThread { tid };
+        let thread = Self { tid };
         interrupt(tid)?;
-        let until = Instant::now() + ATTACH_TIMEOUT;
+        let deadline = Instant::now() + ATTACH_TIMEOUT;
         loop {
-            match take_stop(tid) {
-                Ok(Some(_)) => return Ok(attached),
-                Ok(None) if Instant::now() < until => std::thread::yield_now(),
+            match consume_stop(tid) {
+                Ok(Some(_)) => return Ok(thread),
+                Ok(None) if Instant::now() < deadline => std::thread::yield_now(),
                 Ok(None) => return Err(io::Error::from(io::ErrorKind::TimedOut)),
                 Err(error) => return Err(error),
             }
@@ -67,7 +67,7 @@ impl TracedThread {
     /// Returns the registers of this set, in the kernel's layout.
     pub(super) fn registers(&self, register_set: RegisterSet) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0u8; register_set.bytes()];
-        let mut area = libc::iovec {
+        let mut vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
@@ -75,9 +75,9 @@ impl TracedThread {
             libc::PTRACE_GETREGSET,
             self.tid,
             register_set.regset_number(),
-            (&raw mut area).cast(),
+            (&raw mut vector).cast(),
         )?;
-        let length = area.iov_len;
+        let length = vector.iov_len;
         bytes.truncate(length);
         Ok(bytes)
     }
@@ -88,7 +88,7 @@ impl TracedThread {
         registers: &[u8],
     ) -> io::Result<()> {
         let mut bytes = registers.to_vec();
-        let mut area = libc::iovec {
+        let mut vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
@@ -96,7 +96,7 @@ impl TracedThread {
             libc::PTRACE_SETREGSET,
             self.tid,
             register_set.regset_number(),
-            (&raw mut area).cast(),
+            (&raw mut vector).cast(),
         )
     }
 
@@ -131,20 +131,20 @@ impl TracedThread {
     #[cfg(target_arch = "aarch64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
         /// The register set NT_ARM_HW_BREAK.
-        const SET: usize = 0x402;
+        const BREAKPOINT_SET: usize = 0x402;
         /// Size of the register set with one breakpoint: 8 bytes of header, 16 bytes for the
         /// breakpoint.
-        const BYTES: usize = 24;
-        let mut bytes = [0u8; BYTES];
-        let mut area = libc::iovec {
+        const SET_BYTES: usize = 24;
+        let mut bytes = [0u8; SET_BYTES];
+        let mut vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
         ask(
             libc::PTRACE_SETREGSET,
             self.tid,
-            SET,
-            (&raw mut area).cast(),
+            BREAKPOINT_SET,
+            (&raw mut vector).cast(),
         )
     }
 
@@ -214,9 +214,9 @@ pub(super) enum StopCause {
 /// ESRCH: the thread is not stopped, or has exited.
 pub(super) fn stop_cause(tid: i32) -> io::Result<StopCause> {
     // SAFETY: all zeros is a valid `siginfo_t`.
-    let mut info = unsafe { std::mem::zeroed::<libc::siginfo_t>() };
-    ptrace_request(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut info).cast())?;
-    Ok(match (info.si_signo, info.si_code) {
+    let mut siginfo = unsafe { std::mem::zeroed::<libc::siginfo_t>() };
+    ptrace_request(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut siginfo).cast())?;
+    Ok(match (siginfo.si_signo, siginfo.si_code) {
         (_, code) if code >> 8 == PTRACE_EVENT_STOP => StopCause::Interrupt,
         (libc::SIGTRAP, code) if code > 0 => StopCause::Trap,
         (signal, _) => StopCause::Signal(signal),
@@ -244,12 +244,12 @@ pub(super) fn poll_event(tid: i32) -> io::Result<Option<ThreadEvent>> {
         Some((libc::CLD_DUMPED, status)) => return Ok(Some(ThreadEvent::Exited(status | 0x80))),
         _ => {}
     }
-    Ok(take_stop(tid)?.map(ThreadEvent::Stopped))
+    Ok(consume_stop(tid)?.map(ThreadEvent::Stopped))
 }
 
 /// Consumes a stop of a traced thread and returns its wait status. `None` if the thread is running
 /// or the stop was already consumed.
-fn take_stop(tid: i32) -> io::Result<Option<i32>> {
+fn consume_stop(tid: i32) -> io::Result<Option<i32>> {
     Ok(wait_nonblocking(tid, libc::WSTOPPED)?.map(|(_, status)| status << 8 | 0x7f))
 }
 
@@ -262,10 +262,15 @@ fn wait_nonblocking(
     // SAFETY: all zeros is a valid `siginfo_t`; the kernel fills it through a valid pointer, and
     // the fields that are read are always present.
     let (result, pid, code, status) = unsafe {
-        let mut info = std::mem::zeroed::<libc::siginfo_t>();
+        let mut siginfo = std::mem::zeroed::<libc::siginfo_t>();
         let flags = flags | libc::WNOHANG | libc::__WALL;
-        let result = libc::waitid(libc::P_PID, tid as libc::id_t, &raw mut info, flags);
-        (result, info.si_pid(), info.si_code, info.si_status())
+        let result = libc::waitid(libc::P_PID, tid as libc::id_t, &raw mut siginfo, flags);
+        (
+            result,
+            siginfo.si_pid(),
+            siginfo.si_code,
+            siginfo.si_status(),
+        )
     };
     match (result, Errno::last()) {
         (0, _) => Ok((pid == tid).then_some((code, status))),
@@ -300,15 +305,15 @@ pub(super) const REQUEST_MEMORY_BYTES: usize = 64 << 10;
 pub(super) struct RequestMemory(Vec<u64>);
 
 impl RequestMemory {
-    /// Creates memory that starts with the bytes `begin`. The remaining bytes are zero.
-    pub(super) fn beginning_with(begin: &[u8]) -> RequestMemory {
+    /// Creates memory that starts with the bytes `prefix` and contains zeros after them.
+    pub(super) fn with_prefix(prefix: &[u8]) -> Self {
         let mut words = vec![0u64; REQUEST_MEMORY_BYTES / 8];
-        for (word, bytes) in words.iter_mut().zip(begin.chunks(8)) {
-            let mut whole = [0; 8];
-            whole[..bytes.len()].copy_from_slice(bytes);
-            *word = u64::from_ne_bytes(whole);
+        for (word, bytes) in words.iter_mut().zip(prefix.chunks(8)) {
+            let mut word_bytes = [0; 8];
+            word_bytes[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_ne_bytes(word_bytes);
         }
-        RequestMemory(words)
+        Self(words)
     }
 
     /// Returns the first `length` bytes.
@@ -329,7 +334,7 @@ impl RequestMemory {
 #[derive(Debug)]
 pub(super) struct RelayedRequest {
     /// Number of the ptrace request.
-    pub(super) request: u64,
+    pub(super) request_number: u64,
     /// The argument `addr` of ptrace. `Ok`: a plain value. `Err`: the memory that the argument
     /// points to.
     pub(super) address: Result<u64, RequestMemory>,
@@ -338,8 +343,8 @@ pub(super) struct RelayedRequest {
     pub(super) data: Result<u64, RequestMemory>,
     /// Length of the iovec through which the data is passed; `None` if the data is passed directly.
     pub(super) iovec_len: Option<usize>,
-    /// True if the request uses address and data in swapped positions.
-    pub(super) swapped: bool,
+    /// True if the request expects address and data in swapped positions.
+    pub(super) is_swapped: bool,
 }
 
 impl RelayedRequest {
@@ -367,21 +372,22 @@ impl RelayedRequest {
         if self.iovec_len.is_some() {
             data = (&raw mut vector) as u64;
         }
-        let (address, data) = if self.swapped {
+        let (address, data) = if self.is_swapped {
             (data, address)
         } else {
             (address, data)
         };
         // SAFETY: `uses_only_own_memory` has checked that each pointer argument refers to as much
         // memory as the request can use. The memory lives until the call has returned.
-        let result = unsafe { libc::syscall(libc::SYS_ptrace, self.request, tid, address, data) };
+        let result =
+            unsafe { libc::syscall(libc::SYS_ptrace, self.request_number, tid, address, data) };
         match result {
             -1 => Err(io::Error::last_os_error()),
             result => Ok((result, vector.iov_len)),
         }
     }
 
-    /// True if the kernel will access only memory that is part of the request.
+    /// True if the kernel will access no memory except the memory of the request.
     fn uses_only_own_memory(&self) -> bool {
         const PEEK_TEXT: u64 = libc::PTRACE_PEEKTEXT as u64;
         const PEEK_USER: u64 = libc::PTRACE_PEEKUSER as u64;
@@ -414,23 +420,27 @@ impl RelayedRequest {
         // points to memory.
         const ARCH_PRCTL: u64 = 30;
         let has_memory = self.data.is_err();
-        if cfg!(target_arch = "x86_64") && self.request == ARCH_PRCTL {
+        if cfg!(target_arch = "x86_64") && self.request_number == ARCH_PRCTL {
             // Codes that read the base addresses of thread-local storage or the state of the shadow
             // stack into memory.
-            const READ: [u64; 3] = [0x1003, 0x1004, 0x5005];
+            const READ_CODES: [u64; 3] = [0x1003, 0x1004, 0x5005];
             /// Codes that set these values and use no memory.
-            const SET: [u64; 6] = [0x1001, 0x1002, 0x5001, 0x5002, 0x5003, 0x5004];
-            let known = if has_memory {
-                READ.as_slice()
+            const SET_CODES: [u64; 6] = [0x1001, 0x1002, 0x5001, 0x5002, 0x5003, 0x5004];
+            let is_known = if has_memory {
+                READ_CODES.as_slice()
             } else {
-                SET.as_slice()
+                SET_CODES.as_slice()
             };
-            return self.swapped && self.address.as_ref().is_ok_and(|what| known.contains(what));
+            return self.is_swapped
+                && self
+                    .address
+                    .as_ref()
+                    .is_ok_and(|code| is_known.contains(code));
         }
-        if self.swapped {
+        if self.is_swapped {
             return false;
         }
-        match self.request {
+        match self.request_number {
             POKE_TEXT..=POKE_USER
             | CONT
             | SYSCALL
@@ -454,7 +464,7 @@ impl RelayedRequest {
                     && self
                         .address
                         .as_ref()
-                        .is_err_and(|wanted| siginfo_fits(&wanted.bytes(16)))
+                        .is_err_and(|peek_arguments| siginfo_fits(&peek_arguments.bytes(16)))
             }
             request if LATER_REQUESTS.contains(&request) => {
                 has_memory
@@ -471,11 +481,11 @@ impl RelayedRequest {
 /// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `peek_arguments` is
 /// the request's structure: offset, flags, count.
 fn siginfo_fits(peek_arguments: &[u8]) -> bool {
-    let count = peek_arguments
+    let signal_count = peek_arguments
         .get(12..16)
         .and_then(|bytes| bytes.try_into().ok())
         .map_or(u32::MAX, u32::from_ne_bytes);
-    (count as usize)
+    (signal_count as usize)
         .checked_mul(size_of::<libc::siginfo_t>())
         .is_some_and(|bytes| bytes <= REQUEST_MEMORY_BYTES)
 }

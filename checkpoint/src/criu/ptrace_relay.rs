@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 /// The compiled library that CRIU loads.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
-/// Request number by which the library requests a wait for a thread. It is no ptrace request.
+/// Request number by which the library waits for a thread. The number belongs to no ptrace request.
 const WAIT_REQUEST: u64 = u64::MAX;
 /// Error number of the reply if the thread does not belong to the dumped task.
 const NOT_DUMPED_ERROR: i32 = -1;
@@ -46,24 +46,25 @@ const FLAG_KERNEL_READS: u32 = 2;
 const FLAG_KERNEL_WRITES: u32 = 4;
 /// Flag of a request: address and data are in swapped positions.
 const FLAG_SWAPPED: u32 = 8;
-/// Length in bytes of a request without the memory that follows it.
-const REQUEST_BYTES: usize = 48;
-/// Number of polls for a thread's event without a pause. Most threads stop within microseconds.
-const SPIN_ROUNDS: u32 = 100;
-/// Pause in milliseconds between polls after [`SPIN_ROUNDS`] polls.
+/// Length in bytes of a request of the library, without the memory that follows the request.
+const REQUEST_HEADER_BYTES: usize = 48;
+/// Number of polls for a thread's event that follow each other without a pause. Most threads stop
+/// within microseconds.
+const SPIN_POLLS: u32 = 100;
+/// Pause in milliseconds between polls after [`SPIN_POLLS`] polls.
 const POLL_INTERVAL_MS: u8 = 1;
 /// Timeout for a thread to reach a stop, also after CRIU has ended.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The descriptors that CRIU inherits from the caller.
 #[derive(Debug)]
-pub(super) struct CriuEnd {
+pub(super) struct CriuDescriptors {
     /// The socket on which the library sends its requests.
     socket: OwnedFd,
     library: OwnedFd,
 }
 
-impl CriuEnd {
+impl CriuDescriptors {
     /// Returns the descriptors that CRIU must inherit with the same numbers.
     pub(super) fn descriptors(&self) -> [&OwnedFd; 2] {
         [&self.socket, &self.library]
@@ -83,13 +84,13 @@ impl CriuEnd {
 #[derive(Debug)]
 pub(super) struct Relay {
     socket: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+    tracer_thread: Option<JoinHandle<()>>,
 }
 
-/// Returns the environment variable by which the library finds `list`, the file with the memory
+/// Returns the environment variable by which the library finds `area_file`, the file with the memory
 /// areas to hide from CRIU.
-pub(super) fn hidden_areas_variable(list: &OwnedFd) -> (&'static str, String) {
-    ("SEMPA_WITHHELD", list.as_raw_fd().to_string())
+pub(super) fn hidden_areas_variable(area_file: &OwnedFd) -> (&'static str, String) {
+    ("SEMPA_WITHHELD", area_file.as_raw_fd().to_string())
 }
 
 /// Returns the environment variables that make the library report that it was loaded: it writes a
@@ -122,30 +123,33 @@ pub(super) fn library_file() -> io::Result<OwnedFd> {
 }
 
 impl Relay {
-    /// Starts a thread that will trace these processes, whose root is `root`.
+    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root process.
     ///
     /// # Errors
     /// No file descriptor or thread is available.
-    pub(super) fn start_tracer(root: i32, processes: &[i32]) -> io::Result<(Relay, CriuEnd)> {
+    pub(super) fn start_tracer(
+        root_pid: i32,
+        processes: &[i32],
+    ) -> io::Result<(Self, CriuDescriptors)> {
         let library = library_file()?;
-        let (ours, theirs) = socketpair(
+        let (own_socket, criu_socket) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
             SockFlag::SOCK_CLOEXEC,
         )?;
-        let socket = Arc::new(ours);
-        let tracer = Tracer::new(socket.clone(), root, processes.to_vec());
+        let socket = Arc::new(own_socket);
+        let tracer = Tracer::new(socket.clone(), root_pid, processes.to_vec());
         let thread = std::thread::Builder::new()
             .name("tracer".into())
-            .spawn(move || tracer.run())?;
+            .spawn(move || tracer.handle_requests())?;
         Ok((
-            Relay {
+            Self {
                 socket,
-                thread: Some(thread),
+                tracer_thread: Some(thread),
             },
-            CriuEnd {
-                socket: theirs,
+            CriuDescriptors {
+                socket: criu_socket,
                 library,
             },
         ))
@@ -156,7 +160,7 @@ impl Drop for Relay {
     fn drop(&mut self) {
         // The thread may have ended already.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.tracer_thread.take() {
             thread.join().expect("the tracer does not panic");
         }
     }
@@ -165,7 +169,7 @@ impl Drop for Relay {
 /// A request that the library in CRIU has sent.
 #[derive(Debug)]
 struct LibraryRequest {
-    request: u64,
+    request_number: u64,
     pid: i64,
     address: u64,
     data: u64,
@@ -177,44 +181,52 @@ struct LibraryRequest {
 }
 
 impl LibraryRequest {
-    fn read(packet: &[u8]) -> Option<LibraryRequest> {
-        let (head, memory) = packet.split_at_checked(REQUEST_BYTES)?;
-        let long = |at: usize| Some(u64::from_ne_bytes(head.get(at..at + 8)?.try_into().ok()?));
-        let short = |at: usize| Some(u32::from_ne_bytes(head.get(at..at + 4)?.try_into().ok()?));
-        let request = LibraryRequest {
-            request: long(0)?,
-            pid: long(8)? as i64,
-            address: long(16)?,
-            data: long(24)?,
-            address_bytes: short(32)? as usize,
-            data_bytes: short(36)? as usize,
-            flags: short(40)?,
+    fn decode(packet: &[u8]) -> Option<Self> {
+        let (header, memory) = packet.split_at_checked(REQUEST_HEADER_BYTES)?;
+        let u64_at = |offset: usize| {
+            Some(u64::from_ne_bytes(
+                header.get(offset..offset + 8)?.try_into().ok()?,
+            ))
+        };
+        let u32_at = |offset: usize| {
+            Some(u32::from_ne_bytes(
+                header.get(offset..offset + 4)?.try_into().ok()?,
+            ))
+        };
+        let request = Self {
+            request_number: u64_at(0)?,
+            pid: u64_at(8)? as i64,
+            address: u64_at(16)?,
+            data: u64_at(24)?,
+            address_bytes: u32_at(32)? as usize,
+            data_bytes: u32_at(36)? as usize,
+            flags: u32_at(40)?,
             memory: memory.to_vec(),
         };
-        let data_sent = if request.flags & FLAG_KERNEL_READS != 0 {
+        let sent_data_bytes = if request.flags & FLAG_KERNEL_READS != 0 {
             request.data_bytes
         } else {
             0
         };
-        let fits = request.data_bytes <= REQUEST_MEMORY_BYTES
-            && request.address_bytes.checked_add(data_sent)? == memory.len();
-        fits.then_some(request)
+        let is_valid = request.data_bytes <= REQUEST_MEMORY_BYTES
+            && request.address_bytes.checked_add(sent_data_bytes)? == memory.len();
+        is_valid.then_some(request)
     }
 
     /// Converts the request to the form in which it is executed.
     fn to_relayed(&self) -> RelayedRequest {
         let (address, data) = self.memory.split_at(self.address_bytes);
-        let memory = |bytes: usize, value: u64, begin: &[u8]| match bytes {
+        let to_argument = |bytes: usize, value: u64, prefix: &[u8]| match bytes {
             0 => Ok(value),
-            _ => Err(RequestMemory::beginning_with(begin)),
+            _ => Err(RequestMemory::with_prefix(prefix)),
         };
         let iovec_len = (self.flags & FLAG_IOVEC != 0).then_some(self.data_bytes);
         RelayedRequest {
-            request: self.request,
-            address: memory(self.address_bytes, self.address, address),
-            data: memory(self.data_bytes, self.data, data),
+            request_number: self.request_number,
+            address: to_argument(self.address_bytes, self.address, address),
+            data: to_argument(self.data_bytes, self.data, data),
             iovec_len,
-            swapped: self.flags & FLAG_SWAPPED != 0,
+            is_swapped: self.flags & FLAG_SWAPPED != 0,
         }
     }
 }
@@ -229,21 +241,21 @@ struct LibraryReply {
 }
 
 impl LibraryReply {
-    fn failed(error: &io::Error) -> LibraryReply {
-        LibraryReply {
+    fn from_error(error: &io::Error) -> Self {
+        Self {
             error: error.raw_os_error().unwrap_or(libc::EIO),
-            ..LibraryReply::default()
+            ..Self::default()
         }
     }
 
-    fn not_dumped() -> LibraryReply {
-        LibraryReply {
+    fn not_dumped() -> Self {
+        Self {
             error: NOT_DUMPED_ERROR,
-            ..LibraryReply::default()
+            ..Self::default()
         }
     }
 
-    fn write(&self) -> Vec<u8> {
+    fn encode(&self) -> Vec<u8> {
         let mut packet = self.result.to_ne_bytes().to_vec();
         packet.extend(self.error.to_ne_bytes());
         packet.extend(self.status.to_ne_bytes());
@@ -255,28 +267,28 @@ impl LibraryReply {
 
 struct Tracer {
     socket: Arc<OwnedFd>,
-    root: i32,
+    root_pid: i32,
     processes: Vec<i32>,
-    traced: BTreeSet<i32>,
+    traced_tids: BTreeSet<i32>,
     /// The lock of the task's working directory. It is acquired when the root is seized, and
     /// dropped when CRIU no longer needs the directory.
     directory_lock: Option<DumpLock>,
 }
 
 impl Tracer {
-    fn new(socket: Arc<OwnedFd>, root: i32, processes: Vec<i32>) -> Tracer {
-        Tracer {
+    fn new(socket: Arc<OwnedFd>, root: i32, processes: Vec<i32>) -> Self {
+        Self {
             socket,
-            root,
+            root_pid: root,
             processes,
-            traced: BTreeSet::new(),
+            traced_tids: BTreeSet::new(),
             directory_lock: None,
         }
     }
 
-    fn run(mut self) {
+    fn handle_requests(mut self) {
         super::process::raise_thread_priority();
-        let mut packet = vec![0u8; REQUEST_BYTES + 2 * REQUEST_MEMORY_BYTES];
+        let mut packet = vec![0u8; REQUEST_HEADER_BYTES + 2 * REQUEST_MEMORY_BYTES];
         loop {
             self.wait_for_request();
             let length = match recv(self.socket.as_raw_fd(), &mut packet, MsgFlags::empty()) {
@@ -285,13 +297,13 @@ impl Tracer {
                 Err(Errno::EINTR) => continue,
                 Err(_) => break,
             };
-            let reply = match LibraryRequest::read(&packet[..length]) {
+            let reply = match LibraryRequest::decode(&packet[..length]) {
                 Some(request) => self.handle_request(&request),
-                None => LibraryReply::failed(&Errno::EINVAL.into()),
+                None => LibraryReply::from_error(&Errno::EINVAL.into()),
             };
             if send(
                 self.socket.as_raw_fd(),
-                &reply.write(),
+                &reply.encode(),
                 MsgFlags::MSG_NOSIGNAL,
             )
             .is_err()
@@ -301,7 +313,7 @@ impl Tracer {
         }
         // CRIU has ended. Some of the task's threads may still be running.
         stop_and_detach(
-            &self.traced.into_iter().collect::<Vec<i32>>(),
+            &self.traced_tids.into_iter().collect::<Vec<i32>>(),
             SETTLE_TIMEOUT,
         );
     }
@@ -310,32 +322,32 @@ impl Tracer {
         let Ok(tid) = i32::try_from(library_request.pid) else {
             return LibraryReply::not_dumped();
         };
-        if library_request.request == WAIT_REQUEST {
-            return self.wait(tid, library_request.address as i32);
+        if library_request.request_number == WAIT_REQUEST {
+            return self.wait_for_event(tid, library_request.address as i32);
         }
-        let seizes = library_request.request == u64::from(libc::PTRACE_SEIZE);
-        let is_ours = self.traced.contains(&tid) || (seizes && self.is_dumped(tid));
-        if !is_ours {
+        let is_seize = library_request.request_number == u64::from(libc::PTRACE_SEIZE);
+        let is_task_thread = self.traced_tids.contains(&tid) || (is_seize && self.is_dumped(tid));
+        if !is_task_thread {
             return LibraryReply::not_dumped();
         }
-        if seizes {
+        if is_seize {
             self.wait_for_group_stop(tid);
-            if tid == self.root {
+            if tid == self.root_pid {
                 self.lock_directory();
             }
         }
         let mut request = library_request.to_relayed();
-        let (result, vector) = match request.execute(tid) {
-            Ok(done) => done,
-            Err(error) => return LibraryReply::failed(&error),
+        let (result, iovec_len) = match request.execute(tid) {
+            Ok(result_and_len) => result_and_len,
+            Err(error) => return LibraryReply::from_error(&error),
         };
-        if seizes {
-            self.traced.insert(tid);
-        } else if library_request.request == u64::from(libc::PTRACE_DETACH) {
-            self.traced.remove(&tid);
+        if is_seize {
+            self.traced_tids.insert(tid);
+        } else if library_request.request_number == u64::from(libc::PTRACE_DETACH) {
+            self.traced_tids.remove(&tid);
         }
-        let written = match (request.iovec_len.is_some(), library_request.request) {
-            (true, _) => vector,
+        let written_bytes = match (request.iovec_len.is_some(), library_request.request_number) {
+            (true, _) => iovec_len,
             (_, ptrace::PTRACE_SECCOMP_GET_FILTER) => {
                 usize::try_from(result).unwrap_or(0).saturating_mul(8)
             }
@@ -343,7 +355,7 @@ impl Tracer {
         };
         let data = match (&request.data, library_request.flags & FLAG_KERNEL_WRITES) {
             (Err(memory), FLAG_KERNEL_WRITES) => {
-                memory.bytes(written.min(library_request.data_bytes))
+                memory.bytes(written_bytes.min(library_request.data_bytes))
             }
             _ => Vec::new(),
         };
@@ -354,16 +366,17 @@ impl Tracer {
         }
     }
 
-    /// Waits for the next request. While waiting, it releases the directory lock when CRIU no
-    /// longer needs the directory, because other dumps wait for the lock.
+    /// Waits for the next request. During the wait the directory lock is released as soon as CRIU
+    /// no longer needs the directory, because other dumps wait for the lock.
     fn wait_for_request(&mut self) {
-        while let Some(seen) = self.directory_lock.as_ref().and_then(DumpLock::fd) {
-            let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-            // After an interrupted wait, the events are checked as well.
+        while let Some(lock_fd) = self.directory_lock.as_ref().and_then(DumpLock::fd) {
+            let mut fds =
+                [self.socket.as_fd(), lock_fd].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            // If the wait was interrupted, the events are checked as well.
             let _ = poll(&mut fds, PollTimeout::NONE);
-            let asked = fds[0].any().unwrap_or(true);
+            let has_request = fds[0].any().unwrap_or(true);
             self.directory_lock.take_if(|turn| turn.is_released());
-            if asked {
+            if has_request {
                 break;
             }
         }
@@ -375,14 +388,17 @@ impl Tracer {
         if self.directory_lock.is_some() {
             return;
         }
-        let Some(working_dir) = dump_lock::WorkingDir::of_process(self.root) else {
+        let Some(working_dir) = dump_lock::WorkingDir::of_process(self.root_pid) else {
             return;
         };
-        let until = Instant::now() + dump_lock::LOCK_WAIT_TIMEOUT;
-        for round in 0u32.. {
+        let deadline = Instant::now() + dump_lock::LOCK_WAIT_TIMEOUT;
+        for poll_count in 0u32.. {
             let now = Instant::now();
             self.directory_lock = working_dir.try_lock(now);
-            if self.directory_lock.is_some() || now >= until || self.pause_unless_gone(round) {
+            if self.directory_lock.is_some()
+                || now >= deadline
+                || self.pause_unless_criu_ended(poll_count)
+            {
                 return;
             }
         }
@@ -396,9 +412,12 @@ impl Tracer {
     /// group stop, that stop consumes the interrupt: the thread would run, and CRIU would wait
     /// forever.
     fn wait_for_group_stop(&self, tid: i32) {
-        let until = Instant::now() + SETTLE_TIMEOUT;
-        for round in 0u32.. {
-            if is_group_stopped(tid) || Instant::now() >= until || self.pause_unless_gone(round) {
+        let deadline = Instant::now() + SETTLE_TIMEOUT;
+        for poll_count in 0u32.. {
+            if is_group_stopped(tid)
+                || Instant::now() >= deadline
+                || self.pause_unless_criu_ended(poll_count)
+            {
                 return;
             }
         }
@@ -415,15 +434,15 @@ impl Tracer {
 
     /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
     /// because CRIU may also wait for its own children; the library then repeats the request.
-    fn wait(&mut self, tid: i32, options: i32) -> LibraryReply {
+    fn wait_for_event(&mut self, tid: i32, options: i32) -> LibraryReply {
         let tids: Vec<i32> = match tid {
-            -1 => self.traced.iter().copied().collect(),
-            tid => self.traced.get(&tid).copied().into_iter().collect(),
+            -1 => self.traced_tids.iter().copied().collect(),
+            tid => self.traced_tids.get(&tid).copied().into_iter().collect(),
         };
         if tids.is_empty() {
             return LibraryReply::not_dumped();
         }
-        for round in 0u32.. {
+        for poll_count in 0u32.. {
             for &tid in &tids {
                 match ptrace::poll_event(tid) {
                     Ok(None) => {}
@@ -435,18 +454,18 @@ impl Tracer {
                         };
                     }
                     Ok(Some(ThreadEvent::Exited(status))) => {
-                        self.traced.remove(&tid);
+                        self.traced_tids.remove(&tid);
                         return LibraryReply {
                             result: tid.into(),
                             status,
                             ..LibraryReply::default()
                         };
                     }
-                    Err(error) => return LibraryReply::failed(&error),
+                    Err(error) => return LibraryReply::from_error(&error),
                 }
             }
-            let is_late = tid == -1 && round > SPIN_ROUNDS;
-            if options & libc::WNOHANG != 0 || is_late || self.pause_unless_gone(round) {
+            let is_over = tid == -1 && poll_count > SPIN_POLLS;
+            if options & libc::WNOHANG != 0 || is_over || self.pause_unless_criu_ended(poll_count) {
                 break;
             }
         }
@@ -454,8 +473,8 @@ impl Tracer {
     }
 
     /// Pauses before the next poll. Returns true if CRIU has ended.
-    fn pause_unless_gone(&self, round: u32) -> bool {
-        if round < SPIN_ROUNDS {
+    fn pause_unless_criu_ended(&self, poll_count: u32) -> bool {
+        if poll_count < SPIN_POLLS {
             std::thread::yield_now();
             return false;
         }
@@ -471,9 +490,9 @@ pub(super) fn stop_and_detach(tids: &[i32], timeout: Duration) {
         // Fails only if the thread has exited.
         let _ = ptrace::interrupt(tid);
     }
-    let until = Instant::now() + timeout;
+    let deadline = Instant::now() + timeout;
     for &tid in tids {
-        while !try_detach(tid) && Instant::now() < until {
+        while !try_detach(tid) && Instant::now() < deadline {
             std::thread::yield_now();
         }
     }
@@ -509,76 +528,77 @@ fn has_trap_pending(tid: i32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::trap_cleanup::TaskSnapshot;
+    use super::super::trap_cleanup::SavedTaskState;
     use super::*;
     use std::process::{Child, Command};
 
     /// Timeout for every event that a test waits for.
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    fn wait<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
-        let until = Instant::now() + TEST_TIMEOUT;
+    fn wait_for<T>(event_name: &str, find: impl Fn() -> Option<T>) -> T {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
-            match look() {
-                Some(seen) => return seen,
-                None if Instant::now() < until => std::thread::yield_now(),
-                None => panic!("{what}"),
+            match find() {
+                Some(found) => return found,
+                None if Instant::now() < deadline => std::thread::yield_now(),
+                None => panic!("{event_name}"),
             }
         }
     }
 
     /// Starts this `sleep` command and stops it.
-    fn start_stopped(sleep: &mut Command) -> Child {
+    fn start_stopped_sleep(sleep: &mut Command) -> Child {
         let child = sleep.arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP)
             .expect("it is there");
-        wait("it is stopped", || is_group_stopped(pid).then_some(()));
+        wait_for("it is stopped", || is_group_stopped(pid).then_some(()));
         child
     }
 
     /// Encodes a request without memory in the library's format.
-    fn packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
+    fn encode_packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
         let mut packet = u64::from(request).to_ne_bytes().to_vec();
         packet.extend(i64::from(pid).to_ne_bytes());
-        packet.resize(REQUEST_BYTES, 0);
+        packet.resize(REQUEST_HEADER_BYTES, 0);
         packet
     }
 
     /// A thread whose registers were just recorded still stops when CRIU waits for its stop.
     #[test]
     fn recently_traced_thread_stops_for_criu() {
-        let mut child = start_stopped(&mut Command::new("sleep"));
+        let mut child = start_stopped_sleep(&mut Command::new("sleep"));
         let pid = child.id() as i32;
-        let (ours, _theirs) = socketpair(
+        let (tracer_socket, _theirs) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
             SockFlag::SOCK_CLOEXEC,
         )
         .expect("descriptors");
-        let (socket, processes) = (Arc::new(ours), vec![pid]);
+        let (socket, processes) = (Arc::new(tracer_socket), vec![pid]);
         let mut tracer = Tracer::new(socket, pid, processes);
-        let mut ask = |request: libc::c_uint| {
-            let reply = tracer
-                .handle_request(&LibraryRequest::read(&packet(request, pid)).expect("a question"));
+        let mut send_request = |request: libc::c_uint| {
+            let reply = tracer.handle_request(
+                &LibraryRequest::decode(&encode_packet(request, pid)).expect("a question"),
+            );
             assert_eq!(reply.error, 0, "{reply:?}");
         };
-        let halts = || match ptrace::poll_event(pid).expect("it is traced") {
+        let stop_event = || match ptrace::poll_event(pid).expect("it is traced") {
             Some(ThreadEvent::Stopped(status)) => Some(status >> 8 & 0xff),
             _ => None,
         };
         for _ in 0..200 {
-            TaskSnapshot::take(&[pid]).expect("it is stopped");
+            SavedTaskState::record(&[pid]).expect("it is stopped");
             // The steps of CRIU, in their order.
-            ask(libc::PTRACE_SEIZE);
-            ask(libc::PTRACE_INTERRUPT);
-            if wait("it halts", halts) == libc::SIGSTOP {
-                ask(libc::PTRACE_CONT);
-                wait("it halts again", halts);
+            send_request(libc::PTRACE_SEIZE);
+            send_request(libc::PTRACE_INTERRUPT);
+            if wait_for("it halts", stop_event) == libc::SIGSTOP {
+                send_request(libc::PTRACE_CONT);
+                wait_for("it halts again", stop_event);
             }
-            ask(libc::PTRACE_DETACH);
-            wait("it is stopped again", || {
+            send_request(libc::PTRACE_DETACH);
+            wait_for("it is stopped again", || {
                 is_group_stopped(pid).then_some(())
             });
         }
@@ -591,42 +611,46 @@ mod tests {
     #[test]
     fn directory_lock_ends_without_requests() {
         let dir = tempfile::tempdir().expect("dir");
-        let mut child = start_stopped(Command::new("sleep").current_dir(dir.path()));
+        let mut child = start_stopped_sleep(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
         // With this clock no lock has timed out.
-        let (working_dir, then) = (
+        let (working_dir, lock_time) = (
             dump_lock::WorkingDir::of_process(pid).expect("it is there"),
             Instant::now(),
         );
         let seize = || {
-            let (relay, criu_end) = Relay::start_tracer(pid, &[pid]).expect("descriptors");
+            let (relay, criu_descriptors) = Relay::start_tracer(pid, &[pid]).expect("descriptors");
             send(
-                criu_end.socket.as_raw_fd(),
-                &packet(libc::PTRACE_SEIZE, pid),
+                criu_descriptors.socket.as_raw_fd(),
+                &encode_packet(libc::PTRACE_SEIZE, pid),
                 MsgFlags::empty(),
             )
             .expect("it listens");
             assert!(
-                recv(criu_end.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty())
-                    .expect("an answer")
+                recv(
+                    criu_descriptors.socket.as_raw_fd(),
+                    &mut [0; 64],
+                    MsgFlags::empty()
+                )
+                .expect("an answer")
                     > 0
             );
             assert!(
-                working_dir.try_lock(then).is_none(),
+                working_dir.try_lock(lock_time).is_none(),
                 "it is the task's turn"
             );
-            (relay, criu_end)
+            (relay, criu_descriptors)
         };
-        let (relay, criu_end) = seize();
+        let (relay, criu_descriptors) = seize();
         for _ in 0..2 {
             std::fs::create_dir(dir.path().join("proc.crtools")).expect("dir");
             std::fs::remove_dir(dir.path().join("proc.crtools")).expect("dir");
         }
-        drop(wait("it is over", || working_dir.try_lock(then)));
-        drop((criu_end, relay));
-        let (_relay, criu_end) = seize();
-        drop(criu_end);
-        drop(wait("it is over", || working_dir.try_lock(then)));
+        drop(wait_for("it is over", || working_dir.try_lock(lock_time)));
+        drop((criu_descriptors, relay));
+        let (_relay, criu_descriptors) = seize();
+        drop(criu_descriptors);
+        drop(wait_for("it is over", || working_dir.try_lock(lock_time)));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 /// Timeout for attaching to all threads. A thread in the middle of an exec may never stop.
 const ATTACH_ALL_TIMEOUT: Duration = Duration::from_millis(20);
-/// Interval of checks whether a frozen thread has exited. Only the tracer sees the exit, and the
-/// parent cannot reap the thread while it is traced.
+/// Interval of checks whether a frozen thread has exited. Only the tracer detects the exit, and the
+/// parent cannot reap a thread that is traced.
 const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// Timeout for all threads to reach a stop from which they can be detached; bounds the delay of the
 /// caller. Threads that do not stop before the timeout are detached by the kernel when the tracer
@@ -26,10 +26,10 @@ const DETACH_TIMEOUT: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct FrozenThreads {
     /// Closing this channel orders the tracer to detach. No message is sent on it.
-    release: Option<Sender<()>>,
+    release_sender: Option<Sender<()>>,
     /// The tracer thread, which alone can detach. `None` if attaching was too slow; then the tracer
     /// ends without being joined.
-    tracer: Option<JoinHandle<()>>,
+    tracer_thread: Option<JoinHandle<()>>,
 }
 
 impl FrozenThreads {
@@ -38,24 +38,24 @@ impl FrozenThreads {
     ///
     /// # Errors
     /// No thread is available for tracing. Nothing is frozen.
-    pub fn freeze(tids: Vec<i32>) -> io::Result<FrozenThreads> {
-        let ((release, release_receiver), (attached_sender, attached_receiver)) =
+    pub fn freeze(tids: Vec<i32>) -> io::Result<Self> {
+        let ((release_sender, release_receiver), (attached_sender, attached_receiver)) =
             (channel(), channel());
         let tracer = std::thread::Builder::new()
             .name("pins".into())
             .spawn(move || run_tracer(tids, &attached_sender, &release_receiver))?;
-        let attached = attached_receiver.recv_timeout(ATTACH_ALL_TIMEOUT).is_ok();
-        Ok(FrozenThreads {
-            release: Some(release),
-            tracer: attached.then_some(tracer),
+        let is_attached = attached_receiver.recv_timeout(ATTACH_ALL_TIMEOUT).is_ok();
+        Ok(Self {
+            release_sender: Some(release_sender),
+            tracer_thread: is_attached.then_some(tracer),
         })
     }
 }
 
 impl Drop for FrozenThreads {
     fn drop(&mut self) {
-        drop(self.release.take());
-        if let Some(tracer) = self.tracer.take() {
+        drop(self.release_sender.take());
+        if let Some(tracer) = self.tracer_thread.take() {
             tracer.join().expect("it does not panic");
         }
     }
@@ -64,10 +64,10 @@ impl Drop for FrozenThreads {
 fn run_tracer(mut tids: Vec<i32>, attached_sender: &Sender<()>, release_receiver: &Receiver<()>) {
     super::process::raise_thread_priority();
     // The caller may have stopped waiting while a thread was attached.
-    let is_over = || release_receiver.try_recv() == Err(TryRecvError::Disconnected);
+    let is_released = || release_receiver.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for threads that have exited or have another tracer.
     tids.retain(|tid| {
-        !is_over()
+        !is_released()
             && ptrace::seize(*tid)
                 .and_then(|()| ptrace::interrupt(*tid))
                 .is_ok()
@@ -106,7 +106,7 @@ mod tests {
             .spawn()
             .expect("a shell");
         send_signal(&child, Signal::SIGSTOP);
-        wait_for(&child, 'T');
+        wait_for_state(&child, 'T');
         child
     }
 
@@ -114,11 +114,12 @@ mod tests {
         kill(Pid::from_raw(child.id() as i32), signal).expect("it is there");
     }
 
-    fn wait_for(child: &Child, state: char) {
-        let until = Instant::now() + TEST_TIMEOUT;
-        let is = || crate::proc::stat(child.id() as i32).is_some_and(|stat| stat.state == state);
-        while !is() {
-            assert!(Instant::now() < until, "it does not come to {state}");
+    fn wait_for_state(child: &Child, state: char) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        let has_state =
+            || crate::proc::stat(child.id() as i32).is_some_and(|stat| stat.state == state);
+        while !has_state() {
+            assert!(Instant::now() < deadline, "it does not come to {state}");
             std::thread::yield_now();
         }
     }
@@ -132,26 +133,26 @@ mod tests {
     #[test]
     fn frozen_thread_runs_only_after_release() {
         let child = start_stopped_process();
-        let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
+        let frozen_threads = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
         send_signal(&child, Signal::SIGCONT);
-        wait_for(&child, 't');
+        wait_for_state(&child, 't');
         std::thread::sleep(Duration::from_millis(50));
-        wait_for(&child, 't');
-        drop(frozen);
-        wait_for(&child, 'R');
+        wait_for_state(&child, 't');
+        drop(frozen_threads);
+        wait_for_state(&child, 'R');
         kill_and_reap(child);
     }
 
     /// A frozen thread whose process was stopped in the meantime remains stopped after its release.
     #[test]
-    fn released_thread_of_stopped_process_stays_put() {
+    fn released_thread_of_stopped_process_remains_stopped() {
         let child = start_stopped_process();
         for _ in 0..50 {
-            let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
+            let frozen_threads = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
             send_signal(&child, Signal::SIGCONT);
             send_signal(&child, Signal::SIGSTOP);
-            drop(frozen);
-            wait_for(&child, 'T');
+            drop(frozen_threads);
+            wait_for_state(&child, 'T');
         }
         kill_and_reap(child);
     }
@@ -172,12 +173,12 @@ mod tests {
     fn exited_and_traced_threads_are_skipped() {
         let child = start_stopped_process();
         let tid = child.id() as i32;
-        let first = FrozenThreads::freeze(vec![tid]).expect("a thread");
+        let first_freeze = FrozenThreads::freeze(vec![tid]).expect("a thread");
         drop(FrozenThreads::freeze(vec![tid, i32::MAX]).expect("a thread"));
         send_signal(&child, Signal::SIGCONT);
-        wait_for(&child, 't');
-        drop(first);
-        wait_for(&child, 'R');
+        wait_for_state(&child, 't');
+        drop(first_freeze);
+        wait_for_state(&child, 'R');
         kill_and_reap(child);
     }
 }

@@ -17,12 +17,12 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Number of bytes that are recorded at the beginning of each code mapping. CRIU overwrites at most
-/// a word or two there.
-const CODE_BYTES: usize = 32;
+/// Number of bytes that are recorded at the beginning of each code mapping. CRIU overwrites fewer
+/// bytes: at most two machine words.
+const RECORDED_CODE_BYTES: usize = 32;
 /// The signal mask that CRIU sets in the task: all signals except SIGKILL and SIGSTOP, which cannot
 /// be blocked.
-const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
+const CRIU_SIGNAL_MASK: u64 = !(1 << 8 | 1 << 18);
 /// The bit of SIGTRAP in a signal mask. The kernel unblocks SIGTRAP when it forces a trap.
 const SIGTRAP_BIT: u64 = 1 << 4;
 /// Maximum number of threads whose state is recorded. If a task has more threads, nothing is
@@ -37,7 +37,7 @@ const INSTRUCTION_POINTER_OFFSET: usize = 32 * 8;
 
 /// The recorded state of a stopped task that CRIU may change.
 #[derive(Debug)]
-pub(super) struct TaskSnapshot {
+pub(super) struct SavedTaskState {
     processes: Vec<ProcessState>,
 }
 
@@ -45,7 +45,8 @@ pub(super) struct TaskSnapshot {
 struct ProcessState {
     pid: i32,
     mappings: Vec<Range<u64>>,
-    code: Vec<(u64, Vec<u8>)>,
+    /// The first bytes of each code mapping, with the mapping's start address.
+    code_starts: Vec<(u64, Vec<u8>)>,
     threads: Vec<ThreadState>,
 }
 
@@ -57,25 +58,25 @@ struct ThreadState {
     blocked_signals: u64,
 }
 
-impl TaskSnapshot {
+impl SavedTaskState {
     /// Records the state of these stopped processes.
     ///
     /// # Errors
     /// A thread cannot be traced. Nothing has changed.
-    pub(super) fn take(pids: &[i32]) -> io::Result<TaskSnapshot> {
-        let mut threads_left = THREADS_MAX;
+    pub(super) fn record(pids: &[i32]) -> io::Result<Self> {
+        let mut remaining_threads = THREADS_MAX;
         let processes = pids
             .iter()
-            .map(|&pid| ProcessState::record(pid, &mut threads_left))
+            .map(|&pid| ProcessState::record(pid, &mut remaining_threads))
             .collect::<io::Result<_>>()?;
-        Ok(TaskSnapshot { processes })
+        Ok(Self { processes })
     }
 
-    /// Restores the recorded state if the failure `why` means that CRIU was killed and has not
-    /// restored it.
-    pub(super) fn restore_after(&self, why: &Failure) {
+    /// Restores the recorded state if the failure `failure` means that CRIU was killed before it could
+    /// restore the task.
+    pub(super) fn restore_after_failure(&self, failure: &Failure) {
         if matches!(
-            why,
+            failure,
             Failure::Killed { .. } | Failure::Deadline { .. } | Failure::Cancelled(_)
         ) {
             self.restore();
@@ -92,45 +93,45 @@ impl TaskSnapshot {
 }
 
 impl ProcessState {
-    fn record(pid: i32, threads_left: &mut usize) -> io::Result<ProcessState> {
-        let memory = File::open(format!("/proc/{pid}/mem"))?;
-        let (mut mappings, mut code) = (Vec::new(), Vec::new());
-        for (range, executable) in read_mappings(pid)? {
-            let mut bytes = vec![0; CODE_BYTES];
+    fn record(pid: i32, remaining_threads: &mut usize) -> io::Result<Self> {
+        let memory_file = File::open(format!("/proc/{pid}/mem"))?;
+        let (mut mappings, mut code_starts) = (Vec::new(), Vec::new());
+        for (range, is_executable) in read_mappings(pid)? {
+            let mut bytes = vec![0; RECORDED_CODE_BYTES];
             // The kernel's vsyscall page cannot be read, and nothing can write to it.
-            if executable && memory.read_exact_at(&mut bytes, range.start).is_ok() {
-                code.push((range.start, bytes));
+            if is_executable && memory_file.read_exact_at(&mut bytes, range.start).is_ok() {
+                code_starts.push((range.start, bytes));
             }
             mappings.push(range);
         }
         let mut threads = Vec::new();
         for tid in proc::thread_ids(pid)? {
-            *threads_left = threads_left
+            *remaining_threads = remaining_threads
                 .checked_sub(1)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-            let attached = TracedThread::attach(tid)?;
+            let traced_thread = TracedThread::attach(tid)?;
             let (general, vector) = (
-                attached.registers(RegisterSet::General)?,
-                attached.registers(RegisterSet::Vector)?,
+                traced_thread.registers(RegisterSet::General)?,
+                traced_thread.registers(RegisterSet::Vector)?,
             );
             threads.push(ThreadState {
                 tid,
                 general_registers: general,
                 vector_registers: vector,
-                blocked_signals: attached.blocked_signals()?,
+                blocked_signals: traced_thread.blocked_signals()?,
             });
         }
-        Ok(ProcessState {
+        Ok(Self {
             pid,
             mappings,
-            code,
+            code_starts,
             threads,
         })
     }
 
     fn code_location(&self, address: u64) -> CodeLocation {
         if self
-            .code
+            .code_starts
             .iter()
             .any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&address))
         {
@@ -144,19 +145,21 @@ impl ProcessState {
 
     fn restore(&self) {
         for thread in &self.threads {
-            let Ok(attached) = TracedThread::attach(thread.tid) else {
+            let Ok(traced_thread) = TracedThread::attach(thread.tid) else {
                 continue;
             };
-            let (Ok(now), Ok(blocked)) = (
-                attached.registers(RegisterSet::General),
-                attached.blocked_signals(),
+            let (Ok(current_bytes), Ok(blocked_signals)) = (
+                traced_thread.registers(RegisterSet::General),
+                traced_thread.blocked_signals(),
             ) else {
                 continue;
             };
             // Fails only if the thread was killed since it was attached.
-            let _ = attached.clear_breakpoint();
-            let location = instruction_pointer(&now)
-                .map_or(CodeLocation::OwnCode, |at| self.code_location(at));
+            let _ = traced_thread.clear_breakpoint();
+            let location = instruction_pointer(&current_bytes)
+                .map_or(CodeLocation::OwnCode, |pointer_address| {
+                    self.code_location(pointer_address)
+                });
             // Registers are restored only at addresses where CRIU stops a thread: a thread in its
             // own code may have continued since.
             let must_restore_registers = match location {
@@ -167,26 +170,32 @@ impl ProcessState {
                 CodeLocation::OwnCode => false,
             };
             if must_restore_registers {
-                let _ = attached.set_registers(RegisterSet::General, &thread.general_registers);
-                let _ = attached.set_registers(RegisterSet::Vector, &thread.vector_registers);
+                let _ =
+                    traced_thread.set_registers(RegisterSet::General, &thread.general_registers);
+                let _ = traced_thread.set_registers(RegisterSet::Vector, &thread.vector_registers);
             }
             if must_restore_registers
-                || (location == CodeLocation::OwnCode && blocked | SIGTRAP_BIT == ALL_BLOCKED)
+                || (location == CodeLocation::OwnCode
+                    && blocked_signals | SIGTRAP_BIT == CRIU_SIGNAL_MASK)
             {
-                let _ = attached.set_blocked_signals(thread.blocked_signals);
+                let _ = traced_thread.set_blocked_signals(thread.blocked_signals);
             }
         }
-        let Ok(memory) = File::options()
+        let Ok(memory_file) = File::options()
             .read(true)
             .write(true)
             .open(format!("/proc/{}/mem", self.pid))
         else {
             return;
         };
-        for (address, bytes) in &self.code {
-            let mut now = vec![0; bytes.len()];
-            if memory.read_exact_at(&mut now, *address).is_ok() && now != *bytes {
-                let _ = memory.write_all_at(bytes, *address);
+        for (address, bytes) in &self.code_starts {
+            let mut current_bytes = vec![0; bytes.len()];
+            if memory_file
+                .read_exact_at(&mut current_bytes, *address)
+                .is_ok()
+                && current_bytes != *bytes
+            {
+                let _ = memory_file.write_all_at(bytes, *address);
             }
         }
     }
@@ -240,54 +249,60 @@ mod tests {
             .spawn()
             .expect("it starts");
         let pid = child.id() as i32;
-        let state = || proc::stat(pid).expect("it lives").state;
-        let until = Instant::now() + Duration::from_secs(20);
-        let wait = |what: &dyn Fn() -> bool| {
-            while !what() {
-                assert!(Instant::now() < until);
+        let process_state = || proc::stat(pid).expect("it lives").state;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let wait_until = |condition: &dyn Fn() -> bool| {
+            while !condition() {
+                assert!(Instant::now() < deadline);
                 std::thread::yield_now();
             }
         };
         // The process has started and is blocked in its only system call.
-        wait(&|| {
+        wait_until(&|| {
             std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))
         });
-        wait(&|| {
+        wait_until(&|| {
             std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc"))
         });
-        wait(&|| state() == 'S');
-        let send =
+        wait_until(&|| process_state() == 'S');
+        let send_signal =
             |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
-        send(nix::sys::signal::SIGSTOP);
-        wait(&|| state() == 'T');
-        let snapshot = TaskSnapshot::take(&[pid]).expect("it is stopped");
-        wait(&|| state() == 'T');
+        send_signal(nix::sys::signal::SIGSTOP);
+        wait_until(&|| process_state() == 'T');
+        let saved_state = SavedTaskState::record(&[pid]).expect("it is stopped");
+        wait_until(&|| process_state() == 'T');
 
-        let (address, code) = snapshot.processes[0].code[0].clone();
-        let memory = File::options()
+        let (address, code) = saved_state.processes[0].code_starts[0].clone();
+        let memory_file = File::options()
             .read(true)
             .write(true)
             .open(format!("/proc/{pid}/mem"))
             .expect("mem");
-        memory.write_all_at(&[0xcc; 8], address).expect("a trap");
+        memory_file
+            .write_all_at(&[0xcc; 8], address)
+            .expect("a trap");
         {
-            let attached = TracedThread::attach(pid).expect("attach");
-            let mut registers = attached.registers(RegisterSet::General).expect("registers");
+            let traced_thread = TracedThread::attach(pid).expect("attach");
+            let mut registers = traced_thread
+                .registers(RegisterSet::General)
+                .expect("registers");
             registers[INSTRUCTION_POINTER_OFFSET..INSTRUCTION_POINTER_OFFSET + 8]
                 .copy_from_slice(&address.to_ne_bytes());
-            attached
+            traced_thread
                 .set_registers(RegisterSet::General, &registers)
                 .expect("set");
-            attached.set_blocked_signals(u64::MAX).expect("set");
+            traced_thread.set_blocked_signals(u64::MAX).expect("set");
         }
-        snapshot.restore();
-        let mut now = vec![0; code.len()];
-        memory.read_exact_at(&mut now, address).expect("read");
-        assert_eq!(now, code);
+        saved_state.restore();
+        let mut current_code = vec![0; code.len()];
+        memory_file
+            .read_exact_at(&mut current_code, address)
+            .expect("read");
+        assert_eq!(current_code, code);
         assert_eq!(proc::status(pid).expect("it lives").sigblk, 0);
-        send(nix::sys::signal::SIGCONT);
-        wait(&|| state() == 'S');
+        send_signal(nix::sys::signal::SIGCONT);
+        wait_until(&|| process_state() == 'S');
         assert!(child.try_wait().expect("wait").is_none(), "it sleeps on");
         child.kill().expect("kill");
         child.wait().expect("wait");

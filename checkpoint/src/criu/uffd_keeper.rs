@@ -13,19 +13,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) struct UffdKeeper(Arc<Mutex<Vec<OwnedFd>>>);
 
 impl UffdKeeper {
-    fn with_copies<T>(&self, change: impl FnOnce(&mut Vec<OwnedFd>) -> T) -> T {
-        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with_copies<T>(&self, action: impl FnOnce(&mut Vec<OwnedFd>) -> T) -> T {
+        action(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn add_copies(&self, copies: Vec<OwnedFd>) {
-        self.with_copies(|kept| kept.extend(copies));
+        self.with_copies(|stored_copies| stored_copies.extend(copies));
     }
 
     /// Closes the copy with this inode number, because CRIU has closed its descriptor: the process
     /// has all its memory, or is dead. If the copy stayed open, the process would block at its next
     /// event, because no program reads the event.
     pub(super) fn close_copy(&self, inode: u64) {
-        self.with_copies(|kept| kept.retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode)));
+        self.with_copies(|copies| {
+            copies.retain(|fd| fstat(fd).is_ok_and(|stat| stat.st_ino != inode))
+        });
     }
 
     /// Removes and returns all copies.

@@ -55,8 +55,8 @@ impl CancelHandle {
     ///
     /// # Errors
     /// No file descriptor is available.
-    pub fn new() -> io::Result<CancelHandle> {
-        Ok(CancelHandle {
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
             fired_event: Arc::new(EventFd::from_flags(
                 EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK,
             )?),
@@ -86,12 +86,12 @@ pub struct CallLimits {
     pub cancel: CancelHandle,
 }
 
-/// The parameters of a dump of a stopped task.
+/// Parameters of the dump of a stopped task.
 #[derive(Debug)]
-pub struct DumpJob {
+pub struct DumpParams {
     /// Root of the process tree, in the caller's PID namespace. The root and its descendants are
     /// stopped and remain stopped.
-    pub pid: i32,
+    pub root_pid: i32,
     /// All processes of the tree, including the root.
     pub processes: Vec<i32>,
     /// An existing empty directory that only its owner can access. It receives the images.
@@ -103,10 +103,11 @@ pub struct DumpJob {
     /// images must contain all memory.
     pub page_stream: Option<OwnedFd>,
     /// Pages that pre-copy has already sent on `page_stream`.
-    pub pre_copied: Option<Arc<SentPages>>,
+    pub sent_pages: Option<Arc<SentPages>>,
 }
 
-/// Resources of the source that are not in the images; the images refer to them by these values.
+/// Resources of the source that the images do not contain. The images refer to them by these
+/// values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExternalResources {
     /// Inode number of the pipe that received the task's output.
@@ -115,10 +116,10 @@ pub struct ExternalResources {
 
 /// The parameters of a restore.
 #[derive(Debug)]
-pub struct RestoreJob {
+pub struct RestoreParams {
     pub dir: PathBuf,
     /// External resources to which the images in `dir` refer.
-    pub external: ExternalResources,
+    pub external_resources: ExternalResources,
     /// The empty PID namespace that receives the task.
     pub pid_namespace: OwnedFd,
     /// Write end of the pipe that will receive the task's output.
@@ -128,7 +129,7 @@ pub struct RestoreJob {
     pub post_copy: bool,
 }
 
-/// An engine cannot be executed. No process of it remains.
+/// An engine cannot be executed. No process of the engine remains.
 #[derive(Debug, Error)]
 #[error("the dump engine {} does not run: {cause}; {install_hint}", program.display())]
 pub struct EngineUnusable {
@@ -138,12 +139,12 @@ pub struct EngineUnusable {
     pub cause: VersionError,
 }
 
-/// Why an engine did not report its version.
+/// The reason why an engine did not report its version.
 #[derive(Debug, Error)]
 pub enum VersionError {
     #[error(transparent)]
     Start(io::Error),
-    /// The engine was killed.
+    /// The engine did not answer within this time and was killed.
     #[error("no answer within {} s", .0.as_secs())]
     TimedOut(Duration),
     #[error(transparent)]
@@ -161,8 +162,9 @@ pub trait Engine: Send + Sync {
     /// shows whether the engine can dump and restore tasks.
     ///
     /// # Errors
-    /// The text says what is missing and how to install it.
-    fn probe(&self) -> Result<String, EngineUnusable>;
+    /// The engine cannot be executed, or did not report its version. The error text contains the
+    /// cause and how to install the engine.
+    fn query_version(&self) -> Result<String, EngineUnusable>;
 
     /// Starts the engine to find out whether this host supports post-copy. The engine writes its
     /// messages into `dir`.
@@ -175,22 +177,22 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// The engine's process could not be created. The task is unchanged.
-    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure>;
+    fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure>;
 
     /// True if a dump failed only because another dump ran at the same moment, so that a retry may
-    /// succeed. `root` is the root process of the task. Also removes state of a killed engine that
-    /// would make every retry fail.
-    fn is_retryable(&self, root: i32, failure: &Failure) -> bool;
+    /// succeed. `root_pid` is the PID of the task's root process. Also removes files of a killed engine
+    /// that would make every retry fail.
+    fn prepare_retry(&self, root_pid: i32, failure: &Failure) -> bool;
 
     /// Starts a restore. The root of the restored task becomes a child of the calling process. The
     /// restore may consume the images, so they can be restored only once.
     ///
     /// # Errors
     /// The engine's process could not be created. Nothing of the task exists.
-    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure>;
+    fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure>;
 
     /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
-    /// finds few changed pages, or when `stop` is due. Blocks while the target accepts no data;
+    /// finds few changed pages, or when `stop_condition` is due. Blocks while the target accepts no data;
     /// shutting the stream down ends the call.
     ///
     /// # Errors
@@ -199,7 +201,7 @@ pub trait Engine: Send + Sync {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        stop: &PreCopyStopCondition,
+        stop_condition: &PreCopyStopCondition,
     ) -> Result<SentPages, Failure>;
 
     /// Receives pre-copied memory on a connected stream, at most `bytes_max` bytes. Blocks until
@@ -211,7 +213,7 @@ pub trait Engine: Send + Sync {
     fn receive_pre_copy(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure>;
 
     /// Starts the process that requests the memory of a task on the connected stream `page_stream`.
-    /// `dir` contains the images, `pre_copied` the pages that were pre-copied. Must be called
+    /// `dir` contains the images, `received_pages` the pages that were pre-copied. Must be called
     /// before the restore is started.
     ///
     /// # Errors
@@ -220,7 +222,7 @@ pub trait Engine: Send + Sync {
         &self,
         dir: &Path,
         page_stream: OwnedFd,
-        pre_copied: ReceivedPages,
+        received_pages: ReceivedPages,
     ) -> Result<Box<dyn MemoryFetch>, Failure>;
 }
 
@@ -234,7 +236,7 @@ pub trait PostCopyCheck: Send {
     ///
     /// # Errors
     /// The kernel does not support post-copy, or the check failed.
-    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
+    fn wait_for_result(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
 /// A dump whose engine process was started.
@@ -250,7 +252,7 @@ pub trait RunningDump: Send {
     ///
     /// # Errors
     /// The dump failed. The task still exists and is still stopped, unless it has exited.
-    fn finish(
+    fn wait_until_dumped(
         self: Box<Self>,
         limits: &CallLimits,
     ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>;
@@ -267,7 +269,7 @@ pub trait MemoryServer: Send {
     ///
     /// # Errors
     /// Memory could not be served. Only the target knows whether it has received all memory.
-    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
+    fn wait_until_served(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
 /// The memory of a restored task that is being fetched from the source.
@@ -285,7 +287,8 @@ pub trait MemoryFetch: Send {
     /// Some memory is missing and will not arrive. The caller must first kill the processes and
     /// then drop the [`UffdGuard`]: while the guard exists, the processes block when they access a
     /// missing page; without it they would read zeros.
-    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), (Failure, UffdGuard)>;
+    fn wait_until_fetched(self: Box<Self>, limits: &CallLimits)
+    -> Result<(), (Failure, UffdGuard)>;
 }
 
 /// Reports whether all memory of a task has arrived. All clones share one state.
@@ -294,37 +297,38 @@ pub trait MemoryFetch: Send {
 /// CPU time or is stopped.
 #[derive(Clone, Debug)]
 pub struct FetchCompletion {
-    complete: Arc<AtomicBool>,
+    is_complete: Arc<AtomicBool>,
     /// The stream on which the source sends the memory.
     stream: Arc<UnixStream>,
 }
 
 impl FetchCompletion {
     /// Creates the state "not complete" for memory that arrives on `stream`.
-    pub(crate) fn new(stream: Arc<UnixStream>) -> FetchCompletion {
-        FetchCompletion {
-            complete: Arc::default(),
+    pub(crate) fn new(stream: Arc<UnixStream>) -> Self {
+        Self {
+            is_complete: Arc::default(),
             stream,
         }
     }
 
     pub(crate) fn mark_complete(&self) {
-        self.complete.store(true, Ordering::Release);
+        self.is_complete.store(true, Ordering::Release);
     }
 
-    /// Handles that the source will send no more memory. Returns true if no memory is missing; then
-    /// the stream is closed, so that the engine stops waiting and succeeds.
+    /// Handles the end of the memory stream: the source will send no more memory. Returns true if
+    /// no memory is missing. Then the stream is closed, so that the engine stops waiting and
+    /// succeeds.
     pub fn close_if_complete(&self) -> bool {
-        let complete = self.is_complete();
-        if complete {
+        let is_complete = self.is_complete();
+        if is_complete {
             // The source may have closed the stream already.
             let _ = self.stream.shutdown(net::Shutdown::Both);
         }
-        complete
+        is_complete
     }
 
     pub(crate) fn is_complete(&self) -> bool {
-        self.complete.load(Ordering::Acquire)
+        self.is_complete.load(Ordering::Acquire)
     }
 }
 
@@ -345,7 +349,7 @@ pub trait RunningRestore: Send {
     ///
     /// # Errors
     /// The engine's process is dead and reaped. Some processes of the task may remain in its PID
-    /// namespace: kill the namespace's init.
+    /// namespace; the caller must kill the namespace's init.
     fn wait_until_restored(
         self: Box<Self>,
         limits: &CallLimits,
@@ -361,11 +365,11 @@ pub trait RestoredTask: Send {
     /// was dumped.
     ///
     /// # Errors
-    /// As for [`RunningRestore::wait_until_restored`]. If the engine died late, the task may have
-    /// run.
-    fn release(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
+    /// As for [`RunningRestore::wait_until_restored`]. If the engine has died after it had begun to
+    /// detach, the task may have run.
+    fn complete_restore(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 
     /// Aborts the restore: the engine is killed, or removes what it has built and exits. Returns
     /// without a long wait.
-    fn abort(self: Box<Self>);
+    fn abort_restore(self: Box<Self>);
 }

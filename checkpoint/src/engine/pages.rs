@@ -8,56 +8,58 @@ pub(crate) const BLOCK_PAGES: u64 = 128;
 
 /// Returns this host's page size in bytes.
 pub(crate) fn page_size() -> u64 {
-    let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    known
-        .and_then(|bytes| u64::try_from(bytes).ok())
+    let size = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
+    size.and_then(|bytes| u64::try_from(bytes).ok())
         .expect("the system has pages of some size")
 }
 
 /// Returns the number of the block that contains `address`, and the index within the block of the
 /// page that contains `address`.
 pub(crate) fn block_and_index(address: u64, page_size: u64) -> (u64, usize) {
-    let number = address / page_size;
-    (number / BLOCK_PAGES, (number % BLOCK_PAGES) as usize)
+    let page_number = address / page_size;
+    (
+        page_number / BLOCK_PAGES,
+        (page_number % BLOCK_PAGES) as usize,
+    )
 }
 
-/// Returns the bit mask of `count` pages of a block, starting with the page of index `first`.
-pub(crate) fn page_bits(first: usize, count: usize) -> u128 {
-    let all = if count as u64 >= BLOCK_PAGES {
+/// Returns the bit mask of `page_count` pages of a block, starting with the page whose index is `first_index`.
+pub(crate) fn page_bits(first_index: usize, page_count: usize) -> u128 {
+    let bits = if page_count as u64 >= BLOCK_PAGES {
         u128::MAX
     } else {
-        (1 << count) - 1
+        (1 << page_count) - 1
     };
-    all << first
+    bits << first_index
 }
 
 /// A range of adjacent pages within one block.
 pub(crate) struct BlockRange {
     pub(crate) block: u64,
     /// Index within the block of the first page.
-    pub(crate) first: usize,
-    pub(crate) pages: usize,
+    pub(crate) first_index: usize,
+    pub(crate) page_count: usize,
 }
 
 impl BlockRange {
     pub(crate) fn bits(&self) -> u128 {
-        page_bits(self.first, self.pages)
+        page_bits(self.first_index, self.page_count)
     }
 }
 
-/// Splits a range of `pages` pages that starts at `address` at the boundaries between blocks.
-pub(crate) fn split_by_block(address: u64, pages: u64, page_size: u64) -> Vec<BlockRange> {
-    let (mut at, end) = (address / page_size, address / page_size + pages);
+/// Splits a range of `page_count` pages that starts at `address` at the boundaries between blocks.
+pub(crate) fn split_by_block(address: u64, page_count: u64, page_size: u64) -> Vec<BlockRange> {
+    let (mut page_number, end) = (address / page_size, address / page_size + page_count);
     let mut ranges = Vec::new();
-    while at < end {
-        let (block, first) = block_and_index(at * page_size, page_size);
-        let pages = (end - at).min(BLOCK_PAGES - first as u64);
+    while page_number < end {
+        let (block, first_index) = block_and_index(page_number * page_size, page_size);
+        let page_count = (end - page_number).min(BLOCK_PAGES - first_index as u64);
         ranges.push(BlockRange {
             block,
-            first,
-            pages: pages as usize,
+            first_index,
+            page_count: page_count as usize,
         });
-        at += pages;
+        page_number += page_count;
     }
     ranges
 }

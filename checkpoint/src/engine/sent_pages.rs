@@ -21,53 +21,56 @@ type Hash = [u8; HASH_BYTES];
 /// All clones share one request.
 #[derive(Clone, Debug)]
 pub struct PreCopyStopCondition {
-    requested: Arc<AtomicBool>,
+    stop_requested: Arc<AtomicBool>,
     deadline: Instant,
     /// Send rate in bytes per second above which the pre-copy stops; `None` if the rate is not
     /// limited.
-    rate_max: Option<u64>,
+    bytes_per_second_max: Option<u64>,
 }
 
 impl PreCopyStopCondition {
     /// Creates a condition that stops the pre-copy at `deadline`.
-    pub fn at_deadline(deadline: Instant) -> PreCopyStopCondition {
-        PreCopyStopCondition {
-            requested: Arc::default(),
+    pub fn at_deadline(deadline: Instant) -> Self {
+        Self {
+            stop_requested: Arc::default(),
             deadline,
-            rate_max: None,
+            bytes_per_second_max: None,
         }
     }
 
     /// Also stops the pre-copy if its send rate exceeds this limit.
     #[must_use]
-    pub fn with_rate_limit(self, bytes_per_second: u64) -> PreCopyStopCondition {
-        PreCopyStopCondition {
-            rate_max: Some(bytes_per_second),
+    pub fn with_rate_limit(self, bytes_per_second: u64) -> Self {
+        Self {
+            bytes_per_second_max: Some(bytes_per_second),
             ..self
         }
     }
 
-    /// Stops the pre-copy. The request cannot be undone.
-    pub fn request(&self) {
-        self.requested.store(true, Ordering::Relaxed);
+    /// Requests the end of the pre-copy. The request cannot be undone.
+    pub fn request_stop(&self) {
+        self.stop_requested.store(true, Ordering::Relaxed);
     }
 
     /// Stops the pre-copy if this measured rate, in bytes per second, is above the limit.
-    pub(crate) fn observe_rate(&self, rate: u64) {
-        if self.rate_max.is_some_and(|max| rate > max) {
-            self.request();
+    pub(crate) fn observe_rate(&self, bytes_per_second: u64) {
+        if self
+            .bytes_per_second_max
+            .is_some_and(|max| bytes_per_second > max)
+        {
+            self.request_stop();
         }
     }
 
     /// True if the pre-copy must end.
     pub(crate) fn is_due(&self) -> bool {
-        self.requested.load(Ordering::Relaxed) || Instant::now() >= self.deadline
+        self.stop_requested.load(Ordering::Relaxed) || Instant::now() >= self.deadline
     }
 }
 
-/// Records which pages of one block were sent, with the hashes of their content.
+/// Records which pages of one block were sent, with the hashes of the content that was sent.
 #[derive(Debug)]
-struct Block {
+struct SentBlock {
     sent_bits: u128,
     /// Hash of the content that was sent for each page of the block.
     hashes: Box<[Hash]>,
@@ -78,7 +81,7 @@ struct Block {
 pub struct SentPages {
     page_size: u64,
     /// The state of each block, by process and block number.
-    blocks: BTreeMap<(u64, u64), Block>,
+    blocks: BTreeMap<(u64, u64), SentBlock>,
     /// Number of distinct pages that were sent.
     distinct_page_count: u64,
     /// Number of bytes that were sent, including pages that were sent again.
@@ -86,10 +89,10 @@ pub struct SentPages {
 }
 
 impl SentPages {
-    pub(crate) fn new(page_size: u64) -> SentPages {
-        SentPages {
+    pub(crate) fn new(page_size: u64) -> Self {
+        Self {
             page_size,
-            ..SentPages::default()
+            ..Self::default()
         }
     }
 
@@ -108,11 +111,11 @@ impl SentPages {
     }
 
     /// True if this page was sent with this content.
-    pub(crate) fn has(&self, process: u64, address: u64, content: &[u8]) -> bool {
+    pub(crate) fn contains(&self, namespace_pid: u64, address: u64, content: &[u8]) -> bool {
         let (block, index) = block_and_index(address, self.page_size);
-        let block = self.blocks.get(&(process, block));
+        let block = self.blocks.get(&(namespace_pid, block));
         block.is_some_and(|block| {
-            block.sent_bits & (1 << index) != 0 && block.hashes[index] == hash(content)
+            block.sent_bits & (1 << index) != 0 && block.hashes[index] == content_hash(content)
         })
     }
 
@@ -121,13 +124,13 @@ impl SentPages {
     /// distinct pages were already sent.
     pub(crate) fn record(
         &mut self,
-        process: u64,
+        namespace_pid: u64,
         address: u64,
         content: &[u8],
         pages_max: u64,
     ) -> bool {
         let (block, index) = block_and_index(address, self.page_size);
-        let key = (process, block);
+        let key = (namespace_pid, block);
         let was_sent = self
             .blocks
             .get(&key)
@@ -135,11 +138,11 @@ impl SentPages {
         if !was_sent && self.distinct_page_count >= pages_max {
             return false;
         }
-        let block = self.blocks.entry(key).or_insert_with(|| Block {
+        let block = self.blocks.entry(key).or_insert_with(|| SentBlock {
             sent_bits: 0,
             hashes: vec![Hash::default(); BLOCK_PAGES as usize].into(),
         });
-        let hash = hash(content);
+        let hash = content_hash(content);
         if was_sent && block.hashes[index] == hash {
             return false;
         }
@@ -150,7 +153,7 @@ impl SentPages {
     }
 }
 
-fn hash(content: &[u8]) -> Hash {
+fn content_hash(content: &[u8]) -> Hash {
     *blake3::hash(content)
         .as_bytes()
         .first_chunk()
@@ -165,21 +168,29 @@ mod tests {
     /// A pre-copy stops when any clone of the condition requests it, and at the deadline.
     #[test]
     fn pre_copy_stops_on_request_and_at_the_deadline() {
-        let stop = PreCopyStopCondition::at_deadline(Instant::now() + Duration::from_secs(600));
-        assert!(!stop.is_due() && PreCopyStopCondition::at_deadline(Instant::now()).is_due());
-        stop.clone().request();
-        assert!(stop.is_due());
+        let condition =
+            PreCopyStopCondition::at_deadline(Instant::now() + Duration::from_secs(600));
+        assert!(!condition.is_due() && PreCopyStopCondition::at_deadline(Instant::now()).is_due());
+        condition.clone().request_stop();
+        assert!(condition.is_due());
     }
 
     /// A page is recorded again only with new content, and no page beyond the maximum is recorded.
     #[test]
     fn pages_are_sent_once_and_up_to_the_maximum() {
-        let mut sent = SentPages::new(4);
+        let mut sent_pages = SentPages::new(4);
         let is_new: Vec<bool> = [(0, 1), (4, 1), (0, 1), (0, 2), (8, 1)]
-            .map(|(at, byte)| sent.record(1, at, &[byte; 4], 2))
+            .map(|(address, byte)| sent_pages.record(1, address, &[byte; 4], 2))
             .to_vec();
         assert_eq!(is_new, [true, true, false, true, false]);
-        assert_eq!((sent.distinct_page_count, sent.sent_bytes()), (2, 12));
-        assert!(sent.has(1, 0, &[2; 4]) && !sent.has(1, 0, &[1; 4]) && !sent.has(1, 8, &[1; 4]));
+        assert_eq!(
+            (sent_pages.distinct_page_count, sent_pages.sent_bytes()),
+            (2, 12)
+        );
+        assert!(
+            sent_pages.contains(1, 0, &[2; 4])
+                && !sent_pages.contains(1, 0, &[1; 4])
+                && !sent_pages.contains(1, 8, &[1; 4])
+        );
     }
 }

@@ -9,8 +9,8 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 /// An order to the thread that traces the dumped processes (the tracer).
 #[derive(Debug)]
 pub(crate) enum TracerOrder {
-    /// From now on retain the memory of a process that is killed. The tracer replies on the channel
-    /// when it has executed the order.
+    /// Order to retain the memory of each process that is killed from now on. The tracer replies on
+    /// the channel when it has executed the order.
     RetainMemoryAfterKill(SyncSender<()>),
     /// Detach from all processes and end.
     Detach,
@@ -37,14 +37,14 @@ impl ServedMemory {
     /// A killed process executes no more instructions, but exits only when its memory is no longer
     /// needed.
     pub fn retain_memory_after_kill(&self) {
-        let (answer, answered) = sync_channel(1);
+        let (reply_sender, reply_receiver) = sync_channel(1);
         if self
             .order_sender
-            .send(TracerOrder::RetainMemoryAfterKill(answer))
+            .send(TracerOrder::RetainMemoryAfterKill(reply_sender))
             .is_ok()
         {
             // Fails if the tracer has just ended.
-            let _ = answered.recv();
+            let _ = reply_receiver.recv();
         }
     }
 }

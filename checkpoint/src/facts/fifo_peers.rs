@@ -13,9 +13,10 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
     Some((meta.dev(), meta.ino()))
 }
 
-/// Returns the path of the first of these pipes that a process outside `task_processes` has open;
-/// `None` if there is none. Processes that cannot be inspected are skipped.
-pub(super) fn pipe_open_elsewhere(
+/// Returns the path of the first pipe of `pipes` that a process outside `task_processes` has open;
+/// `None` if no such process has one open. `pipes` maps device and inode number to the path.
+/// Processes that cannot be inspected are skipped.
+pub(super) fn pipe_open_outside_task(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     task_processes: &[i32],
 ) -> Option<PathBuf> {
@@ -25,20 +26,20 @@ pub(super) fn pipe_open_elsewhere(
     proc::process_ids()
         .into_iter()
         .filter(|pid| !task_processes.contains(pid))
-        .find_map(|pid| pipe_open_in(pid, pipes))
+        .find_map(|pid| pipe_open_in_process(pid, pipes))
 }
 
-fn pipe_open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
+fn pipe_open_in_process(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
     proc::descriptors(pid).ok()?.find_map(|entry| {
         // Only descriptors with a path are inspected further: reading the metadata of other files
         // may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
-        let found = if is_path {
+        let identity = if is_path {
             file_identity(&entry.path())
         } else {
             None
         };
-        pipes.get(&found?).cloned()
+        pipes.get(&identity?).cloned()
     })
 }
 
@@ -53,17 +54,17 @@ mod tests {
         let path = dir.path().join("fifo");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
         let pipes = BTreeMap::from([(file_identity(&path).expect("it exists"), path.clone())]);
-        assert_eq!(pipe_open_elsewhere(&pipes, &[]), None);
-        let end = std::fs::File::options()
+        assert_eq!(pipe_open_outside_task(&pipes, &[]), None);
+        let read_end = std::fs::File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(&path)
             .expect("open");
-        assert_eq!(pipe_open_elsewhere(&pipes, &[]), Some(path));
+        assert_eq!(pipe_open_outside_task(&pipes, &[]), Some(path));
         assert_eq!(
-            pipe_open_elsewhere(&pipes, &[std::process::id() as i32]),
+            pipe_open_outside_task(&pipes, &[std::process::id() as i32]),
             None
         );
-        drop(end);
+        drop(read_end);
     }
 }

@@ -1,5 +1,6 @@
-//! Regular files that a task has open: whether they are copied when the task migrates, as selected
-//! by `SEMPA_FILES`, and whether they can be created at the target.
+//! Policy for the regular files that a task has open, as selected by `SEMPA_FILES`: it determines
+//! which files are copied in a migration. The module also checks whether a file can be created at
+//! the target.
 
 use super::descriptors::{DescriptorMeaning, read_descriptor};
 use crate::proc;
@@ -13,8 +14,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// The environment variable that selects the file policy of a task.
-const POLICY_VARIABLE: &[u8] = b"SEMPA_FILES=";
+/// Start of the environment entry that selects the file policy of a task; the policy's name
+/// follows.
+const POLICY_ENTRY_START: &[u8] = b"SEMPA_FILES=";
 /// Maximum total size in bytes of the files that are copied with one task.
 pub const COPIED_BYTES_MAX: u64 = 1 << 30;
 /// Maximum number of files that are copied with one task.
@@ -37,25 +39,29 @@ impl FilePolicy {
     ///
     /// # Errors
     /// The variable has an unknown value.
-    pub(super) fn of_task(root: i32) -> Result<FilePolicy, Refusal> {
+    pub(super) fn read_from_process(root_pid: i32) -> Result<Self, Refusal> {
         // The environment cannot be read if the process or its main thread has exited. Other checks
         // refuse such a process.
-        FilePolicy::parse(&proc::environment(root))
+        Self::parse(&proc::environment(root_pid))
     }
 
-    fn parse(environment: &[u8]) -> Result<FilePolicy, Refusal> {
+    fn parse(environment: &[u8]) -> Result<Self, Refusal> {
         let value = environment
             .split(|byte| *byte == 0)
-            .find_map(|entry| entry.strip_prefix(POLICY_VARIABLE));
+            .find_map(|entry| entry.strip_prefix(POLICY_ENTRY_START));
         match value.unwrap_or_default() {
-            b"" | b"shared" => Ok(FilePolicy::Shared),
-            b"copy" => Ok(FilePolicy::Copy),
-            b"refuse" => Ok(FilePolicy::Refuse),
-            other => {
-                let other: String = String::from_utf8_lossy(other).chars().take(40).collect();
-                let what =
-                    format!("SEMPA_FILES={other}, which is not one of shared, copy and refuse");
-                Err(Refusal::UnsupportedResource { what })
+            b"" | b"shared" => Ok(Self::Shared),
+            b"copy" => Ok(Self::Copy),
+            b"refuse" => Ok(Self::Refuse),
+            unknown_value => {
+                let unknown_value: String = String::from_utf8_lossy(unknown_value)
+                    .chars()
+                    .take(40)
+                    .collect();
+                let resource = format!(
+                    "SEMPA_FILES={unknown_value}, which is not one of shared, copy and refuse"
+                );
+                Err(Refusal::UnsupportedResource { what: resource })
             }
         }
     }
@@ -71,30 +77,30 @@ pub struct OpenFile {
     pub gid: u32,
 }
 
-/// True for a regular file that belongs to the user of this process, as whom tasks run on this
-/// host.
+/// True for a regular file that belongs to the user of this process. All tasks of this host run as
+/// that user.
 pub(super) fn belongs_to_this_user(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
-/// Returns the files that are copied when the task of these stopped processes migrates. `root` is
-/// the task's root process.
-pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
+/// Returns the files that are copied when the task with these stopped processes migrates. `root_pid` is
+/// the PID of the task's root process.
+pub fn files_to_copy(root_pid: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
-    if FilePolicy::of_task(root) != Ok(FilePolicy::Copy) {
+    if FilePolicy::read_from_process(root_pid) != Ok(FilePolicy::Copy) {
         return Vec::new();
     }
     for pid in processes {
-        let Ok(open) = proc::descriptors(*pid) else {
+        let Ok(fd_entries) = proc::descriptors(*pid) else {
             continue;
         };
-        for entry in open {
-            let (fd_path, number) = (entry.path(), entry.file_name());
-            let meaning = read_descriptor(*pid, &fd_path, &number.to_string_lossy());
+        for entry in fd_entries {
+            let (fd_path, fd_number) = (entry.path(), entry.file_name());
+            let meaning = read_descriptor(*pid, &fd_path, &fd_number.to_string_lossy());
             let Ok(
-                DescriptorMeaning::SameLength(path, _)
-                | DescriptorMeaning::MinimumLength(path)
-                | DescriptorMeaning::MustExist(path),
+                DescriptorMeaning::EqualLengthFile(path, _)
+                | DescriptorMeaning::MinimumLengthFile(path)
+                | DescriptorMeaning::ExistingFile(path),
             ) = meaning
             else {
                 continue;
@@ -123,27 +129,28 @@ pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
 /// # Errors
 /// The directory does not exist, or a component of the path is a symbolic link.
 pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
-    let wrong = || io::Error::from(io::ErrorKind::InvalidInput);
+    let invalid_path = || io::Error::from(io::ErrorKind::InvalidInput);
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
-    let (folder, name) = (
-        path.parent().ok_or_else(wrong)?,
-        path.file_name().ok_or_else(wrong)?,
+    let (parent, name) = (
+        path.parent().ok_or_else(invalid_path)?,
+        path.file_name().ok_or_else(invalid_path)?,
     );
-    let mut parts = folder.components();
-    if parts.next() != Some(Component::RootDir) {
-        return Err(wrong());
+    let mut components = parent.components();
+    if components.next() != Some(Component::RootDir) {
+        return Err(invalid_path());
     }
-    let mut at: OwnedFd = std::fs::File::open("/")?.into();
-    for part in parts {
-        let Component::Normal(part) = part else {
-            return Err(wrong());
+    let mut dir_fd: OwnedFd = std::fs::File::open("/")?.into();
+    for component in components {
+        let Component::Normal(component) = component else {
+            return Err(invalid_path());
         };
-        at = openat(&at, part, flags | OFlag::O_PATH, Mode::empty())?;
+        dir_fd = openat(&dir_fd, component, flags | OFlag::O_PATH, Mode::empty())?;
     }
-    Ok((at, OsStr::to_os_string(name)))
+    Ok((dir_fd, OsStr::to_os_string(name)))
 }
 
-/// Returns why a task of this user cannot create a file at this path; `None` if it can.
+/// Returns the reason why a task of the user `uid` cannot create a file at this path; `None` if it
+/// can.
 pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
     let own_uid = nix::unistd::geteuid().as_raw();
@@ -152,12 +159,12 @@ pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
             "its user is {uid}, and tasks run as {own_uid} there"
         ));
     }
-    let (folder, _) = match open_parent_dir(path) {
-        Ok(found) => found,
+    let (parent_dir, _) = match open_parent_dir(path) {
+        Ok(parent) => parent,
         Err(e) => return Some(format!("its directory: {e}")),
     };
-    let through = format!("/proc/self/fd/{}", folder.as_raw_fd());
-    let access = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
+    let fd_path = format!("/proc/self/fd/{}", parent_dir.as_raw_fd());
+    let access = nix::unistd::access(fd_path.as_str(), nix::unistd::AccessFlags::W_OK);
     access.err().map(|e| format!("its directory: {}", e.desc()))
 }
 
@@ -167,18 +174,24 @@ mod tests {
 
     #[test]
     fn file_policy_is_read_from_environment() {
-        let read = |environment: &str| FilePolicy::parse(environment.as_bytes());
-        assert_eq!(read(""), Ok(FilePolicy::Shared));
-        assert_eq!(read("A=1\0SEMPA_FILES=\0"), Ok(FilePolicy::Shared));
+        let parse_policy = |environment: &str| FilePolicy::parse(environment.as_bytes());
+        assert_eq!(parse_policy(""), Ok(FilePolicy::Shared));
+        assert_eq!(parse_policy("A=1\0SEMPA_FILES=\0"), Ok(FilePolicy::Shared));
         assert_eq!(
-            read("A=SEMPA_FILES=copy\0SEMPA_FILES=shared\0"),
+            parse_policy("A=SEMPA_FILES=copy\0SEMPA_FILES=shared\0"),
             Ok(FilePolicy::Shared)
         );
-        assert_eq!(read("A=1\0SEMPA_FILES=copy\0"), Ok(FilePolicy::Copy));
-        assert_eq!(read("SEMPA_FILES=refuse\0B=2\0"), Ok(FilePolicy::Refuse));
-        let wrong = read("SEMPA_FILES=cpoy\0").expect_err("nothing that is known");
         assert_eq!(
-            wrong.to_string(),
+            parse_policy("A=1\0SEMPA_FILES=copy\0"),
+            Ok(FilePolicy::Copy)
+        );
+        assert_eq!(
+            parse_policy("SEMPA_FILES=refuse\0B=2\0"),
+            Ok(FilePolicy::Refuse)
+        );
+        let refusal = parse_policy("SEMPA_FILES=cpoy\0").expect_err("nothing that is known");
+        assert_eq!(
+            refusal.to_string(),
             "it has SEMPA_FILES=cpoy, which is not one of shared, copy and refuse"
         );
     }
@@ -186,24 +199,27 @@ mod tests {
     #[test]
     fn symbolic_links_to_directory_are_refused() {
         let dir = tempfile::tempdir().expect("dir");
-        let real = dir.path().canonicalize().expect("there");
-        std::fs::create_dir(real.join("folder")).expect("made");
-        std::os::unix::fs::symlink("folder", real.join("link")).expect("made");
-        let (_, name) = open_parent_dir(&real.join("folder/file")).expect("it is there");
+        let real_dir = dir.path().canonicalize().expect("there");
+        std::fs::create_dir(real_dir.join("folder")).expect("made");
+        std::os::unix::fs::symlink("folder", real_dir.join("link")).expect("made");
+        let (_, name) = open_parent_dir(&real_dir.join("folder/file")).expect("it is there");
         assert_eq!(name, "file");
         for path in ["link/file", "folder/../folder/file", "none/file"] {
-            assert!(open_parent_dir(&real.join(path)).is_err(), "{path}");
+            assert!(open_parent_dir(&real_dir.join(path)).is_err(), "{path}");
         }
         assert!(
             open_parent_dir(Path::new("folder/file")).is_err()
                 && open_parent_dir(Path::new("/")).is_err()
         );
-        let own = nix::unistd::geteuid().as_raw();
-        assert_eq!(creation_obstacle(&real.join("folder/file"), own), None);
-        assert!(creation_obstacle(&real.join("link/file"), own).is_some());
+        let own_uid = nix::unistd::geteuid().as_raw();
+        assert_eq!(
+            creation_obstacle(&real_dir.join("folder/file"), own_uid),
+            None
+        );
+        assert!(creation_obstacle(&real_dir.join("link/file"), own_uid).is_some());
         assert!(
-            creation_obstacle(&real.join("folder/file"), own + 1)
-                .is_some_and(|why| why.contains("its user is"))
+            creation_obstacle(&real_dir.join("folder/file"), own_uid + 1)
+                .is_some_and(|reason| reason.contains("its user is"))
         );
     }
 }

@@ -58,19 +58,19 @@ impl HashCache {
 }
 
 fn file_key(meta: &Metadata) -> FileKey {
-    let time = |seconds: i64, nanoseconds: i64| {
+    let to_nanoseconds = |seconds: i64, nanoseconds: i64| {
         i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
     };
-    let (modification, status_change) = (
-        time(meta.mtime(), meta.mtime_nsec()),
-        time(meta.ctime(), meta.ctime_nsec()),
+    let (modification_ns, status_change_ns) = (
+        to_nanoseconds(meta.mtime(), meta.mtime_nsec()),
+        to_nanoseconds(meta.ctime(), meta.ctime_nsec()),
     );
     (
         meta.dev(),
         meta.ino(),
         meta.len(),
-        modification,
-        status_change,
+        modification_ns,
+        status_change_ns,
     )
 }
 
@@ -83,11 +83,11 @@ mod tests {
         let cache = HashCache::default();
         let path = std::env::temp_dir().join(format!("sempa-hash-{}", std::process::id()));
         std::fs::write(&path, "one").expect("write");
-        let one = cache.hash(&path).expect("hash");
-        assert_eq!(one, blake3::hash(b"one").to_hex().to_string());
-        assert_eq!(cache.hash(&path).expect("again"), one);
+        let first_hash = cache.hash(&path).expect("hash");
+        assert_eq!(first_hash, blake3::hash(b"one").to_hex().to_string());
+        assert_eq!(cache.hash(&path).expect("again"), first_hash);
         std::fs::write(&path, "other").expect("write");
-        assert_ne!(cache.hash(&path).expect("hash"), one);
+        assert_ne!(cache.hash(&path).expect("hash"), first_hash);
         std::fs::remove_file(&path).expect("remove");
         assert!(cache.hash(&path).is_err());
     }
@@ -98,29 +98,29 @@ mod tests {
         let (cache, dir) = (HashCache::default(), tempfile::tempdir().expect("dir"));
         let path = dir.path().join("library");
         std::fs::write(&path, "one").expect("write");
-        let before = std::fs::metadata(&path).expect("there");
-        let (one, modified) = (
+        let old_meta = std::fs::metadata(&path).expect("there");
+        let (first_hash, modification_time) = (
             cache.hash(&path).expect("hash"),
-            before.modified().expect("a time"),
+            old_meta.modified().expect("a time"),
         );
-        let changed = |meta: &std::fs::Metadata| (meta.ctime(), meta.ctime_nsec());
+        let status_change_time = |meta: &Metadata| (meta.ctime(), meta.ctime_nsec());
         // Repeat the write until the time of the file system, which may be coarse, has advanced.
         loop {
             std::fs::write(&path, "two").expect("write");
             File::options()
                 .write(true)
                 .open(&path)
-                .and_then(|file| file.set_modified(modified))
+                .and_then(|file| file.set_modified(modification_time))
                 .expect("set back");
-            let now = std::fs::metadata(&path).expect("there");
+            let new_meta = std::fs::metadata(&path).expect("there");
             assert_eq!(
-                (now.len(), now.modified().expect("a time")),
-                (before.len(), modified)
+                (new_meta.len(), new_meta.modified().expect("a time")),
+                (old_meta.len(), modification_time)
             );
-            if changed(&now) != changed(&before) {
+            if status_change_time(&new_meta) != status_change_time(&old_meta) {
                 break;
             }
         }
-        assert_ne!(cache.hash(&path).expect("hash"), one);
+        assert_ne!(cache.hash(&path).expect("hash"), first_hash);
     }
 }

@@ -16,8 +16,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Namespaces that a task must share with its tasker. Each has a description for a task that does
-/// not share it.
+/// Namespaces that a task must share with its tasker: the name in /proc/PID/ns, and the description
+/// in the refusal of a task that has another namespace of this kind.
 const SHARED_NAMESPACES: [(&str, &str); 5] = [
     ("mnt", "a mount namespace of its own"),
     ("net", "a network namespace of its own"),
@@ -29,7 +29,7 @@ const SHARED_NAMESPACES: [(&str, &str); 5] = [
 /// The processes of a task to inspect.
 #[derive(Clone, Debug)]
 pub struct TaskProcesses {
-    pub root: i32,
+    pub root_pid: i32,
     /// All processes, including the root.
     pub processes: Vec<i32>,
 }
@@ -38,24 +38,24 @@ pub struct TaskProcesses {
 /// and with the target's refusal of each file, the list fits into one frame.
 pub const FILE_LIST_BYTES_MAX: u64 = 32 << 20;
 /// Maximum size in bytes of an entry in the file list, without its path.
-const FILE_ENTRY_OVERHEAD: u64 = 256;
+const FILE_ENTRY_OVERHEAD_BYTES: u64 = 256;
 
 /// The findings about all processes of a task together.
 #[derive(Clone, Default)]
 struct InspectionFindings {
     /// How open files of the task are treated.
     file_policy: FilePolicy,
-    files: BTreeMap<PathBuf, (u64, FileNeed)>,
+    required_files: BTreeMap<PathBuf, (u64, FileNeed)>,
     /// Size in bytes of the file list.
-    list_bytes: u64,
+    file_list_bytes: u64,
     /// Inode numbers of the task's sockets.
     sockets: BTreeSet<u64>,
     /// Inode numbers of the sockets that the library closes before the dump.
     library_sockets: BTreeSet<u64>,
-    terminals: BTreeSet<u64>,
+    terminal_slaves: BTreeSet<u64>,
     terminal_masters: BTreeSet<u64>,
     /// Paths of the task's named pipes, by device and inode number.
-    pipes: BTreeMap<(u64, u64), PathBuf>,
+    named_pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
 /// Requirement of a task for a file at the target. Each requirement includes the previous ones.
@@ -72,19 +72,19 @@ enum FileNeed {
 }
 
 impl InspectionFindings {
-    fn require(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
-        if let Some((_, before)) = self.files.get_mut(path) {
+    fn require_file(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
+        if let Some((_, before)) = self.required_files.get_mut(path) {
             *before = need.max(*before);
             return Ok(());
         }
-        self.list_bytes += path.as_os_str().len() as u64 + FILE_ENTRY_OVERHEAD;
-        if self.list_bytes > FILE_LIST_BYTES_MAX {
+        self.file_list_bytes += path.as_os_str().len() as u64 + FILE_ENTRY_OVERHEAD_BYTES;
+        if self.file_list_bytes > FILE_LIST_BYTES_MAX {
             return Err(Refusal::FilesTooMany {
-                files: self.files.len(),
+                files: self.required_files.len(),
                 limit: FILE_LIST_BYTES_MAX,
             });
         }
-        self.files.insert(path.into(), (bytes, need));
+        self.required_files.insert(path.into(), (bytes, need));
         Ok(())
     }
 
@@ -101,7 +101,7 @@ impl InspectionFindings {
             return Ok(());
         };
         let is_program = self
-            .files
+            .required_files
             .get(path)
             .is_some_and(|(_, need)| *need == FileNeed::EqualContent);
         let need = match (self.file_policy, need) {
@@ -118,10 +118,11 @@ impl InspectionFindings {
             }
             _ => need,
         };
-        self.require(path, meta.len(), need)
+        self.require_file(path, meta.len(), need)
     }
 
-    /// Fails if the files to copy exceed the limits.
+    /// Fails if more than [`COPIED_FILES_MAX`] files, or more than [`COPIED_BYTES_MAX`] bytes in
+    /// total, would be copied.
     fn check_copied_files(&self) -> Result<(), Refusal> {
         let is_copied = |need: &FileNeed| {
             matches!(
@@ -132,12 +133,12 @@ impl InspectionFindings {
             )
         };
         let copied_sizes = self
-            .files
+            .required_files
             .values()
             .filter(|(_, need)| is_copied(need))
             .map(|(bytes, _)| *bytes);
-        let (files, bytes) = copied_sizes.fold((0, 0_u64), |(files, sum), bytes| {
-            (files + 1, sum.saturating_add(bytes))
+        let (files, bytes) = copied_sizes.fold((0, 0_u64), |(files, byte_sum), bytes| {
+            (files + 1, byte_sum.saturating_add(bytes))
         });
         match files > COPIED_FILES_MAX || bytes > COPIED_BYTES_MAX {
             true => Err(Refusal::OpenFilesTooLarge {
@@ -150,8 +151,10 @@ impl InspectionFindings {
     }
 }
 
-fn unsupported(what: impl Into<String>) -> Refusal {
-    Refusal::UnsupportedResource { what: what.into() }
+fn unsupported_resource(resource: impl Into<String>) -> Refusal {
+    Refusal::UnsupportedResource {
+        what: resource.into(),
+    }
 }
 
 /// Inspects a task without stopping it. Changes during the inspection may be missed. `engine` is
@@ -166,51 +169,51 @@ pub fn inspect(
 ) -> Result<TaskFacts, Refusal> {
     check_process_tree(task)?;
     let mut findings = InspectionFindings {
-        file_policy: FilePolicy::of_task(task.root)?,
+        file_policy: FilePolicy::read_from_process(task.root_pid)?,
         ..InspectionFindings::default()
     };
     for &pid in &task.processes {
-        inspect_process_until_stable(pid, task.root, &mut findings)?;
+        inspect_process_until_stable(pid, task.root_pid, &mut findings)?;
     }
-    check_connections(task.root, &findings)?;
+    check_connections(task.root_pid, &findings)?;
     findings.check_copied_files()?;
-    if let Some(number) = findings
-        .terminals
+    if let Some(terminal_number) = findings
+        .terminal_slaves
         .difference(&findings.terminal_masters)
         .next()
     {
-        return Err(unsupported(format!(
-            "the terminal /dev/pts/{number}, whose master end is held by another process"
+        return Err(unsupported_resource(format!(
+            "the terminal /dev/pts/{terminal_number}, whose master end is held by another process"
         )));
     }
-    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &task.processes) {
-        return Err(unsupported(format!(
+    if let Some(path) = fifo_peers::pipe_open_outside_task(&findings.named_pipes, &task.processes) {
+        return Err(unsupported_resource(format!(
             "the named pipe {}, which another process has open",
             path.display()
         )));
     }
-    if let Some(what) = sysv::object_used_by(&task.processes) {
-        return Err(unsupported(what));
+    if let Some(object) = sysv::describe_used_object(&task.processes) {
+        return Err(unsupported_resource(object));
     }
-    let uid = proc::status(task.root).map(|status| status.euid);
+    let uid = proc::status(task.root_pid).map(|status| status.euid);
     Ok(TaskFacts {
         program: Box::default(),
-        resident_bytes: task
+        memory_bytes: task
             .processes
             .iter()
-            .filter_map(|pid| resident_bytes(*pid))
+            .filter_map(|pid| process_memory_bytes(*pid))
             .sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
         cpu_features: this_host::cpu_features(),
         kernel_features: kernel::kernel_features(),
-        kernel: proc::kernel_release().into(),
-        engine,
-        threads: task
+        kernel_release: proc::kernel_release().into(),
+        engine_version: engine,
+        thread_count: task
             .processes
             .iter()
             .filter_map(|pid| u32::try_from(proc::status(*pid)?.threads).ok())
             .sum(),
-        files: file_facts(findings.files, hashes)?,
+        files: file_facts(findings.required_files, hashes)?,
         launch: None,
     })
 }
@@ -240,7 +243,7 @@ pub fn hash_program_files(pid: i32, hashes: &HashCache) {
 
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
 /// not exist.
-pub fn resident_bytes(pid: i32) -> Option<u64> {
+pub fn process_memory_bytes(pid: i32) -> Option<u64> {
     proc::memory_bytes(&proc::status(pid)?)
 }
 
@@ -250,23 +253,23 @@ const INSPECT_ATTEMPTS_MAX: u32 = 100;
 
 /// Inspects one process, and repeats the inspection while the process is exiting.
 ///
-/// Any process except the root may exit during the inspection. From the moment it releases its
-/// memory until it is reaped, it has no directories and no namespaces; this must not prevent the
-/// migration of the task.
+/// Any process except the root may exit during the inspection. After an exiting process has
+/// released its memory, and until it is reaped, it has no directories and no namespaces; this must
+/// not prevent the migration of the task.
 fn inspect_process_until_stable(
     pid: i32,
-    root: i32,
+    root_pid: i32,
     findings: &mut InspectionFindings,
 ) -> Result<(), Refusal> {
     let is_exiting = || Process::new(pid).and_then(|process| process.exe()).is_err();
     let mut result = Ok(());
     for _ in 0..INSPECT_ATTEMPTS_MAX {
-        let mut found = findings.clone();
-        result = inspect_process(pid, root, &mut found);
+        let mut attempt_findings = findings.clone();
+        result = inspect_process(pid, root_pid, &mut attempt_findings);
         if result.is_ok() {
-            *findings = found;
+            *findings = attempt_findings;
             break;
-        } else if pid == root || !is_exiting() {
+        } else if pid == root_pid || !is_exiting() {
             break;
         } else if !Path::new(&format!("/proc/{pid}")).exists() {
             return Ok(());
@@ -281,21 +284,20 @@ fn inspect_process_until_stable(
 ///
 /// The parents of processes are read one after the other and may exit in between, so a result
 /// counts only if two reads agree.
-fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
+fn check_process_tree(task: &TaskProcesses) -> Result<(), Refusal> {
     // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
         let parent = proc::status(pid)?.ppid;
         (parent != 0).then_some(parent)
     };
     let read_parents = || {
-        subject
-            .processes
+        task.processes
             .iter()
             .filter_map(|&p| Some((p, parent(p)?)))
             .collect::<BTreeMap<i32, i32>>()
     };
     let mut parents = read_parents();
-    let mut result = check_parents(subject, &parents);
+    let mut result = check_parents(task, &parents);
     for _ in 0..INSPECT_ATTEMPTS_MAX {
         if result.is_ok() || result == Err(Refusal::NoSuchTask) {
             break;
@@ -305,22 +307,22 @@ fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
         if reread == parents {
             break;
         }
-        result = check_parents(subject, &reread);
+        result = check_parents(task, &reread);
         parents = reread;
     }
     result
 }
 
-fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
-    if !parents.contains_key(&subject.root) {
+fn check_parents(task: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
+    if !parents.contains_key(&task.root_pid) {
         return Err(Refusal::NoSuchTask);
     }
     for &pid in parents.keys() {
         let mut ancestor = pid;
-        while ancestor != subject.root {
+        while ancestor != task.root_pid {
             let Some(&parent) = parents.get(&ancestor) else {
                 let name = proc::status(pid).map_or_else(String::new, |status| status.name);
-                return Err(unsupported(format!(
+                return Err(unsupported_resource(format!(
                     "a background process ({name}, process {pid}) that is no longer its child"
                 )));
             };
@@ -330,7 +332,11 @@ fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Resul
     Ok(())
 }
 
-fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
+fn inspect_process(
+    pid: i32,
+    root_pid: i32,
+    findings: &mut InspectionFindings,
+) -> Result<(), Refusal> {
     let threads = proc::thread_ids(pid).unwrap_or_default();
     let status = proc::status(pid);
     if status
@@ -340,7 +346,7 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
         // A zombie is accepted, because it only waits to be reaped. It is refused if other threads
         // of the process still run.
         return if threads.len() > 1 {
-            Err(unsupported(
+            Err(unsupported_resource(
                 "a main thread that has ended before the others",
             ))
         } else {
@@ -348,26 +354,26 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
         };
     }
     // Threads of the tasker also trace the task for short times.
-    let is_ours =
+    let is_own_thread =
         |tracer: i32| Process::myself().is_ok_and(|process| process.task_from_tid(tracer).is_ok());
     if threads
         .into_iter()
         .filter_map(proc::status)
-        .any(|status| status.tracerpid != 0 && !is_ours(status.tracerpid))
+        .any(|status| status.tracerpid != 0 && !is_own_thread(status.tracerpid))
     {
-        return Err(unsupported("a debugger"));
+        return Err(unsupported_resource("a debugger"));
     }
     check_capabilities(status.as_ref())?;
-    check_namespaces(pid, root)?;
+    check_namespaces(pid, root_pid)?;
     let process = Process::new(pid).map_err(|_| Refusal::NoSuchTask)?;
     let root_dir = process.root().map_err(|_| Refusal::NoSuchTask)?;
-    let own_root_dir = Process::myself().and_then(|own| own.root());
+    let own_root_dir = Process::myself().and_then(|own_process| own_process.root());
     if root_dir != own_root_dir.unwrap_or_else(|_| "/".into()) {
-        return Err(unsupported("a root directory of its own"));
+        return Err(unsupported_resource("a root directory of its own"));
     }
     let cwd = process.cwd().map_err(|_| Refusal::NoSuchTask)?;
     check_working_directory(&cwd, pid)?;
-    findings.require(&cwd, 0, FileNeed::Directory)?;
+    findings.require_file(&cwd, 0, FileNeed::Directory)?;
     inspect_mappings(pid, findings)?;
     inspect_descriptors(pid, findings)
 }
@@ -377,62 +383,62 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
 fn check_capabilities(status: Option<&Status>) -> Result<(), Refusal> {
     const SYS_ADMIN: u64 = 1 << 21;
     const SYS_RESOURCE: u64 = 1 << 24;
-    let (Some(status), Some(own)) = (status, proc::status(std::process::id() as i32)) else {
+    let (Some(status), Some(own_status)) = (status, proc::status(std::process::id() as i32)) else {
         return Ok(());
     };
-    let has_capability = |status: &Status, what| status.capeff & what != 0;
+    let has_capability = |status: &Status, capability| status.capeff & capability != 0;
     // The engine makes the process mount a file system temporarily.
-    if has_capability(&own, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
+    if has_capability(&own_status, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
         let uid = status.euid;
-        return Err(unsupported(format!(
+        return Err(unsupported_resource(format!(
             "a process without root's capabilities (its user is {uid}), which the engine cannot dump"
         )));
     }
     // The engine reads the resource limits of the process. The kernel permits this only if all user
     // and group IDs are equal, or with CAP_SYS_RESOURCE.
-    let users = [status.ruid, status.euid, status.suid];
-    let groups = [status.rgid, status.egid, status.sgid];
-    let differing_user = users.into_iter().find(|id| *id != own.ruid);
-    let differing_group = groups.into_iter().find(|id| *id != own.rgid);
+    let user_ids = [status.ruid, status.euid, status.suid];
+    let group_ids = [status.rgid, status.egid, status.sgid];
+    let differing_user = user_ids.into_iter().find(|id| *id != own_status.ruid);
+    let differing_group = group_ids.into_iter().find(|id| *id != own_status.rgid);
     if let (false, Some(id)) = (
-        has_capability(&own, SYS_RESOURCE),
+        has_capability(&own_status, SYS_RESOURCE),
         differing_user.or(differing_group),
     ) {
-        return Err(unsupported(format!(
+        return Err(unsupported_resource(format!(
             "another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE"
         )));
     }
     Ok(())
 }
 
-fn check_namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
-    let (own, root) = (pid.to_string(), root.to_string());
+fn check_namespaces(pid: i32, root_process: i32) -> Result<(), Refusal> {
+    let (process, root_process) = (pid.to_string(), root_process.to_string());
     if let Some((_, what)) = SHARED_NAMESPACES
         .iter()
-        .find(|(name, _)| namespace(&own, name) != namespace("self", name))
+        .find(|(name, _)| namespace(&process, name) != namespace("self", name))
     {
-        return Err(unsupported(*what));
+        return Err(unsupported_resource(*what));
     }
     // The task has its own PID namespace; its processes must be in it, and must create their
     // children in it.
-    let task = namespace(&root, "pid");
+    let task_namespace = namespace(&root_process, "pid");
     if ["pid", "pid_for_children"]
         .iter()
-        .any(|name| namespace(&own, name) != task)
+        .any(|name| namespace(&process, name) != task_namespace)
     {
-        return Err(unsupported("a process-id namespace of its own"));
+        return Err(unsupported_resource("a process-id namespace of its own"));
     }
     Ok(())
 }
 
 /// Checks that the engine can create a temporary directory in the working directory.
 fn check_working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
-    let through = format!("/proc/{pid}/cwd");
-    let writable = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
-    match (cwd.to_string_lossy().ends_with(" (deleted)"), writable) {
-        (true, _) => Err(unsupported("a working directory that was removed")),
+    let cwd_link = format!("/proc/{pid}/cwd");
+    let write_access = nix::unistd::access(cwd_link.as_str(), nix::unistd::AccessFlags::W_OK);
+    match (cwd.to_string_lossy().ends_with(" (deleted)"), write_access) {
+        (true, _) => Err(unsupported_resource("a working directory that was removed")),
         (_, Ok(())) => Ok(()),
-        (_, Err(e)) => Err(unsupported(format!(
+        (_, Err(e)) => Err(unsupported_resource(format!(
             "the working directory {}, where the engine cannot write: {}",
             cwd.display(),
             e.desc()
@@ -449,23 +455,23 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
                 return Err(Refusal::OpenFilesRefused { path });
             }
             memory_map::Mapping::Shared(path) => (path, FileNeed::EqualLength),
-            memory_map::Mapping::Unsupported(what) => return Err(unsupported(what)),
+            memory_map::Mapping::Unsupported(what) => return Err(unsupported_resource(what)),
         };
-        if !findings.files.contains_key(&path) {
+        if !findings.required_files.contains_key(&path) {
             let bytes = std::fs::metadata(&path)
                 .map(|meta| meta.len())
-                .map_err(|e| unreadable(&path, &e))?;
-            findings.require(&path, bytes, need)?;
+                .map_err(|e| unreadable_file(&path, &e))?;
+            findings.require_file(&path, bytes, need)?;
         } else {
-            findings.require(&path, 0, need)?;
+            findings.require_file(&path, 0, need)?;
         }
     }
     Ok(())
 }
 
 fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let open = proc::descriptors(pid).map_err(|_| Refusal::NoSuchTask)?;
-    for entry in open {
+    let fd_entries = proc::descriptors(pid).map_err(|_| Refusal::NoSuchTask)?;
+    for entry in fd_entries {
         // A descriptor that has just been closed is ignored.
         let Ok(meaning) = read_descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
         else {
@@ -479,32 +485,32 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
             DescriptorMeaning::LibrarySocket(inode) => {
                 findings.library_sockets.insert(inode);
             }
-            DescriptorMeaning::SameLength(path, _) => {
+            DescriptorMeaning::EqualLengthFile(path, _) => {
                 findings.require_open_file(&path, &entry.path(), FileNeed::EqualLength)?
             }
-            DescriptorMeaning::MinimumLength(path) => {
+            DescriptorMeaning::MinimumLengthFile(path) => {
                 findings.require_open_file(&path, &entry.path(), FileNeed::MinimumLength)?
             }
-            DescriptorMeaning::MustExist(path) => {
+            DescriptorMeaning::ExistingFile(path) => {
                 findings.require_open_file(&path, &entry.path(), FileNeed::Exists)?
             }
             DescriptorMeaning::NamedPipe(path) => {
-                findings.require(&path, 0, FileNeed::Exists)?;
+                findings.require_file(&path, 0, FileNeed::Exists)?;
                 // A pipe that has just been closed is ignored.
                 findings
-                    .pipes
+                    .named_pipes
                     .extend(fifo_peers::file_identity(&entry.path()).map(|id| (id, path)));
             }
             DescriptorMeaning::Directory(path) => {
-                findings.require(&path, 0, FileNeed::Directory)?
+                findings.require_file(&path, 0, FileNeed::Directory)?
             }
             DescriptorMeaning::TerminalSlave(number) => {
-                findings.terminals.insert(number);
+                findings.terminal_slaves.insert(number);
             }
             DescriptorMeaning::TerminalMaster(number) => {
                 findings.terminal_masters.insert(number);
             }
-            DescriptorMeaning::Unsupported(what) => return Err(unsupported(what)),
+            DescriptorMeaning::Unsupported(what) => return Err(unsupported_resource(what)),
         }
     }
     Ok(())
@@ -515,18 +521,18 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
 pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     let mut files = BTreeMap::new();
     for pid in processes {
-        let Ok(open) = proc::descriptors(*pid) else {
+        let Ok(fd_entries) = proc::descriptors(*pid) else {
             continue;
         };
-        for entry in open {
-            let (path, number) = (entry.path(), entry.file_name());
+        for entry in fd_entries {
+            let (path, fd_number) = (entry.path(), entry.file_name());
             let Ok(link) = std::fs::read_link(&path) else {
                 continue;
             };
-            let info = proc::descriptor_info(*pid, &number.to_string_lossy());
+            let fdinfo = proc::descriptor_info(*pid, &fd_number.to_string_lossy());
             // Reading the metadata of other kinds of files might block. The content of files
             // without a name is in the images.
-            if !link.is_absolute() || !info.is_ok_and(|info| is_open_for_writing(&info)) {
+            if !link.is_absolute() || !fdinfo.is_ok_and(|fdinfo| is_open_for_writing(&fdinfo)) {
                 continue;
             }
             if let Ok(meta) = std::fs::metadata(&path)
@@ -540,42 +546,44 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     files.into_iter().collect()
 }
 
-/// True if a process has sockets of a task's library open. It has none if its library is quiesced,
-/// or if it is a forked child that has executed another program.
+/// True if a process has sockets of a task's library open. A process has none if its library is
+/// quiesced, or if the process is a forked child that has executed another program.
 pub fn has_library_sockets(pid: i32) -> bool {
-    let open = proc::descriptors(pid).into_iter().flatten();
-    let is_one = |entry: std::fs::DirEntry| {
+    let fd_entries = proc::descriptors(pid).into_iter().flatten();
+    let is_library = |entry: std::fs::DirEntry| {
         let link = std::fs::read_link(entry.path()).ok()?;
-        let info = proc::descriptor_info(pid, &entry.file_name().to_string_lossy()).ok()?;
-        Some(is_library_socket(&link, &info))
+        let fdinfo = proc::descriptor_info(pid, &entry.file_name().to_string_lossy()).ok()?;
+        Some(is_library_socket(&link, &fdinfo))
     };
-    open.filter_map(is_one).any(|is_one| is_one)
+    fd_entries
+        .filter_map(is_library)
+        .any(|is_library| is_library)
 }
 
-fn check_connections(root: i32, findings: &InspectionFindings) -> Result<(), Refusal> {
+fn check_connections(root_pid: i32, findings: &InspectionFindings) -> Result<(), Refusal> {
     if findings.sockets.is_empty() && findings.library_sockets.len() < 2 {
         return Ok(());
     }
     // If the kernel does not provide the list, the engine detects connections to other processes
     // during the dump.
     let unix = sockets::unix_table().unwrap_or_default();
-    if let Some(what) = sockets::foreign_unix_connection(&findings.sockets, &unix) {
-        return Err(unsupported(what));
+    if let Some(connection) = sockets::foreign_unix_connection(&findings.sockets, &unix) {
+        return Err(unsupported_resource(connection));
     }
     if sockets::daemon_connection_count(&findings.library_sockets, &unix) > 1 {
-        return Err(unsupported("a process that is a task of its own"));
+        return Err(unsupported_resource("a process that is a task of its own"));
     }
-    for read in [Process::tcp, Process::tcp6] {
-        let table = Process::new(root).and_then(|process| read(&process));
+    for read_table in [Process::tcp, Process::tcp6] {
+        let table = Process::new(root_pid).and_then(|process| read_table(&process));
         let table = table.unwrap_or_default();
-        if let Some(what) = sockets::tcp_connection(&findings.sockets, &table) {
-            return Err(unsupported(what));
+        if let Some(connection) = sockets::tcp_connection(&findings.sockets, &table) {
+            return Err(unsupported_resource(connection));
         }
     }
     Ok(())
 }
 
-fn unreadable(path: &Path, error: &io::Error) -> Refusal {
+fn unreadable_file(path: &Path, error: &io::Error) -> Refusal {
     Refusal::File {
         path: path.into(),
         why: format!("it cannot be read at the source: {error}"),
@@ -589,17 +597,17 @@ fn file_facts(
     files
         .into_iter()
         .map(|(path, (bytes, need))| {
-            let must = match need {
+            let requirement = match need {
                 FileNeed::Directory => FileRequirement::Directory,
                 FileNeed::Exists | FileNeed::MinimumLength => FileRequirement::Exists,
                 FileNeed::ExistsOrCopied | FileNeed::MinimumLengthOrCopied => {
-                    FileRequirement::ExistsOrCopied
+                    FileRequirement::ExistsOrCopy
                 }
                 FileNeed::EqualLength => FileRequirement::Length,
-                FileNeed::EqualLengthOrCopied => FileRequirement::LengthOrCopied,
-                FileNeed::EqualContent => {
-                    FileRequirement::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
-                }
+                FileNeed::EqualLengthOrCopied => FileRequirement::LengthOrCopy,
+                FileNeed::EqualContent => FileRequirement::Content(
+                    hashes.hash(&path).map_err(|e| unreadable_file(&path, &e))?,
+                ),
             };
             let bytes = if matches!(need, FileNeed::Exists | FileNeed::ExistsOrCopied) {
                 0
@@ -609,7 +617,7 @@ fn file_facts(
             Ok(RequiredFile {
                 path,
                 bytes,
-                requirement: must,
+                requirement,
             })
         })
         .collect()
@@ -618,7 +626,7 @@ fn file_facts(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::facts::{ThisHost, judge_task};
+    use crate::facts::{ThisHost, decide_verdict};
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
 
@@ -626,26 +634,29 @@ mod tests {
     #[test]
     fn too_long_file_list_is_refused() {
         let mut findings = InspectionFindings::default();
-        let long = "x".repeat(4000);
-        let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
-        let refused =
-            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::EqualContent).err());
-        let Some(Refusal::FilesTooMany { files, limit }) = refused else {
-            panic!("{refused:?}")
+        let long_name = "x".repeat(4000);
+        let path = |n: u64| PathBuf::from(format!("/{n}/{long_name}"));
+        let refusal = (0..65_530).find_map(|n| {
+            findings
+                .require_file(&path(n), 1, FileNeed::EqualContent)
+                .err()
+        });
+        let Some(Refusal::FilesTooMany { files, limit }) = refusal else {
+            panic!("{refusal:?}")
         };
         assert!(
             (limit / 4300..limit / 4000).contains(&(files as u64)),
             "{files}"
         );
         assert_eq!(
-            findings.require(&path(0), 1, FileNeed::EqualContent),
+            findings.require_file(&path(0), 1, FileNeed::EqualContent),
             Ok(()),
             "what is known is not named again"
         );
-        let mut short = InspectionFindings::default();
+        let mut short_path_findings = InspectionFindings::default();
         (0..65_530).for_each(|n| {
-            short
-                .require(
+            short_path_findings
+                .require_file(
                     &PathBuf::from(format!("/data/{n}")),
                     1,
                     FileNeed::EqualLength,
@@ -664,7 +675,7 @@ mod tests {
         ];
         for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
             findings
-                .require(&PathBuf::from(format!("/data/{n}")), bytes, need)
+                .require_file(&PathBuf::from(format!("/data/{n}")), bytes, need)
                 .expect("there is room");
         }
         findings
@@ -673,7 +684,7 @@ mod tests {
     /// A task with more than 1 GiB or 1024 files to copy is refused.
     #[test]
     fn copied_files_are_limited() {
-        let refused = |files, bytes| {
+        let expected_refusal = |files, bytes| {
             Err(Refusal::OpenFilesTooLarge {
                 files,
                 bytes,
@@ -686,19 +697,19 @@ mod tests {
         );
         assert_eq!(
             findings_with_copied_files(1025, 0).check_copied_files(),
-            refused(1025, 0)
+            expected_refusal(1025, 0)
         );
         assert_eq!(
             findings_with_copied_files(1, (1 << 30) + 1).check_copied_files(),
-            refused(1, (1 << 30) + 1)
+            expected_refusal(1, (1 << 30) + 1)
         );
         assert_eq!(
             findings_with_copied_files(3, 1 << 29).check_copied_files(),
-            refused(3, 3 << 29)
+            expected_refusal(3, 3 << 29)
         );
         assert_eq!(
             findings_with_copied_files(3, u64::MAX / 2).check_copied_files(),
-            refused(3, u64::MAX),
+            expected_refusal(3, u64::MAX),
             "a sum that is too large for any number"
         );
     }
@@ -707,23 +718,23 @@ mod tests {
     #[test]
     fn files_not_copied_are_unlimited() {
         let mut findings = findings_with_copied_files(1024, 1 << 20);
-        let stay = [
+        let uncopied_needs = [
             FileNeed::Directory,
             FileNeed::Exists,
             FileNeed::MinimumLength,
             FileNeed::EqualLength,
             FileNeed::EqualContent,
         ];
-        for (n, need) in stay.into_iter().enumerate() {
+        for (n, need) in uncopied_needs.into_iter().enumerate() {
             findings
-                .require(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need)
+                .require_file(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need)
                 .expect("there is room");
         }
         assert_eq!(findings.check_copied_files(), Ok(()));
         // A file that is also mapped as a program is not copied.
         let mut findings = findings_with_copied_files(1, 1 << 40);
         findings
-            .require(Path::new("/data/0"), 1 << 40, FileNeed::EqualContent)
+            .require_file(Path::new("/data/0"), 1 << 40, FileNeed::EqualContent)
             .expect("it is known");
         assert_eq!(findings.check_copied_files(), Ok(()));
     }
@@ -744,112 +755,115 @@ mod tests {
             .stderr(Stdio::null())
             .spawn()
             .expect("it starts");
-        let root = child.id() as i32;
+        let root_pid = child.id() as i32;
         // `spawn` returns before the new program is mapped.
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while !std::fs::read_to_string(format!("/proc/{root}/maps"))
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        while !std::fs::read_to_string(format!("/proc/{root_pid}/maps"))
             .is_ok_and(|maps| maps.contains("libc"))
         {
-            assert!(std::time::Instant::now() < until);
+            assert!(std::time::Instant::now() < deadline);
             std::thread::yield_now();
         }
         (
             RunningChild(child),
             TaskProcesses {
-                root,
-                processes: vec![root],
+                root_pid,
+                processes: vec![root_pid],
             },
         )
     }
 
-    /// A plain program is accepted by the host on which it runs.
     #[test]
     fn own_host_accepts_plain_program() {
-        let place = std::env::temp_dir().canonicalize().expect("there");
-        let (_child, subject) = start_and_wait_until_mapped(
+        let temp_dir = std::env::temp_dir().canonicalize().expect("there");
+        let (_child, task) = start_and_wait_until_mapped(
             Command::new("sleep")
                 .arg("1000")
-                .current_dir(&place)
+                .current_dir(&temp_dir)
                 .stdin(Stdio::null()),
         );
         let hashes = Arc::new(HashCache::default());
-        let facts = inspect(&subject, "1".into(), &hashes).expect("nothing is in the way");
+        let facts = inspect(&task, "1".into(), &hashes).expect("nothing is in the way");
         assert_eq!(facts.uid, nix::unistd::geteuid().as_raw());
-        assert!(facts.resident_bytes > 0 && !facts.cpu_features.is_empty());
-        let must = |end: &str| {
+        assert!(facts.memory_bytes > 0 && !facts.cpu_features.is_empty());
+        let requirement_of = |path_end: &str| {
             facts
                 .files
                 .iter()
-                .find(|f| f.path.ends_with(end))
+                .find(|f| f.path.ends_with(path_end))
                 .map(|f| f.requirement.clone())
         };
         assert_eq!(
-            must(place.to_str().expect("UTF-8")),
+            requirement_of(temp_dir.to_str().expect("UTF-8")),
             Some(FileRequirement::Directory)
         );
-        assert!(matches!(must("sleep"), Some(FileRequirement::Content(_))));
         assert!(matches!(
-            must("libc.so.6"),
+            requirement_of("sleep"),
             Some(FileRequirement::Content(_))
         ));
-        assert_eq!(judge_task(&facts, &ThisHost::new(hashes, 0)), []);
+        assert!(matches!(
+            requirement_of("libc.so.6"),
+            Some(FileRequirement::Content(_))
+        ));
+        assert_eq!(decide_verdict(&facts, &ThisHost::new(hashes, 0)), []);
     }
 
     #[test]
     fn foreign_socket_is_refused() {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
-        let stdin = std::os::fd::OwnedFd::from(theirs);
+        let (own_socket, child_socket) = std::os::unix::net::UnixStream::pair().expect("pair");
+        let stdin = std::os::fd::OwnedFd::from(child_socket);
         let mut sleep = Command::new("sleep");
-        let place = std::env::temp_dir();
-        let (_child, subject) =
-            start_and_wait_until_mapped(sleep.arg("1000").current_dir(place).stdin(stdin));
-        let refused = inspect(&subject, "1".into(), &HashCache::default());
+        let temp_dir = std::env::temp_dir();
+        let (_child, task) =
+            start_and_wait_until_mapped(sleep.arg("1000").current_dir(temp_dir).stdin(stdin));
+        let result = inspect(&task, "1".into(), &HashCache::default());
         assert_eq!(
-            refused,
-            Err(unsupported("a Unix socket connected to another process"))
+            result,
+            Err(unsupported_resource(
+                "a Unix socket connected to another process"
+            ))
         );
-        drop(ours);
+        drop(own_socket);
     }
 
-    /// Children that exit during the inspection do not prevent a migration.
     #[test]
     fn exiting_children_do_not_prevent_migration() {
-        let forks = "while :; do (:); done";
-        let place = std::env::temp_dir().canonicalize().expect("there");
+        let fork_script = "while :; do (:); done";
+        let temp_dir = std::env::temp_dir().canonicalize().expect("there");
         let mut shell = Command::new("sh");
-        let (_child, subject) = start_and_wait_until_mapped(
+        let (_child, task) = start_and_wait_until_mapped(
             shell
-                .args(["-c", forks])
-                .current_dir(place)
+                .args(["-c", fork_script])
+                .current_dir(temp_dir)
                 .stdin(Stdio::null()),
         );
-        let (root, hashes) = (subject.root, HashCache::default());
-        let mut seen = 0;
-        while seen < 3000 {
-            let children = proc::children(root).expect("it forks");
-            seen += children.len();
-            let subject = TaskProcesses {
-                root,
-                processes: [vec![root], children].concat(),
+        let (root_pid, hashes) = (task.root_pid, HashCache::default());
+        let mut child_count = 0;
+        while child_count < 3000 {
+            let children = proc::children(root_pid).expect("it forks");
+            child_count += children.len();
+            let task = TaskProcesses {
+                root_pid,
+                processes: [vec![root_pid], children].concat(),
             };
-            inspect(&subject, "1".into(), &hashes).expect("only the shell counts");
+            inspect(&task, "1".into(), &hashes).expect("only the shell counts");
         }
     }
 
     #[test]
     fn process_outside_the_tree_is_refused() {
-        let (child, mut subject) =
+        let (child, mut task) =
             start_and_wait_until_mapped(Command::new("sleep").arg("1000").stdin(Stdio::null()));
-        subject.processes.push(std::process::id() as i32);
-        let refused = inspect(&subject, "1".into(), &HashCache::default());
+        task.processes.push(std::process::id() as i32);
+        let result = inspect(&task, "1".into(), &HashCache::default());
         assert!(
-            matches!(&refused, Err(Refusal::UnsupportedResource { what }) if what.contains("background process")),
-            "{refused:?}"
+            matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains("background process")),
+            "{result:?}"
         );
         drop(child);
-        subject.processes.pop();
+        task.processes.pop();
         assert_eq!(
-            inspect(&subject, "1".into(), &HashCache::default()),
+            inspect(&task, "1".into(), &HashCache::default()),
             Err(Refusal::NoSuchTask)
         );
     }

@@ -22,8 +22,9 @@ const fn syscall_probe(name: &'static str, number: c_long, arguments: [c_long; 6
 /// An invalid value for a descriptor, flags or a process id.
 const INVALID_ARGUMENT: c_long = -1;
 
-/// Number of a system call that some C libraries do not name, like the following constants. Since
-/// Linux 5.1, new system calls have the same number on all architectures.
+/// Number of a system call for which some C libraries have no constant. The same holds for the
+/// following constants. Since Linux 5.1, a new system call has the same number on all
+/// architectures.
 const SYS_FUTEX_WAKE: c_long = 454;
 const SYS_FUTEX_WAIT: c_long = 455;
 const SYS_MSEAL: c_long = 462;
@@ -33,9 +34,9 @@ const SYS_FUTEX_WAITV: c_long = 449;
 const SYS_PROCESS_MADVISE: c_long = 440;
 const SYS_EPOLL_PWAIT2: c_long = 441;
 
-/// System calls that C libraries and programs probe once and then use. If the kernel has the call,
-/// it rejects it because of its arguments: an invalid descriptor, undefined flags, a structure of
-/// size 0, or an invalid address.
+/// System calls that C libraries and programs probe once and then use. A kernel that has the call
+/// rejects the arguments given here: an invalid descriptor, undefined flags, a structure of size 0,
+/// or an invalid address.
 const SYSCALL_PROBES: [SyscallProbe; 20] = [
     syscall_probe(
         "cachestat",
@@ -139,13 +140,13 @@ const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time")
 
 /// Returns the names of this kernel's features, sorted.
 pub(super) fn kernel_features() -> Vec<String> {
-    let calls = SYSCALL_PROBES
+    let syscalls = SYSCALL_PROBES
         .iter()
         .filter(|probe| kernel_has_syscall(probe))
         .map(|probe| probe.name);
     let (name, path) = TIME_NAMESPACE;
-    let namespaces = nix::sys::stat::lstat(path).is_ok().then_some(name);
-    let mut features: Vec<String> = calls.chain(namespaces).map(String::from).collect();
+    let time_namespace = nix::sys::stat::lstat(path).is_ok().then_some(name);
+    let mut features: Vec<String> = syscalls.chain(time_namespace).map(String::from).collect();
     features.sort_unstable();
     features
 }
@@ -154,8 +155,8 @@ fn kernel_has_syscall(probe: &SyscallProbe) -> bool {
     let [a, b, c, d, e, f] = probe.arguments;
     // SAFETY: with these arguments none of the calls reads or writes memory, opens anything or
     // changes the process; see `SYSCALL_PROBES`.
-    let refused = unsafe { libc::syscall(probe.number, a, b, c, d, e, f) } < 0;
-    !(refused && nix::Error::last() == nix::Error::ENOSYS)
+    let is_error = unsafe { libc::syscall(probe.number, a, b, c, d, e, f) } < 0;
+    !(is_error && nix::Error::last() == nix::Error::ENOSYS)
 }
 
 #[cfg(test)]
@@ -164,14 +165,14 @@ mod tests {
 
     #[test]
     fn only_existing_calls_are_found() {
-        let found = kernel_features();
+        let features = kernel_features();
         assert!(
             ["getrandom", "memfd_create", "statx"]
                 .iter()
-                .all(|name| found.iter().any(|f| f == name)),
-            "{found:?}"
+                .all(|name| features.iter().any(|f| f == name)),
+            "{features:?}"
         );
-        assert!(found.is_sorted());
+        assert!(features.is_sorted());
         assert!(!kernel_has_syscall(&syscall_probe(
             "no such call",
             100_000,
@@ -181,14 +182,17 @@ mod tests {
 
     #[test]
     fn probing_leaves_no_descriptors() {
-        let descriptors = || std::fs::read_dir("/proc/self/fd").expect("there").count();
-        let before = descriptors();
+        let count_descriptors = || std::fs::read_dir("/proc/self/fd").expect("there").count();
+        let initial_count = count_descriptors();
         assert_eq!(kernel_features(), kernel_features());
         // Other tests in this process may have opened descriptors in the meantime. Wait until they
         // are closed.
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while descriptors() > before {
-            assert!(std::time::Instant::now() < until, "something stayed open");
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while count_descriptors() > initial_count {
+            assert!(
+                std::time::Instant::now() < deadline,
+                "something stayed open"
+            );
         }
     }
 }

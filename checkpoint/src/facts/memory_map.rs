@@ -1,5 +1,5 @@
-//! Reads from the memory map of a process (proc_pid_maps(5)) the files that it needs, and mappings
-//! that no engine can migrate.
+//! Parses the memory map of a process (proc_pid_maps(5)). Finds the files that the process needs,
+//! and the mappings that no engine can migrate.
 
 use std::path::PathBuf;
 
@@ -64,12 +64,12 @@ fn parse_line(line: &str) -> Option<Mapping> {
         return Some(Mapping::Unsupported(describe_posix_memory(path)));
     }
     if path.starts_with("/dev/") {
-        let harmless = path == "/dev/zero";
-        return (!harmless)
+        let is_zero_device = path == "/dev/zero";
+        return (!is_zero_device)
             .then(|| Mapping::Unsupported(format!("a mapping of the device {path}")));
     }
-    let shared = fields[1].ends_with('s');
-    Some(if shared {
+    let is_shared = fields[1].ends_with('s');
+    Some(if is_shared {
         Mapping::Shared(path.into())
     } else {
         Mapping::Private(path.into())

@@ -1,12 +1,12 @@
-//! Properties and resources of a task, and the verdict of a host on them: all checks before a task
-//! is stopped for a migration.
+//! Checks before a task is stopped for a migration: of the task's properties and resources, and of
+//! what the target host provides.
 //!
 //! - [`inspect()`] reads a running task from /proc. It refuses a task that has a resource which no
 //!   engine can migrate; the refusal names the resource.
 //! - [`judge_task`] is a pure function from a task's facts and [`HostProperties`] to a verdict.
 //!
-//! Neither function changes anything. They detect the known reasons for a failure. The dump detects
-//! other reasons, and then leaves the task unharmed.
+//! Neither function changes the task or the host. They detect the known reasons for a failure. If
+//! the dump detects another reason, it fails and leaves the task unharmed.
 
 pub(crate) mod available_resources;
 mod descriptors;
@@ -26,7 +26,7 @@ pub use files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile, files_to_copy, ope
 pub use hash::{CACHED_HASHES_MAX, HashCache};
 pub use inspect::{
     FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, hash_program_files, inspect,
-    resident_bytes, written_files,
+    process_memory_bytes, written_files,
 };
 pub use this_host::ThisHost;
-pub use verdict::{FoundFile, HostProperties, MEMORY_SLACK_BYTES, judge_task};
+pub use verdict::{FoundFile, HostProperties, MEMORY_SLACK_BYTES, decide_verdict};

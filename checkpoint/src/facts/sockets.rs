@@ -1,6 +1,6 @@
-//! Finds sockets of a task that are connected to other processes, which cannot be migrated. The
-//! sockets of the task's library are exempt (see `descriptors`): the library closes them before the
-//! dump.
+//! Finds sockets of a task that are connected to other processes; such sockets cannot be migrated.
+//! The sockets of the task's library are exempt (see `descriptors`): the library closes them before
+//! the dump.
 
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket,
@@ -11,36 +11,36 @@ use std::io;
 use std::os::fd::AsRawFd;
 
 /// Size in bytes of the buffer for one netlink reply.
-const REPLY_BYTES: usize = 64 << 10;
+const REPLY_BUFFER_BYTES: usize = 64 << 10;
 
 /// A Unix socket of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct UnixSocket {
     /// Inode number of the connected socket; `None` if the socket is not connected.
-    pub(super) peer: Option<u64>,
+    pub(super) peer_inode: Option<u64>,
     /// Address to which the socket is bound, if any. An accepted socket has the address of the
     /// listening socket.
-    pub(super) name: Option<String>,
+    pub(super) address: Option<String>,
 }
 
 /// All Unix sockets of this network namespace, by inode number.
 pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// Describes the first Unix socket of the task that is connected to another process; `None` if
-/// there is none. `own` are the inode numbers of the task's sockets.
+/// there is none. `task_sockets` are the inode numbers of the task's sockets.
 pub(super) fn foreign_unix_connection(
     task_sockets: &BTreeSet<u64>,
     table: &UnixTable,
 ) -> Option<String> {
-    let outside = task_sockets.iter().find_map(|inode| {
+    let foreign_inode = task_sockets.iter().find_map(|inode| {
         table
             .get(inode)?
-            .peer
+            .peer_inode
             .filter(|peer| !task_sockets.contains(peer))
     })?;
     let name = table
-        .get(&outside)
-        .and_then(|socket| socket.name.as_deref())
+        .get(&foreign_inode)
+        .and_then(|socket| socket.address.as_deref())
         .filter(|name| !name.is_empty());
     Some(format!(
         "a Unix socket connected to {}",
@@ -64,11 +64,11 @@ pub(super) fn tcp_connection(
     task_sockets: &BTreeSet<u64>,
     table: &[TcpNetEntry],
 ) -> Option<String> {
-    let connected = table.iter().find(|entry| {
+    let connection = table.iter().find(|entry| {
         task_sockets.contains(&entry.inode)
             && !matches!(entry.state, TcpState::Close | TcpState::Listen)
     })?;
-    Some(format!("a TCP connection to {}", connected.remote_address))
+    Some(format!("a TCP connection to {}", connection.remote_address))
 }
 
 /// Queries all Unix sockets from the kernel (sock_diag(7)).
@@ -84,10 +84,10 @@ pub(super) fn unix_table() -> io::Result<UnixTable> {
     )?;
     send(netlink.as_raw_fd(), &dump_request(), MsgFlags::empty())?;
     let mut table = UnixTable::new();
-    let mut bytes = vec![0u8; REPLY_BYTES];
+    let mut bytes = vec![0u8; REPLY_BUFFER_BYTES];
     loop {
-        let read = recv(netlink.as_raw_fd(), &mut bytes, MsgFlags::empty())?;
-        if read == 0 || parse_reply(&bytes[..read], &mut table)? {
+        let byte_count = recv(netlink.as_raw_fd(), &mut bytes, MsgFlags::empty())?;
+        if byte_count == 0 || parse_reply(&bytes[..byte_count], &mut table)? {
             return Ok(table);
         }
     }
@@ -113,19 +113,19 @@ fn dump_request() -> Vec<u8> {
 
 /// Adds the sockets in one reply of the kernel to the table. Returns true after the last reply.
 fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
-    const HEAD: usize = 16;
+    const HEADER_BYTES: usize = 16;
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
         let length = length as usize;
-        if length < HEAD || length > bytes.len() {
+        if length < HEADER_BYTES || length > bytes.len() {
             return Err(io::Error::from(io::ErrorKind::InvalidData));
         }
         match i32::from(kind) {
             libc::NLMSG_DONE => return Ok(true),
             libc::NLMSG_ERROR => {
-                let code = u32_at(bytes, HEAD).unwrap_or(0) as i32;
+                let code = u32_at(bytes, HEADER_BYTES).unwrap_or(0) as i32;
                 return Err(io::Error::from_raw_os_error(-code));
             }
-            _ => parse_socket(&bytes[HEAD..length], table),
+            _ => parse_socket(&bytes[HEADER_BYTES..length], table),
         }
         bytes = &bytes[length.next_multiple_of(4).min(bytes.len())..];
     }
@@ -134,28 +134,28 @@ fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
 
 /// Adds the socket in a `struct unix_diag_msg` with its attributes to the table.
 fn parse_socket(message: &[u8], table: &mut UnixTable) {
-    const HEAD: usize = 16;
-    const NAME: u16 = 0;
-    const PEER: u16 = 2;
+    const HEADER_BYTES: usize = 16;
+    const NAME_ATTRIBUTE: u16 = 0;
+    const PEER_ATTRIBUTE: u16 = 2;
     let Some(inode) = u32_at(message, 4) else {
         return;
     };
     let mut socket = UnixSocket::default();
-    let mut rest = message.get(HEAD..).unwrap_or(&[]);
+    let mut rest = message.get(HEADER_BYTES..).unwrap_or(&[]);
     while let (Some(length), Some(kind)) = (u16_at(rest, 0), u16_at(rest, 2)) {
         let length = usize::from(length);
         let Some(value) = rest.get(4..length) else {
             break;
         };
         match kind {
-            NAME => {
-                socket.name = Some(
+            NAME_ATTRIBUTE => {
+                socket.address = Some(
                     String::from_utf8_lossy(value)
                         .trim_end_matches('\0')
                         .to_string(),
                 )
             }
-            PEER => socket.peer = u32_at(value, 0).map(u64::from),
+            PEER_ATTRIBUTE => socket.peer_inode = u32_at(value, 0).map(u64::from),
             _ => {}
         }
         rest = &rest[length.next_multiple_of(4).min(rest.len())..];
@@ -163,12 +163,16 @@ fn parse_socket(message: &[u8], table: &mut UnixTable) {
     table.insert(u64::from(inode), socket);
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+fn u16_at(bytes: &[u8], offset: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(
+        bytes.get(offset..offset + 2)?.try_into().ok()?,
+    ))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(
+        bytes.get(offset..offset + 4)?.try_into().ok()?,
+    ))
 }
 
 #[cfg(test)]
@@ -179,42 +183,43 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::{UnixListener, UnixStream};
 
-    fn connected(peer: u64) -> UnixSocket {
+    fn connected_socket(peer: u64) -> UnixSocket {
         UnixSocket {
-            peer: Some(peer),
-            name: None,
+            peer_inode: Some(peer),
+            address: None,
         }
     }
 
-    fn named(name: &str) -> UnixSocket {
+    fn bound_socket(name: &str) -> UnixSocket {
         UnixSocket {
-            peer: None,
-            name: Some(name.into()),
+            peer_inode: None,
+            address: Some(name.into()),
         }
     }
 
     #[test]
     fn connections_inside_the_task_are_permitted() {
         let table = UnixTable::from([
-            (1, connected(2)),
-            (2, connected(1)),
+            (1, connected_socket(2)),
+            (2, connected_socket(1)),
             (4, UnixSocket::default()),
-            (5, connected(11)),
-            (11, named("/run/other.sock")),
-            (6, connected(12)),
+            (5, connected_socket(11)),
+            (11, bound_socket("/run/other.sock")),
+            (6, connected_socket(12)),
         ]);
-        let foreign = |own: &[u64]| foreign_unix_connection(&own.iter().copied().collect(), &table);
-        assert_eq!(foreign(&[1, 2, 4]), None);
+        let describe_foreign =
+            |inodes: &[u64]| foreign_unix_connection(&inodes.iter().copied().collect(), &table);
+        assert_eq!(describe_foreign(&[1, 2, 4]), None);
         assert_eq!(
-            foreign(&[4, 5]).as_deref(),
+            describe_foreign(&[4, 5]).as_deref(),
             Some("a Unix socket connected to /run/other.sock")
         );
         assert_eq!(
-            foreign(&[6]).as_deref(),
+            describe_foreign(&[6]).as_deref(),
             Some("a Unix socket connected to another process")
         );
         assert_eq!(
-            foreign(&[1]).as_deref(),
+            describe_foreign(&[1]).as_deref(),
             Some("a Unix socket connected to another process")
         );
         assert_eq!(
@@ -234,8 +239,11 @@ mod tests {
             TcpNetEntries::from_read(table.as_bytes(), procfs::current_system_info())
                 .expect("it is complete");
         assert_eq!(tcp_connection(&BTreeSet::from([50]), &table), None);
-        let found = tcp_connection(&BTreeSet::from([50, 51]), &table);
-        assert_eq!(found.as_deref(), Some("a TCP connection to 10.0.0.10:80"));
+        let connection = tcp_connection(&BTreeSet::from([50, 51]), &table);
+        assert_eq!(
+            connection.as_deref(),
+            Some("a TCP connection to 10.0.0.10:80")
+        );
     }
 
     #[test]
@@ -244,22 +252,22 @@ mod tests {
         std::fs::create_dir_all(&dir).expect("dir");
         let path = dir.join("listens.sock");
         let listener = UnixListener::bind(&path).expect("bind");
-        let ours = UnixStream::connect(&path).expect("connect");
-        let (theirs, _) = listener.accept().expect("accept");
+        let client = UnixStream::connect(&path).expect("connect");
+        let (accepted, _) = listener.accept().expect("accept");
         let inode = |fd: i32| {
             std::fs::metadata(format!("/proc/self/fd/{fd}"))
                 .expect("fd")
                 .ino()
         };
-        let (ours, theirs) = (inode(ours.as_raw_fd()), inode(theirs.as_raw_fd()));
+        let (client, accepted) = (inode(client.as_raw_fd()), inode(accepted.as_raw_fd()));
         let table = unix_table().expect("sock_diag");
-        assert_eq!(table[&ours].peer, Some(theirs));
-        assert_eq!(table[&theirs].name.as_deref(), path.to_str());
+        assert_eq!(table[&client].peer_inode, Some(accepted));
+        assert_eq!(table[&accepted].address.as_deref(), path.to_str());
         assert_eq!(
-            foreign_unix_connection(&BTreeSet::from([ours, theirs]), &table),
+            foreign_unix_connection(&BTreeSet::from([client, accepted]), &table),
             None
         );
-        assert!(foreign_unix_connection(&BTreeSet::from([ours]), &table).is_some());
+        assert!(foreign_unix_connection(&BTreeSet::from([client]), &table).is_some());
         std::fs::remove_dir_all(&dir).expect("remove");
     }
 }

@@ -13,40 +13,43 @@ const SEMAPHORES_MAX: usize = 16_384;
 
 /// Returns a description of an object that one of these processes was the last to create or use;
 /// `None` if no such object exists.
-pub(super) fn object_used_by(processes: &[i32]) -> Option<String> {
-    let own: BTreeSet<i32> = processes.iter().copied().collect();
-    let mentions_own = |table: &str, columns: &[&str]| {
-        rows(table, columns)
+pub(super) fn describe_used_object(processes: &[i32]) -> Option<String> {
+    let pids: BTreeSet<i32> = processes.iter().copied().collect();
+    let names_process = |table: &str, columns: &[&str]| {
+        parse_rows(table, columns)
             .into_iter()
-            .any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
+            .any(|row| row.iter().flatten().any(|pid| pids.contains(pid)))
     };
-    if mentions_own(&sysv_table("shm"), &["cpid", "lpid"]) {
+    if names_process(&sysv_table("shm"), &["cpid", "lpid"]) {
         return Some("System V shared memory".into());
     }
-    if mentions_own(&sysv_table("msg"), &["lspid", "lrpid"]) {
+    if names_process(&sysv_table("msg"), &["lspid", "lrpid"]) {
         return Some("a System V message queue".into());
     }
-    let sets = rows(&sysv_table("sem"), &["semid", "nsems"])
+    let semaphore_sets = parse_rows(&sysv_table("sem"), &["semid", "nsems"])
         .into_iter()
         .filter_map(|row| Some((row[0]?, row[1]?)));
-    let mut semaphores = sets
-        .flat_map(|(set, count)| (0..count).map(move |number| (set, number)))
+    let mut semaphores = semaphore_sets
+        .flat_map(|(set_id, semaphore_count)| {
+            (0..semaphore_count).map(move |index| (set_id, index))
+        })
         .take(SEMAPHORES_MAX);
-    let is_used = semaphores
-        .any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
+    let is_used = semaphores.any(|(set_id, index)| {
+        last_changer_pid(set_id, index).is_some_and(|pid| pids.contains(&pid))
+    });
     is_used.then(|| "System V semaphores".into())
 }
 
 /// Returns the values of these columns in each row of a table whose first line contains the column
 /// names. A value is `None` if the column is missing or not a number.
-fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
+fn parse_rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
     let mut lines = table
         .lines()
         .map(|line| line.split_whitespace().collect::<Vec<&str>>());
     let heading = lines.next().unwrap_or_default();
     let positions: Vec<Option<usize>> = columns
         .iter()
-        .map(|name| heading.iter().position(|word| word == name))
+        .map(|name| heading.iter().position(|column| column == name))
         .collect();
     lines
         .map(|line| {
@@ -58,11 +61,11 @@ fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
         .collect()
 }
 
-/// Returns the process that was the last to change a semaphore; `None` if no process has changed
-/// it, or if access is denied.
-fn last_user(set: i32, number: i32) -> Option<i32> {
+/// Returns the PID of the process that was the last to change a semaphore; `None` if no process has
+/// changed it, or if access is denied.
+fn last_changer_pid(set_id: i32, index: i32) -> Option<i32> {
     // SAFETY: GETPID takes no further argument and accesses no memory of this process.
-    let pid = unsafe { libc::semctl(set, number, libc::GETPID) };
+    let pid = unsafe { libc::semctl(set_id, index, libc::GETPID) };
     (pid > 0).then_some(pid)
 }
 
@@ -74,34 +77,40 @@ mod tests {
     fn columns_are_found_by_name() {
         let table = "       key      msqid perms lspid lrpid\n         0          7   600    41     0\n  5 8\n";
         assert_eq!(
-            rows(table, &["msqid", "lspid"]),
+            parse_rows(table, &["msqid", "lspid"]),
             [[Some(7), Some(41)], [Some(8), None]]
         );
-        assert_eq!(rows(table, &["nobody"]), [[None], [None]]);
-        assert!(rows("", &["msqid"]).is_empty());
+        assert_eq!(parse_rows(table, &["nobody"]), [[None], [None]]);
+        assert!(parse_rows("", &["msqid"]).is_empty());
     }
 
     #[test]
     fn last_user_of_semaphore_is_found() {
         // SAFETY: semget creates a new set of one semaphore and accesses no memory.
-        let set = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
-        if set < 0 {
+        let set_id = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
+        if set_id < 0 {
             return;
         }
-        let own = std::process::id() as i32;
-        let before = last_user(set, 0);
-        let mut change = libc::sembuf {
+        let own_pid = std::process::id() as i32;
+        let pid_before = last_changer_pid(set_id, 0);
+        let mut operation = libc::sembuf {
             sem_num: 0,
             sem_op: 1,
             sem_flg: 0,
         };
-        // SAFETY: `change` lives during the call, and 1 is the number of its elements.
-        let changed = unsafe { libc::semop(set, &raw mut change, 1) };
-        let (after, found) = (last_user(set, 0), object_used_by(&[own]));
+        // SAFETY: `operation` lives during the call, and 1 is the number of its elements.
+        let semop_result = unsafe { libc::semop(set_id, &raw mut operation, 1) };
+        let (pid_after, description) = (
+            last_changer_pid(set_id, 0),
+            describe_used_object(&[own_pid]),
+        );
         // SAFETY: IPC_RMID takes no further argument and accesses no memory.
-        unsafe { libc::semctl(set, 0, libc::IPC_RMID) };
-        assert_eq!((before, changed, after), (None, 0, Some(own)));
-        assert_eq!(found.as_deref(), Some("System V semaphores"));
-        assert_eq!(object_used_by(&[-5]), None);
+        unsafe { libc::semctl(set_id, 0, libc::IPC_RMID) };
+        assert_eq!(
+            (pid_before, semop_result, pid_after),
+            (None, 0, Some(own_pid))
+        );
+        assert_eq!(description.as_deref(), Some("System V semaphores"));
+        assert_eq!(describe_used_object(&[-5]), None);
     }
 }

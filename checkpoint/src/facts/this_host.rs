@@ -16,12 +16,12 @@ pub struct ThisHost {
 }
 
 impl ThisHost {
-    /// `reserved` is the number of bytes of memory that are reserved for tasks that are migrating
+    /// `reserved_bytes` is the number of bytes of memory that are reserved for tasks that are migrating
     /// to this host.
-    pub fn new(hashes: Arc<HashCache>, reserved: u64) -> ThisHost {
-        ThisHost {
+    pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64) -> Self {
+        Self {
             hashes,
-            reserved_bytes: reserved,
+            reserved_bytes,
         }
     }
 }
@@ -70,17 +70,17 @@ impl HostProperties for ThisHost {
 
 /// Returns the features of this host's processor, sorted.
 pub(super) fn cpu_features() -> Vec<String> {
-    CpuInfo::current().map_or_else(|_| Vec::new(), |info| first_features(&info))
+    CpuInfo::current().map_or_else(|_| Vec::new(), |info| first_cpu_features(&info))
 }
 
-/// Returns the features of the first processor, sorted. The field is called "flags" on x86 and
-/// "Features" on ARM.
-fn first_features(info: &CpuInfo) -> Vec<String> {
-    let list = info
+/// Returns the features of the first processor, sorted. In /proc/cpuinfo the field is called
+/// "flags" on x86 and "Features" on ARM.
+fn first_cpu_features(info: &CpuInfo) -> Vec<String> {
+    let flags_text = info
         .get_field(0, "flags")
         .or_else(|| info.get_field(0, "Features"))
         .unwrap_or_default();
-    let mut features: Vec<String> = list.split_whitespace().map(String::from).collect();
+    let mut features: Vec<String> = flags_text.split_whitespace().map(String::from).collect();
     features.sort_unstable();
     features.dedup();
     features
@@ -95,7 +95,7 @@ mod tests {
     fn processor_features_are_parsed() {
         let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: sse2\n";
         let info = CpuInfo::from_read(cpuinfo.as_bytes()).expect("it is complete");
-        assert_eq!(first_features(&info), ["avx2", "fma", "sse2"]);
+        assert_eq!(first_cpu_features(&info), ["avx2", "fma", "sse2"]);
     }
 
     #[test]

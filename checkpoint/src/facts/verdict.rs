@@ -40,84 +40,86 @@ pub trait HostProperties {
     /// # Errors
     /// The file cannot be read.
     fn hash(&self, path: &Path) -> io::Result<String>;
-    /// Returns why no file could be created at this path for a task of this user; `None` if it
-    /// could.
+    /// Returns the reason why a task of the user `uid` could not create a file at this path; `None`
+    /// if it could.
     fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
 /// Returns all reasons why this host cannot run a task with these facts; empty if it can. Does not
 /// check whether the host has an engine.
-pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
+pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     let mut verdict = Verdict::new();
-    let missing_of = |required: &[String], has: &[String]| -> Vec<String> {
+    let missing_features = |required: &[String], present: &[String]| -> Vec<String> {
         required
             .iter()
-            .filter(|feature| !has.contains(feature))
+            .filter(|feature| !present.contains(feature))
             .cloned()
             .collect()
     };
     // The C library selects its routines by processor features when the program starts. After a
     // migration a missing feature would crash the program.
-    let missing = missing_of(&facts.cpu_features, &host.cpu_features());
+    let missing = missing_features(&facts.cpu_features, &host.cpu_features());
     if !missing.is_empty() {
         verdict.push(Refusal::CpuFeatures { missing });
     }
-    // Programs also test for kernel features only once, at their start.
-    let missing = missing_of(&facts.kernel_features, &host.kernel_features());
+    // Programs test for kernel features only once, at their start.
+    let missing = missing_features(&facts.kernel_features, &host.kernel_features());
     if !missing.is_empty() {
         verdict.push(Refusal::KernelFeatures {
             missing,
-            source: facts.kernel.to_string(),
+            source: facts.kernel_release.to_string(),
             target: host.kernel(),
         });
     }
-    let (needed, available) = (
-        facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES),
+    let (needed_amount, available_amount) = (
+        facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES),
         host.memory_available_bytes(),
     );
     let reserved = host.memory_reserved_bytes();
-    if available < needed {
+    if available_amount < needed_amount {
         verdict.push(Refusal::Memory {
-            need: needed,
-            have: available,
+            need: needed_amount,
+            have: available_amount,
         });
-    } else if available.saturating_sub(reserved) < needed {
+    } else if available_amount.saturating_sub(reserved) < needed_amount {
         verdict.push(Refusal::MemoryReserved {
-            need: needed,
-            have: available,
-            reserved,
+            need: needed_amount,
+            have: available_amount,
+            reserved_bytes: reserved,
         });
     }
-    let needed = u64::from(facts.threads);
-    if let Some(available) = host
+    let needed_amount = u64::from(facts.thread_count);
+    if let Some(available_amount) = host
         .threads_available()
-        .filter(|available| *available < needed)
+        .filter(|available_amount| *available_amount < needed_amount)
     {
         verdict.push(Refusal::Threads {
-            need: needed,
-            have: available,
+            need: needed_amount,
+            have: available_amount,
         });
     }
     let file_refusals = facts.files.iter().filter_map(|file| {
-        let why = difference(file, facts.uid, host)?;
+        let reason = file_refusal_reason(file, facts.uid, host)?;
         Some(Refusal::File {
             path: file.path.clone(),
-            why,
+            why: reason,
         })
     });
     verdict.extend(file_refusals);
     verdict
 }
 
-fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Option<String> {
+/// Returns the reason why the host does not fulfill the requirement for this file; `None` if it
+/// does.
+fn file_refusal_reason(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Option<String> {
     let found = match host.find_file(&file.path) {
         Ok(found) => found,
         Err(e)
             if e.kind() == io::ErrorKind::NotFound && file.requirement.is_copied_if_missing() =>
         {
-            let why = host.creation_obstacle(&file.path, uid)?;
+            let reason = host.creation_obstacle(&file.path, uid)?;
             return Some(format!(
-                "it does not exist on the target and cannot be copied there: {why}"
+                "it does not exist on the target and cannot be copied there: {reason}"
             ));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -125,7 +127,7 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         }
         Err(e) => return Some(format!("it cannot be accessed on the target: {e}")),
     };
-    let length = (found.bytes != file.bytes).then(|| {
+    let length_difference = (found.bytes != file.bytes).then(|| {
         format!(
             "it has {} bytes at the source, {} on the target",
             file.bytes, found.bytes
@@ -135,17 +137,19 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         FileRequirement::Directory => {
             (!found.is_directory).then(|| "it is not a directory on the target".into())
         }
-        FileRequirement::ExistsOrCopied | FileRequirement::LengthOrCopied if found.is_directory => {
+        FileRequirement::ExistsOrCopy | FileRequirement::LengthOrCopy if found.is_directory => {
             Some("it is a directory on the target".into())
         }
-        FileRequirement::Exists | FileRequirement::ExistsOrCopied => {
-            length.filter(|_| found.bytes < file.bytes)
+        FileRequirement::Exists | FileRequirement::ExistsOrCopy => {
+            length_difference.filter(|_| found.bytes < file.bytes)
         }
-        FileRequirement::Length | FileRequirement::LengthOrCopied => length,
-        FileRequirement::Content(expected) => length.or_else(|| match host.hash(&file.path) {
-            Ok(hash) => (hash != *expected).then(|| "its content differs on the target".into()),
-            Err(e) => Some(format!("it cannot be read on the target: {e}")),
-        }),
+        FileRequirement::Length | FileRequirement::LengthOrCopy => length_difference,
+        FileRequirement::Content(expected) => {
+            length_difference.or_else(|| match host.hash(&file.path) {
+                Ok(hash) => (hash != *expected).then(|| "its content differs on the target".into()),
+                Err(e) => Some(format!("it cannot be read on the target: {e}")),
+            })
+        }
     }
 }
 
@@ -155,17 +159,17 @@ mod tests {
     use std::collections::BTreeMap;
 
     struct FakeHost {
-        features: &'static str,
+        cpu_features: &'static str,
         kernel_features: &'static str,
-        memory: u64,
-        reserved: u64,
+        memory_bytes: u64,
+        reserved_bytes: u64,
         threads: Option<u64>,
         files: BTreeMap<&'static str, (FoundFile, &'static str)>,
     }
 
     impl HostProperties for FakeHost {
         fn cpu_features(&self) -> Vec<String> {
-            self.features.split(' ').map(String::from).collect()
+            self.cpu_features.split(' ').map(String::from).collect()
         }
         fn kernel_features(&self) -> Vec<String> {
             self.kernel_features.split(' ').map(String::from).collect()
@@ -177,10 +181,10 @@ mod tests {
             self.threads
         }
         fn memory_available_bytes(&self) -> u64 {
-            self.memory
+            self.memory_bytes
         }
         fn memory_reserved_bytes(&self) -> u64 {
-            self.reserved
+            self.reserved_bytes
         }
         fn find_file(&self, path: &Path) -> io::Result<FoundFile> {
             let file = self.files.get(path.to_str().expect("text"));
@@ -195,7 +199,7 @@ mod tests {
         }
     }
 
-    fn host() -> FakeHost {
+    fn sufficient_host() -> FakeHost {
         let file = |bytes, hash| {
             (
                 FoundFile {
@@ -206,10 +210,10 @@ mod tests {
             )
         };
         FakeHost {
-            features: "avx2 fma sse2",
+            cpu_features: "avx2 fma sse2",
             kernel_features: "clone3 openat2 rseq",
-            memory: 1 << 30,
-            reserved: 0,
+            memory_bytes: 1 << 30,
+            reserved_bytes: 0,
             threads: None,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
@@ -229,24 +233,24 @@ mod tests {
         }
     }
 
-    fn required_file(path: &str, bytes: u64, must: FileRequirement) -> RequiredFile {
+    fn required_file(path: &str, bytes: u64, requirement: FileRequirement) -> RequiredFile {
         RequiredFile {
             path: path.into(),
             bytes,
-            requirement: must,
+            requirement,
         }
     }
 
-    fn facts() -> TaskFacts {
+    fn task_facts() -> TaskFacts {
         TaskFacts {
             program: "prog".into(),
-            resident_bytes: 100 << 20,
+            memory_bytes: 100 << 20,
             uid: 1000,
             cpu_features: vec!["fma".into(), "sse2".into()],
             kernel_features: vec!["clone3".into(), "rseq".into()],
-            kernel: "6.8".into(),
-            engine: "4.2.1".into(),
-            threads: 3,
+            kernel_release: "6.8".into(),
+            engine_version: "4.2.1".into(),
+            thread_count: 3,
             files: vec![
                 required_file("/bin/prog", 100, FileRequirement::Content("aa".into())),
                 required_file("/data/in", 7, FileRequirement::Length),
@@ -261,13 +265,13 @@ mod tests {
     /// another release.
     #[test]
     fn sufficient_host_accepts_any_kernel_release() {
-        assert_eq!(judge_task(&facts(), &host()), []);
+        assert_eq!(decide_verdict(&task_facts(), &sufficient_host()), []);
         assert_eq!(
-            judge_task(
-                &facts(),
+            decide_verdict(
+                &task_facts(),
                 &FakeHost {
                     threads: Some(3),
-                    ..host()
+                    ..sufficient_host()
                 }
             ),
             []
@@ -277,12 +281,12 @@ mod tests {
     /// The verdict lists missing processor features, kernel features, memory and threads together.
     #[test]
     fn lacking_host_reports_all_reasons() {
-        let here = FakeHost {
-            features: "sse2",
+        let lacking_host = FakeHost {
+            cpu_features: "sse2",
             kernel_features: "openat2 rseq",
-            memory: 50 << 20,
+            memory_bytes: 50 << 20,
             threads: Some(2),
-            ..host()
+            ..sufficient_host()
         };
         let expected = [
             Refusal::CpuFeatures {
@@ -299,84 +303,108 @@ mod tests {
             },
             Refusal::Threads { need: 3, have: 2 },
         ];
-        assert_eq!(judge_task(&facts(), &here), expected);
+        assert_eq!(decide_verdict(&task_facts(), &lacking_host), expected);
     }
 
     /// Memory that is reserved for other tasks is not available.
     #[test]
     fn reserved_memory_is_not_available() {
-        let room = (100 << 20) + MEMORY_SLACK_BYTES;
-        let with = |reserved| judge_task(&facts(), &FakeHost { reserved, ..host() });
-        assert_eq!(with((1 << 30) - room), []);
-        let reserved = (1 << 30) - room + 1;
+        let needed_bytes = (100 << 20) + MEMORY_SLACK_BYTES;
+        let verdict_with = |reserved| {
+            decide_verdict(
+                &task_facts(),
+                &FakeHost {
+                    reserved_bytes: reserved,
+                    ..sufficient_host()
+                },
+            )
+        };
+        assert_eq!(verdict_with((1 << 30) - needed_bytes), []);
+        let reserved = (1 << 30) - needed_bytes + 1;
         assert_eq!(
-            with(reserved),
+            verdict_with(reserved),
             [Refusal::MemoryReserved {
-                need: room,
+                need: needed_bytes,
                 have: 1 << 30,
-                reserved
+                reserved_bytes: reserved
             }]
         );
-        let small = FakeHost {
-            memory: 5,
-            reserved,
-            ..host()
+        let small_host = FakeHost {
+            memory_bytes: 5,
+            reserved_bytes: reserved,
+            ..sufficient_host()
         };
         assert_eq!(
-            judge_task(&facts(), &small),
+            decide_verdict(&task_facts(), &small_host),
             [Refusal::Memory {
-                need: room,
+                need: needed_bytes,
                 have: 5
             }],
             "it would not do without them"
         );
     }
 
-    /// A file that is copied to the target may be missing there if it can be created, but an
-    /// existing one must match.
+    /// A file that is copied to the target may be missing there if it can be created. A file that
+    /// already exists there must have the required properties.
     #[test]
     fn copied_file_may_be_missing_but_not_different() {
-        let with = |path: &str, bytes, must| TaskFacts {
-            files: vec![required_file(path, bytes, must)],
-            ..facts()
+        let facts_with_file = |path: &str, bytes, requirement| TaskFacts {
+            files: vec![required_file(path, bytes, requirement)],
+            ..task_facts()
         };
-        let say = |facts: &TaskFacts| match &judge_task(facts, &host())[..] {
+        let refusal_reason = |facts: &TaskFacts| match &decide_verdict(facts, &sufficient_host())[..]
+        {
             [] => String::new(),
             [Refusal::File { why, .. }] => why.clone(),
             other => panic!("{other:?}"),
         };
-        use FileRequirement::{ExistsOrCopied, LengthOrCopied};
-        assert_eq!(say(&with("/data/new", 5, LengthOrCopied)), "");
-        assert_eq!(say(&with("/data/new", 5, ExistsOrCopied)), "");
-        let there =
-            "it does not exist on the target and cannot be copied there: its directory: EACCES";
-        assert_eq!(say(&with("/else/new", 5, LengthOrCopied)), there);
+        use FileRequirement::{ExistsOrCopy, LengthOrCopy};
         assert_eq!(
-            say(&TaskFacts {
-                uid: 5,
-                ..with("/data/new", 5, LengthOrCopied)
-            }),
-            there
+            refusal_reason(&facts_with_file("/data/new", 5, LengthOrCopy)),
+            ""
         );
-        assert_eq!(say(&with("/data/in", 7, LengthOrCopied)), "");
-        let length = "it has 6 bytes at the source, 7 on the target";
-        assert_eq!(say(&with("/data/in", 6, LengthOrCopied)), length);
         assert_eq!(
-            say(&with("/data/log", 0, ExistsOrCopied)),
+            refusal_reason(&facts_with_file("/data/new", 5, ExistsOrCopy)),
+            ""
+        );
+        let not_creatable =
+            "it does not exist on the target and cannot be copied there: its directory: EACCES";
+        assert_eq!(
+            refusal_reason(&facts_with_file("/else/new", 5, LengthOrCopy)),
+            not_creatable
+        );
+        assert_eq!(
+            refusal_reason(&TaskFacts {
+                uid: 5,
+                ..facts_with_file("/data/new", 5, LengthOrCopy)
+            }),
+            not_creatable
+        );
+        assert_eq!(
+            refusal_reason(&facts_with_file("/data/in", 7, LengthOrCopy)),
+            ""
+        );
+        let length_difference = "it has 6 bytes at the source, 7 on the target";
+        assert_eq!(
+            refusal_reason(&facts_with_file("/data/in", 6, LengthOrCopy)),
+            length_difference
+        );
+        assert_eq!(
+            refusal_reason(&facts_with_file("/data/log", 0, ExistsOrCopy)),
             "",
             "it is only appended to"
         );
         assert_eq!(
-            say(&with("/data/in", 6, ExistsOrCopied)),
+            refusal_reason(&facts_with_file("/data/in", 6, ExistsOrCopy)),
             "",
             "it has grown since"
         );
         assert_eq!(
-            say(&with("/data/in", 9, ExistsOrCopied)),
+            refusal_reason(&facts_with_file("/data/in", 9, ExistsOrCopy)),
             "it has 9 bytes at the source, 7 on the target"
         );
         assert_eq!(
-            say(&with("/data", 4096, LengthOrCopied)),
+            refusal_reason(&facts_with_file("/data", 4096, LengthOrCopy)),
             "it is a directory on the target"
         );
     }
@@ -384,8 +412,8 @@ mod tests {
     /// Every file that is missing or different on the target is listed.
     #[test]
     fn missing_and_different_files_are_listed() {
-        let mut here = host();
-        here.files.insert(
+        let mut other_host = sufficient_host();
+        other_host.files.insert(
             "/bin/prog",
             (
                 FoundFile {
@@ -395,7 +423,7 @@ mod tests {
                 "bb",
             ),
         );
-        here.files.insert(
+        other_host.files.insert(
             "/data/in",
             (
                 FoundFile {
@@ -405,8 +433,8 @@ mod tests {
                 "",
             ),
         );
-        here.files.remove("/data/log");
-        here.files.insert(
+        other_host.files.remove("/data/log");
+        other_host.files.insert(
             "/data",
             (
                 FoundFile {
@@ -416,16 +444,16 @@ mod tests {
                 "",
             ),
         );
-        let wrong = |path: &str, why: &str| Refusal::File {
+        let file_refusal = |path: &str, reason: &str| Refusal::File {
             path: path.into(),
-            why: why.into(),
+            why: reason.into(),
         };
         let expected = [
-            wrong("/bin/prog", "its content differs on the target"),
-            wrong("/data/in", "it has 7 bytes at the source, 8 on the target"),
-            wrong("/data/log", "it does not exist on the target"),
-            wrong("/data", "it is not a directory on the target"),
+            file_refusal("/bin/prog", "its content differs on the target"),
+            file_refusal("/data/in", "it has 7 bytes at the source, 8 on the target"),
+            file_refusal("/data/log", "it does not exist on the target"),
+            file_refusal("/data", "it is not a directory on the target"),
         ];
-        assert_eq!(judge_task(&facts(), &here), expected);
+        assert_eq!(decide_verdict(&task_facts(), &other_host), expected);
     }
 }

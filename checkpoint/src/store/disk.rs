@@ -53,13 +53,13 @@ impl DiskObserver for NoObserver {
 pub(super) struct Disk(Arc<dyn DiskObserver>);
 
 impl Disk {
-    pub(super) fn new() -> Disk {
-        Disk(Arc::new(NoObserver))
+    pub(super) fn new() -> Self {
+        Self(Arc::new(NoObserver))
     }
 
     #[cfg(test)]
-    pub(super) fn with_observer(observer: Arc<dyn DiskObserver>) -> Disk {
-        Disk(observer)
+    pub(super) fn with_observer(observer: Arc<dyn DiskObserver>) -> Self {
+        Self(observer)
     }
 
     /// Creates a directory with mode 0700.
@@ -98,18 +98,18 @@ impl Disk {
     }
 
     /// Renames a directory. The new name must not exist, or be an empty directory.
-    pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before_step(&DiskStep::Rename(from, to))?;
-        std::fs::rename(from, to)
+    pub(super) fn rename(&self, old_path: &Path, new_path: &Path) -> io::Result<()> {
+        self.0.before_step(&DiskStep::Rename(old_path, new_path))?;
+        std::fs::rename(old_path, new_path)
     }
 
     /// Creates an additional name for a file. Fails if the name exists.
-    pub(super) fn add_link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before_step(&DiskStep::Link(to))?;
-        std::fs::hard_link(from, to)
+    pub(super) fn add_link(&self, existing_path: &Path, new_path: &Path) -> io::Result<()> {
+        self.0.before_step(&DiskStep::Link(new_path))?;
+        std::fs::hard_link(existing_path, new_path)
     }
 
-    /// Removes a file. Succeeds if it does not exist.
+    /// Removes a file. Succeeds if the file does not exist.
     pub(super) fn remove_file(&self, path: &Path) -> io::Result<()> {
         self.0.before_step(&DiskStep::RemoveFile(path))?;
         ok_if_not_found(std::fs::remove_file(path))
@@ -127,7 +127,7 @@ impl Disk {
             match entry.file_type() {
                 // The store creates no subdirectories in this directory. Symbolic links are not
                 // followed.
-                Ok(kind) if kind.is_dir() => {
+                Ok(file_type) if file_type.is_dir() => {
                     ok_if_not_found(std::fs::remove_dir_all(entry.path()))?
                 }
                 _ => self.remove_file(&entry.path())?,

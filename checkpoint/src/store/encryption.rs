@@ -42,14 +42,14 @@ pub(super) struct StoreKey {
 impl StoreKey {
     /// Creates a store key from the bytes `key`, and derives its identifier. `path` is the file
     /// from which the key was read, for error messages.
-    pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<StoreKey> {
+    pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Self> {
         let mut name = [0; KEY_ID_BYTES];
         let derived = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
         derived
             .expand(&[b"name of the key"], KeyIdLength)
             .and_then(|okm| okm.fill(&mut name))
             .map_err(crypto_error)?;
-        Ok(StoreKey {
+        Ok(Self {
             key,
             key_id: name,
             path: path.to_path_buf(),
@@ -57,11 +57,11 @@ impl StoreKey {
     }
 
     fn file_key(&self, salt: &[u8]) -> io::Result<LessSafeKey> {
-        let derived = Salt::new(HKDF_SHA256, salt).extract(&self.key);
-        let okm = derived
+        let pseudorandom_key = Salt::new(HKDF_SHA256, salt).extract(&self.key);
+        let output_key = pseudorandom_key
             .expand(&[b"key of a file"], &AES_256_GCM)
             .map_err(crypto_error)?;
-        Ok(LessSafeKey::new(UnboundKey::from(okm)))
+        Ok(LessSafeKey::new(UnboundKey::from(output_key)))
     }
 }
 
@@ -104,8 +104,8 @@ impl FileRole {
     /// Returns the associated data of all chunks: the head and the role of the file.
     fn associated_data(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
         let (kind, id, tid) = match self {
-            FileRole::Manifest(id) => (1, id, Tid::NONE),
-            FileRole::Part(id, tid) => (2, id, tid),
+            Self::Manifest(id) => (1, id, Tid::NONE),
+            Self::Part(id, tid) => (2, id, tid),
         };
         let mut bound = head.to_vec();
         bound.push(kind);
@@ -115,11 +115,12 @@ impl FileRole {
     }
 }
 
-/// Returns the nonce of a chunk, which contains the chunk's number and whether it is the last one.
-fn nonce(number: u64, last: bool) -> Nonce {
+/// Returns the nonce of a chunk. The nonce contains the chunk's number and whether the chunk is the
+/// last one.
+fn chunk_nonce(chunk_number: u64, is_last: bool) -> Nonce {
     let mut nonce = [0; NONCE_LEN];
-    nonce[0] = u8::from(last);
-    nonce[NONCE_LEN - 8..].copy_from_slice(&number.to_be_bytes());
+    nonce[0] = u8::from(is_last);
+    nonce[NONCE_LEN - 8..].copy_from_slice(&chunk_number.to_be_bytes());
     Nonce::assume_unique_for_key(nonce)
 }
 
@@ -140,26 +141,26 @@ pub(super) struct Encryptor<F> {
     chunk: Vec<u8>,
     chunk_number: u64,
     hasher: blake3::Hasher,
-    bytes: u64,
+    written_bytes: u64,
 }
 
 impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
     /// Starts an encrypted file in the role `role`. `write` is called with the bytes of the file,
     /// in order.
-    pub(super) fn new(secret: &StoreKey, role: FileRole, write: F) -> io::Result<Encryptor<F>> {
+    pub(super) fn new(store_key: &StoreKey, role: FileRole, write: F) -> io::Result<Self> {
         let mut head = [0; HEAD_BYTES];
         head[..MAGIC.len()].copy_from_slice(&MAGIC);
-        head[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret.key_id);
+        head[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&store_key.key_id);
         let salt = random_bytes::<SALT_BYTES>()?;
         head[HEAD_BYTES - SALT_BYTES..].copy_from_slice(&salt);
-        let mut encryptor = Encryptor {
+        let mut encryptor = Self {
             write,
-            key: secret.file_key(&salt)?,
+            key: store_key.file_key(&salt)?,
             associated_data: role.associated_data(&head),
             chunk: Vec::with_capacity(CHUNK_BYTES + MAX_TAG_LEN),
             chunk_number: 0,
             hasher: blake3::Hasher::new(),
-            bytes: 0,
+            written_bytes: 0,
         };
         encryptor.write_out(&head)?;
         Ok(encryptor)
@@ -171,9 +172,10 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
             if self.chunk.len() == CHUNK_BYTES {
                 self.encrypt_chunk(false)?;
             }
-            let (head, remaining) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(head);
-            bytes = remaining;
+            let (chunk_part, remaining_part) =
+                bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(chunk_part);
+            bytes = remaining_part;
         }
         Ok(())
     }
@@ -182,14 +184,14 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
     pub(super) fn finish(mut self) -> io::Result<EncryptedFile> {
         self.encrypt_chunk(true)?;
         Ok(EncryptedFile {
-            bytes: self.bytes,
+            bytes: self.written_bytes,
             blake3: *self.hasher.finalize().as_bytes(),
         })
     }
 
-    fn encrypt_chunk(&mut self, last: bool) -> io::Result<()> {
+    fn encrypt_chunk(&mut self, is_last: bool) -> io::Result<()> {
         let mut chunk = std::mem::take(&mut self.chunk);
-        let nonce = nonce(self.chunk_number, last);
+        let nonce = chunk_nonce(self.chunk_number, is_last);
         self.key
             .seal_in_place_append_tag(nonce, Aad::from(&self.associated_data), &mut chunk)
             .map_err(crypto_error)?;
@@ -202,7 +204,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
 
     fn write_out(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.hasher.update(bytes);
-        self.bytes += bytes.len() as u64;
+        self.written_bytes += bytes.len() as u64;
         (self.write)(bytes)
     }
 }
@@ -218,36 +220,38 @@ pub(super) enum DecryptError {
 }
 
 impl From<io::Error> for DecryptError {
-    fn from(error: io::Error) -> DecryptError {
-        DecryptError::Io(error)
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
     }
 }
 
 /// Decrypts a file chunk by chunk.
 pub(super) struct Decryptor<R> {
     input: R,
-    /// Bytes of the file that have not been read.
-    bytes_left: u64,
+    /// Number of bytes of the encrypted file that were not read yet.
+    remaining_bytes: u64,
     key: LessSafeKey,
     associated_data: Vec<u8>,
     chunk: Vec<u8>,
     /// Range of the chunk's bytes that were not returned yet.
-    unread: std::ops::Range<usize>,
+    unread_range: std::ops::Range<usize>,
     chunk_number: u64,
     hasher: blake3::Hasher,
 }
 
 impl<R: Read> Decryptor<R> {
-    /// Starts to decrypt a file of `bytes` bytes in the role `role`. Fails if it was encrypted with
-    /// another key.
+    /// Starts to decrypt a file of `bytes` bytes in the role `role`.
+    ///
+    /// # Errors
+    /// The file was encrypted with another key, is too short, or cannot be read.
     pub(super) fn new(
-        secret: &StoreKey,
+        store_key: &StoreKey,
         role: FileRole,
         mut input: R,
         bytes: u64,
-    ) -> Result<Decryptor<R>, DecryptError> {
+    ) -> Result<Self, DecryptError> {
         let mut head = [0; HEAD_BYTES];
-        let Some(bytes_left) = bytes.checked_sub(HEAD_BYTES as u64) else {
+        let Some(remaining_bytes) = bytes.checked_sub(HEAD_BYTES as u64) else {
             return Err(DecryptError::Changed(format!(
                 "it has {bytes} bytes, which is less than the head of a sealed file"
             )));
@@ -258,31 +262,32 @@ impl<R: Read> Decryptor<R> {
                 "it does not begin with the header of a sealed file of this version".into(),
             ));
         }
-        if head[MAGIC.len()..][..KEY_ID_BYTES] != secret.key_id {
+        if head[MAGIC.len()..][..KEY_ID_BYTES] != store_key.key_id {
             return Err(DecryptError::OtherKey);
         }
         let mut hasher = blake3::Hasher::new();
         hasher.update(&head);
-        let key = secret.file_key(&head[HEAD_BYTES - SALT_BYTES..])?;
-        Ok(Decryptor {
+        let key = store_key.file_key(&head[HEAD_BYTES - SALT_BYTES..])?;
+        Ok(Self {
             input,
-            bytes_left,
+            remaining_bytes,
             key,
             associated_data: role.associated_data(&head),
             chunk: Vec::new(),
-            unread: 0..0,
+            unread_range: 0..0,
             chunk_number: 0,
             hasher,
         })
     }
 
-    /// Returns the next bytes of the content, at most `max`; empty at the end.
-    pub(super) fn next_bytes(&mut self, max: usize) -> Result<&[u8], DecryptError> {
-        if self.unread.is_empty() && !self.at_end() {
+    /// Returns the next bytes of the content, at most `bytes_max`; empty at the end.
+    pub(super) fn next_bytes(&mut self, bytes_max: usize) -> Result<&[u8], DecryptError> {
+        if self.unread_range.is_empty() && !self.is_at_end() {
             self.decrypt_chunk()?;
         }
-        let range = self.unread.start..self.unread.start + self.unread.len().min(max);
-        self.unread.start = range.end;
+        let range = self.unread_range.start
+            ..self.unread_range.start + self.unread_range.len().min(bytes_max);
+        self.unread_range.start = range.end;
         Ok(&self.chunk[range])
     }
 
@@ -295,9 +300,10 @@ impl<R: Read> Decryptor<R> {
                     "its content ends in the middle".into(),
                 ));
             }
-            let (target, remaining) = std::mem::take(&mut buffer).split_at_mut(bytes.len());
-            target.copy_from_slice(bytes);
-            buffer = remaining;
+            let (filled_part, remaining_part) =
+                std::mem::take(&mut buffer).split_at_mut(bytes.len());
+            filled_part.copy_from_slice(bytes);
+            buffer = remaining_part;
         }
         Ok(())
     }
@@ -312,17 +318,17 @@ impl<R: Read> Decryptor<R> {
     }
 
     /// True if the last chunk was read. Each file has at least one chunk.
-    fn at_end(&self) -> bool {
-        self.bytes_left == 0 && self.chunk_number > 0
+    fn is_at_end(&self) -> bool {
+        self.remaining_bytes == 0 && self.chunk_number > 0
     }
 
     fn decrypt_chunk(&mut self) -> Result<(), DecryptError> {
-        let bytes = self.bytes_left.min((CHUNK_BYTES + MAX_TAG_LEN) as u64);
-        self.bytes_left -= bytes;
+        let bytes = self.remaining_bytes.min((CHUNK_BYTES + MAX_TAG_LEN) as u64);
+        self.remaining_bytes -= bytes;
         self.chunk.resize(bytes as usize, 0);
         read_exactly(&mut self.input, &mut self.chunk)?;
         self.hasher.update(&self.chunk);
-        let nonce = nonce(self.chunk_number, self.bytes_left == 0);
+        let nonce = chunk_nonce(self.chunk_number, self.remaining_bytes == 0);
         let content = self
             .key
             .open_in_place(nonce, Aad::from(&self.associated_data), &mut self.chunk)
@@ -332,7 +338,7 @@ impl<R: Read> Decryptor<R> {
                     self.chunk_number + 1
                 ))
             })?;
-        self.unread = 0..content.len();
+        self.unread_range = 0..content.len();
         self.chunk_number += 1;
         Ok(())
     }
@@ -358,23 +364,23 @@ mod tests {
         StoreKey::new([byte; KEY_BYTES], Path::new("key")).expect("a key")
     }
 
-    fn id(second: u64) -> CheckpointId {
-        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(second))
+    fn checkpoint_id(start_second: u64) -> CheckpointId {
+        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(start_second))
     }
 
-    fn seal(secret: &StoreKey, role: FileRole, content: &[u8]) -> Vec<u8> {
+    fn encrypt(store_key: &StoreKey, role: FileRole, content: &[u8]) -> Vec<u8> {
         let mut file = Vec::new();
         let write = |bytes: &[u8]| {
             file.extend_from_slice(bytes);
             Ok(())
         };
-        let mut encryptor = Encryptor::new(secret, role, write).expect("sealed");
+        let mut encryptor = Encryptor::new(store_key, role, write).expect("sealed");
         for piece in content.chunks(300_001) {
             encryptor.append(piece).expect("sealed");
         }
-        let encrypted = encryptor.finish().expect("sealed");
+        let encrypted_file = encryptor.finish().expect("sealed");
         assert_eq!(
-            encrypted,
+            encrypted_file,
             EncryptedFile {
                 bytes: file.len() as u64,
                 blake3: *blake3::hash(&file).as_bytes()
@@ -383,8 +389,8 @@ mod tests {
         file
     }
 
-    fn open(secret: &StoreKey, role: FileRole, file: &[u8]) -> Result<Vec<u8>, DecryptError> {
-        let mut decryptor = Decryptor::new(secret, role, file, file.len() as u64)?;
+    fn decrypt(store_key: &StoreKey, role: FileRole, file: &[u8]) -> Result<Vec<u8>, DecryptError> {
+        let mut decryptor = Decryptor::new(store_key, role, file, file.len() as u64)?;
         let mut content = Vec::new();
         loop {
             let bytes = decryptor.next_bytes(70_000)?;
@@ -397,7 +403,7 @@ mod tests {
         Ok(content)
     }
 
-    fn content(bytes: usize) -> Vec<u8> {
+    fn test_content(bytes: usize) -> Vec<u8> {
         (0..bytes).map(|i| (i % 251) as u8).collect()
     }
 
@@ -412,55 +418,60 @@ mod tests {
             2 * CHUNK_BYTES,
             2 * CHUNK_BYTES + 7,
         ] {
-            let what = FileRole::Part(id(1), JOB);
-            let file = seal(&test_key(1), what, &content(bytes));
-            let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
-            assert_eq!(file.len(), HEAD_BYTES + bytes + chunks * MAX_TAG_LEN);
+            let role = FileRole::Part(checkpoint_id(1), JOB);
+            let file = encrypt(&test_key(1), role, &test_content(bytes));
+            let chunk_count = bytes.div_ceil(CHUNK_BYTES).max(1);
+            assert_eq!(file.len(), HEAD_BYTES + bytes + chunk_count * MAX_TAG_LEN);
             assert_eq!(
-                open(&test_key(1), what, &file).expect("opened"),
-                content(bytes)
+                decrypt(&test_key(1), role, &file).expect("opened"),
+                test_content(bytes)
             );
         }
     }
 
     #[test]
     fn file_of_another_role_is_refused() {
-        let other = Tid::from_raw(0x40002);
-        let places = [
-            FileRole::Manifest(id(1)),
-            FileRole::Manifest(id(2)),
-            FileRole::Part(id(1), JOB),
-            FileRole::Part(id(1), other),
+        let other_tid = Tid::from_raw(0x40002);
+        let roles = [
+            FileRole::Manifest(checkpoint_id(1)),
+            FileRole::Manifest(checkpoint_id(2)),
+            FileRole::Part(checkpoint_id(1), JOB),
+            FileRole::Part(checkpoint_id(1), other_tid),
         ];
-        for from in places {
-            let file = seal(&test_key(1), from, b"content");
-            for to in places {
-                let opened = open(&test_key(1), to, &file);
-                assert_eq!(opened.is_ok(), from == to, "{from:?} as {to:?}");
+        for encrypted_role in roles {
+            let file = encrypt(&test_key(1), encrypted_role, b"content");
+            for decrypted_role in roles {
+                let result = decrypt(&test_key(1), decrypted_role, &file);
+                assert_eq!(
+                    result.is_ok(),
+                    encrypted_role == decrypted_role,
+                    "{encrypted_role:?} as {decrypted_role:?}"
+                );
             }
         }
     }
 
     #[test]
     fn other_key_is_distinguished_from_change() {
-        let what = FileRole::Manifest(id(1));
-        let mut file = seal(&test_key(1), what, b"content");
+        let role = FileRole::Manifest(checkpoint_id(1));
+        let mut file = encrypt(&test_key(1), role, b"content");
         assert!(matches!(
-            open(&test_key(2), what, &file),
+            decrypt(&test_key(2), role, &file),
             Err(DecryptError::OtherKey)
         ));
-        // Simulate an attacker without the key, who writes the identifier of the key into the file.
+        // Simulate an attacker who writes the identifier of the key into the file without having
+        // the key.
         file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&test_key(2).key_id);
         assert!(matches!(
-            open(&test_key(2), what, &file),
+            decrypt(&test_key(2), role, &file),
             Err(DecryptError::Changed(_))
         ));
     }
 
     #[test]
     fn chunks_cannot_be_removed_swapped_repeated_or_added() {
-        let what = FileRole::Part(id(1), JOB);
-        let file = seal(&test_key(1), what, &content(3 * CHUNK_BYTES));
+        let role = FileRole::Part(checkpoint_id(1), JOB);
+        let file = encrypt(&test_key(1), role, &test_content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
         let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + MAX_TAG_LEN).collect();
         for order in [
@@ -473,7 +484,7 @@ mod tests {
             &[0, 1, 1, 2],
             &[0, 1, 2, 2],
         ] {
-            let changed = [
+            let changed_file = [
                 head,
                 &order
                     .iter()
@@ -484,7 +495,7 @@ mod tests {
             .concat();
             assert!(
                 matches!(
-                    open(&test_key(1), what, &changed),
+                    decrypt(&test_key(1), role, &changed_file),
                     Err(DecryptError::Changed(_))
                 ),
                 "{order:?}"
@@ -500,7 +511,7 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    open(&test_key(1), what, &file[..bytes]),
+                    decrypt(&test_key(1), role, &file[..bytes]),
                     Err(DecryptError::Changed(_))
                 ),
                 "{bytes} bytes"
@@ -510,11 +521,11 @@ mod tests {
 
     #[test]
     fn equal_content_encrypts_differently() {
-        let what = FileRole::Manifest(id(1));
-        let (one, other) = (
-            seal(&test_key(1), what, b"content"),
-            seal(&test_key(1), what, b"content"),
+        let role = FileRole::Manifest(checkpoint_id(1));
+        let (first_file, second_file) = (
+            encrypt(&test_key(1), role, b"content"),
+            encrypt(&test_key(1), role, b"content"),
         );
-        assert_ne!(one[HEAD_BYTES..], other[HEAD_BYTES..]);
+        assert_ne!(first_file[HEAD_BYTES..], second_file[HEAD_BYTES..]);
     }
 }

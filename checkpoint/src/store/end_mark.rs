@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Name of the file that contains the end mark.
-const MARK_FILE: &str = "ended";
+const MARK_FILE_NAME: &str = "ended";
 /// Maximum size in bytes of a valid end mark: 20 digits and a newline.
 const MARK_BYTES_MAX: u64 = 21;
 
@@ -23,7 +23,7 @@ pub(super) fn read_end_mark(dir: &Path) -> Option<Micros> {
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(flags)
-        .open(dir.join(MARK_FILE))
+        .open(dir.join(MARK_FILE_NAME))
         .ok()?;
     let mut text = String::new();
     file.take(MARK_BYTES_MAX + 1)
@@ -33,21 +33,23 @@ pub(super) fn read_end_mark(dir: &Path) -> Option<Micros> {
     text.strip_suffix('\n')?.parse().ok().map(Micros)
 }
 
-/// Writes the end mark with the time `ended`, or removes the mark if `ended` is `None`.
+/// Writes the end mark with the time `ended_at`, or removes the mark if `ended_at` is `None`.
 pub(super) fn write_end_mark(
     disk: &Disk,
     dir: &Path,
-    ended: Option<Micros>,
+    ended_at: Option<Micros>,
 ) -> Result<(), StoreError> {
-    if ended.is_some() && read_end_mark(dir).is_some() {
+    if ended_at.is_some() && read_end_mark(dir).is_some() {
         return Ok(());
     }
-    let path = dir.join(MARK_FILE);
-    let written = disk.remove_file(&path).and_then(|()| {
-        let Some(ended) = ended else { return Ok(()) };
+    let path = dir.join(MARK_FILE_NAME);
+    let write_result = disk.remove_file(&path).and_then(|()| {
+        let Some(ended_at) = ended_at else {
+            return Ok(());
+        };
         let file = disk.make_file(&path)?;
-        disk.append(&path, &file, format!("{}\n", ended.0).as_bytes())?;
+        disk.append(&path, &file, format!("{}\n", ended_at.0).as_bytes())?;
         disk.sync(&path, &file)
     });
-    written.map_err(io_error(StoreOperation::Mark, &path))
+    write_result.map_err(io_error(StoreOperation::Mark, &path))
 }

@@ -28,34 +28,30 @@ pub enum StoreOperation {
 impl StoreOperation {
     fn failure_text(self) -> &'static str {
         match self {
-            StoreOperation::Open => "cannot open the checkpoint store",
-            StoreOperation::Begin => "cannot begin a checkpoint",
-            StoreOperation::Add => "cannot add a task to a checkpoint",
-            StoreOperation::Finish => "cannot finish a checkpoint",
-            StoreOperation::List => "cannot list the checkpoints",
-            StoreOperation::Read => "cannot read a checkpoint",
-            StoreOperation::Unpack => "cannot unpack the images of a checkpoint",
-            StoreOperation::Remove => "cannot remove a checkpoint",
-            StoreOperation::Sweep => "cannot remove old checkpoints",
-            StoreOperation::Mark => "cannot record in a checkpoint whether its job has ended",
+            Self::Open => "cannot open the checkpoint store",
+            Self::Begin => "cannot begin a checkpoint",
+            Self::Add => "cannot add a task to a checkpoint",
+            Self::Finish => "cannot finish a checkpoint",
+            Self::List => "cannot list the checkpoints",
+            Self::Read => "cannot read a checkpoint",
+            Self::Unpack => "cannot unpack the images of a checkpoint",
+            Self::Remove => "cannot remove a checkpoint",
+            Self::Sweep => "cannot remove old checkpoints",
+            Self::Mark => "cannot record in a checkpoint whether its job has ended",
         }
     }
 
     /// Returns the text that states what the failure means for the content of the store.
     fn consequence(self) -> &'static str {
         match self {
-            StoreOperation::Open => "no checkpoint was read or changed",
-            StoreOperation::Begin => "no checkpoint was begun; the existing ones are unchanged",
-            StoreOperation::Add => {
-                "nothing of this task was kept; the complete checkpoints are unchanged"
-            }
-            StoreOperation::Finish => "this checkpoint was removed; the earlier ones are unchanged",
-            StoreOperation::List | StoreOperation::Read => "nothing was changed",
-            StoreOperation::Mark => "it may be kept longer than needed",
-            StoreOperation::Unpack => {
-                "nothing was left in the target directory; the checkpoint is unchanged"
-            }
-            StoreOperation::Remove | StoreOperation::Sweep => {
+            Self::Open => "no checkpoint was read or changed",
+            Self::Begin => "no checkpoint was begun; the existing ones are unchanged",
+            Self::Add => "nothing of this task was kept; the complete checkpoints are unchanged",
+            Self::Finish => "this checkpoint was removed; the earlier ones are unchanged",
+            Self::List | Self::Read => "nothing was changed",
+            Self::Mark => "it may be kept longer than needed",
+            Self::Unpack => "nothing was left in the target directory; the checkpoint is unchanged",
+            Self::Remove | Self::Sweep => {
                 "the checkpoint is either complete or no longer listed; what remains of it is removed by the next sweep"
             }
         }
@@ -105,7 +101,8 @@ pub enum StoreError {
         /// Number of free bytes of the file system; `None` if unknown.
         free: Option<u64>,
     },
-    /// The limits do not permit another checkpoint, because the existing ones may not be removed.
+    /// The limits do not permit another checkpoint, because the existing checkpoints may not be
+    /// removed.
     #[error(
         "{operation}: in {dir} the newest checkpoints of other jobs, which are not removed automatically, are \
          {checkpoints} with {bytes} bytes, this one needs at least {needed} bytes, and the limits are \
@@ -201,23 +198,28 @@ pub enum StoreError {
     /// The checkpoint cannot be removed because it is open for reading.
     #[error("the checkpoint {0} is being read, so it was not removed; try again later")]
     InUse(CheckpointId),
-    /// Another process holds the lock of the store for too long.
+    /// Another process has held the lock of the store for longer than this process waits.
     #[error("{operation}: another process has kept {dir} locked for {seconds} s; {means}", means = operation.consequence())]
     Busy {
         operation: StoreOperation,
         /// Path of the store's directory.
         dir: PathBuf,
-        /// Time in seconds for which this process waited for the lock.
+        /// Time limit in seconds of the wait for the lock.
         seconds: u64,
     },
 }
 
-fn space_text(unwritten: Option<u64>, free: Option<u64>) -> String {
-    let free = free.map(|free| format!("{free} are free")).into_iter();
-    let unwritten = unwritten
-        .map(|unwritten| format!("up to {unwritten} bytes were still to be written"))
+fn space_text(unwritten_bytes: Option<u64>, free_space: Option<u64>) -> String {
+    let free_space = free_space
+        .map(|free_space| format!("{free_space} are free"))
         .into_iter();
-    let text = unwritten.chain(free).collect::<Vec<_>>().join(", ");
+    let unwritten_bytes = unwritten_bytes
+        .map(|unwritten_bytes| format!("up to {unwritten_bytes} bytes were still to be written"))
+        .into_iter();
+    let text = unwritten_bytes
+        .chain(free_space)
+        .collect::<Vec<_>>()
+        .join(", ");
     if text.is_empty() {
         text
     } else {
@@ -233,13 +235,14 @@ pub(super) fn io_error(
     move |source| write_error(operation, path, source, None)
 }
 
-/// Adds the operation and the path to an I/O error. If the disk is full, also adds `unwritten`, the
-/// number of bytes that were still to be written, and the free space.
+/// Returns the error for a failed write: the I/O error with the operation and the path. If the disk
+/// is full, the returned error also contains `unwritten_bytes`, the number of bytes that were still to be
+/// written, and the free space.
 pub(super) fn write_error(
     operation: StoreOperation,
     path: &Path,
     source: io::Error,
-    unwritten: Option<u64>,
+    unwritten_bytes: Option<u64>,
 ) -> StoreError {
     if !matches!(
         source.kind(),
@@ -251,12 +254,12 @@ pub(super) fn write_error(
             source,
         };
     }
-    // The file may no longer exist; its directory is on the same file system.
-    let free = path.parent().and_then(|dir| free_bytes(dir).ok());
+    // The file may no longer exist, but its directory is on the same file system.
+    let free_space = path.parent().and_then(|dir| free_bytes(dir).ok());
     StoreError::DiskFull {
         operation,
         path: path.to_path_buf(),
-        unwritten,
-        free,
+        unwritten: unwritten_bytes,
+        free: free_space,
     }
 }

@@ -18,7 +18,7 @@ const DAY_SECONDS: u64 = 86_400;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckpointId {
     start_second: u64,
-    count: u32,
+    sequence_number: u32,
     job: Tid,
 }
 
@@ -34,22 +34,18 @@ impl CheckpointId {
 
     /// Returns a name for a new checkpoint of this job that is greater than the existing names of
     /// the job.
-    pub(super) fn next_id(
-        existing: impl Iterator<Item = CheckpointId>,
-        job: Tid,
-        now: Micros,
-    ) -> CheckpointId {
-        let second = (now.0 / 1_000_000).min(SECOND_MAX);
-        let newest = existing.filter(|id| id.job == job).max();
-        match newest {
-            Some(newest) if newest.start_second >= second => CheckpointId {
-                start_second: newest.start_second,
-                count: newest.count.saturating_add(1),
+    pub(super) fn next_id(existing_ids: impl Iterator<Item = Self>, job: Tid, now: Micros) -> Self {
+        let start_second = (now.0 / 1_000_000).min(SECOND_MAX);
+        let newest_id = existing_ids.filter(|id| id.job == job).max();
+        match newest_id {
+            Some(newest_id) if newest_id.start_second >= start_second => Self {
+                start_second: newest_id.start_second,
+                sequence_number: newest_id.sequence_number.saturating_add(1),
                 job,
             },
-            _ => CheckpointId {
-                start_second: second,
-                count: 1,
+            _ => Self {
+                start_second,
+                sequence_number: 1,
                 job,
             },
         }
@@ -64,7 +60,7 @@ impl fmt::Display for CheckpointId {
         write!(
             f,
             "{}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}-{}",
-            self.job, self.count
+            self.job, self.sequence_number
         )
     }
 }
@@ -72,7 +68,7 @@ impl fmt::Display for CheckpointId {
 impl FromStr for CheckpointId {
     type Err = InvalidCheckpointId;
 
-    fn from_str(text: &str) -> Result<CheckpointId, InvalidCheckpointId> {
+    fn from_str(text: &str) -> Result<Self, InvalidCheckpointId> {
         // Accepts only the text that `Display` writes: no signs, no leading zeros, no 31st of
         // February.
         parse_id(text)
@@ -82,21 +78,28 @@ impl FromStr for CheckpointId {
 }
 
 fn parse_id(text: &str) -> Option<CheckpointId> {
-    let mut pieces = text.split('-');
-    let job = u32::from_str_radix(pieces.next()?.strip_prefix('t')?, 16).ok()?;
-    let (day, time) = pieces.next()?.split_once('T')?;
-    let count = pieces.next()?.parse().ok()?;
-    let number = |text: &str, from: usize, to: usize| text.get(from..to)?.parse::<u64>().ok();
-    let days = days_from_date(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
-    let second = number(time, 0, 2)? * 3600 + number(time, 2, 4)? * 60 + number(time, 4, 6)?;
+    let mut parts = text.split('-');
+    let job = u32::from_str_radix(parts.next()?.strip_prefix('t')?, 16).ok()?;
+    let (date, time) = parts.next()?.split_once('T')?;
+    let sequence_number = parts.next()?.parse().ok()?;
+    let parse_digits =
+        |text: &str, start: usize, end: usize| text.get(start..end)?.parse::<u64>().ok();
+    let days = days_from_date(
+        parse_digits(date, 0, 4)?,
+        parse_digits(date, 4, 6)?,
+        parse_digits(date, 6, 8)?,
+    )?;
+    let second_of_day = parse_digits(time, 0, 2)? * 3600
+        + parse_digits(time, 2, 4)? * 60
+        + parse_digits(time, 4, 6)?;
     Some(CheckpointId {
-        start_second: days * DAY_SECONDS + second,
-        count,
+        start_second: days * DAY_SECONDS + second_of_day,
+        sequence_number,
         job: Tid::from_raw(job as i32),
     })
 }
 
-/// Converts the number of days since 1970 to year, month and day. In the computation years begin in
+/// Converts the number of days since 1970 to (year, month, day). In the computation years begin in
 /// March, so that the leap day is the last day of its year.
 fn date_from_days(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
@@ -129,8 +132,8 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn first_id(second: u64) -> CheckpointId {
-        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(second))
+    fn first_id(start_second: u64) -> CheckpointId {
+        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(start_second))
     }
 
     #[test]
@@ -152,8 +155,8 @@ mod tests {
 
     #[test]
     fn names_survive_formatting_and_parsing() {
-        for second in (0..SECOND_MAX).step_by(86_399 * 7 + 1) {
-            let id = first_id(second);
+        for start_second in (0..SECOND_MAX).step_by(86_399 * 7 + 1) {
+            let id = first_id(start_second);
             assert_eq!(id.to_string().parse(), Ok(id));
         }
     }
@@ -194,15 +197,22 @@ mod tests {
     /// Later names of a job are greater even if the clock is set back.
     #[test]
     fn names_of_a_job_increase_despite_clock_changes() {
-        let mut existing = Vec::new();
-        for second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
-            let id =
-                CheckpointId::next_id(existing.iter().copied(), JOB, Micros::from_secs(second));
-            assert!(existing.iter().all(|older| *older < id), "{id}");
-            existing.push(id);
+        let mut existing_ids = Vec::new();
+        for clock_second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
+            let id = CheckpointId::next_id(
+                existing_ids.iter().copied(),
+                JOB,
+                Micros::from_secs(clock_second),
+            );
+            assert!(existing_ids.iter().all(|older| *older < id), "{id}");
+            existing_ids.push(id);
         }
-        let other = Tid::from_raw(0x40002);
-        let id = CheckpointId::next_id(existing.iter().copied(), other, Micros::from_secs(500));
+        let other_job = Tid::from_raw(0x40002);
+        let id = CheckpointId::next_id(
+            existing_ids.iter().copied(),
+            other_job,
+            Micros::from_secs(500),
+        );
         assert_eq!(
             id.to_string(),
             "t40002-19700101T000820-1",

@@ -9,13 +9,13 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Returns a description of the problem if a file belongs to another user or other users have
-/// access; otherwise `None`.
+/// Returns a description of the problem if a file belongs to another user, or if other users have
+/// access; `None` if there is no problem.
 fn find_access_problem(meta: &Metadata) -> Option<String> {
-    let me = nix::unistd::geteuid().as_raw();
-    if meta.uid() != me {
+    let own_uid = nix::unistd::geteuid().as_raw();
+    if meta.uid() != own_uid {
         return Some(format!(
-            "it belongs to user {}, and this is user {me}",
+            "it belongs to user {}, and this is user {own_uid}",
             meta.uid()
         ));
     }
@@ -26,42 +26,46 @@ fn find_access_problem(meta: &Metadata) -> Option<String> {
 /// Returns the path of the store's directory without symbolic links. Creates the directory if it
 /// does not exist.
 pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
-    let unusable = |why: String| StoreError::UnusableDirectory {
+    let unusable_error = |reason: String| StoreError::UnusableDirectory {
         path: dir.to_path_buf(),
-        why,
+        why: reason,
     };
-    let make = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    make().map_err(|e| unusable(format!("it cannot be created: {e}")))?;
-    let real = dir.canonicalize().map_err(|e| unusable(e.to_string()))?;
-    let meta = real
+    let create = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    create().map_err(|e| unusable_error(format!("it cannot be created: {e}")))?;
+    let real_dir = dir
+        .canonicalize()
+        .map_err(|e| unusable_error(e.to_string()))?;
+    let meta = real_dir
         .symlink_metadata()
-        .map_err(|e| unusable(e.to_string()))?;
+        .map_err(|e| unusable_error(e.to_string()))?;
     if !meta.is_dir() {
-        return Err(unusable("it is not a directory".into()));
+        return Err(unusable_error("it is not a directory".into()));
     }
     match find_access_problem(&meta) {
-        Some(why) => Err(unusable(why)),
-        None => Ok(real),
+        Some(reason) => Err(unusable_error(reason)),
+        None => Ok(real_dir),
     }
 }
 
-/// Reads the key file `path`; creates it if it does not exist. `store` is the store's directory,
+/// Reads the key file `path`; creates it if it does not exist. `store_dir` is the store's directory,
 /// which must not contain the key file.
-pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
-    let unusable = |why: String| StoreError::UnusableKey {
+pub(super) fn read_key(path: &Path, store_dir: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
+    let unusable_error = |reason: String| StoreError::UnusableKey {
         path: path.to_path_buf(),
-        why,
+        why: reason,
     };
-    let io_failure = |e: io::Error| unusable(e.to_string());
-    let inside = || {
-        unusable("it would be in the store, and a copy of the store would include the key".into())
+    let io_failure = |e: io::Error| unusable_error(e.to_string());
+    let inside_store = || {
+        unusable_error(
+            "it would be in the store, and a copy of the store would include the key".into(),
+        )
     };
-    let absolute = std::path::absolute(path).map_err(io_failure)?;
-    let parent = absolute
+    let absolute_path = std::path::absolute(path).map_err(io_failure)?;
+    let parent = absolute_path
         .parent()
-        .ok_or_else(|| unusable("it is not a file".into()))?;
-    if parent.starts_with(store) {
-        return Err(inside());
+        .ok_or_else(|| unusable_error("it is not a file".into()))?;
+    if parent.starts_with(store_dir) {
+        return Err(inside_store());
     }
     DirBuilder::new()
         .recursive(true)
@@ -71,30 +75,32 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
     if parent
         .canonicalize()
         .map_err(io_failure)?
-        .starts_with(store)
+        .starts_with(store_dir)
     {
-        return Err(inside());
+        return Err(inside_store());
     }
-    let file = match open_key_file(&absolute) {
+    let file = match open_key_file(&absolute_path) {
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            create_key_file(&absolute, parent, disk).map_err(|e| match e.kind() {
-                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => disk_full_error(&absolute, e),
-                _ => unusable(format!("it cannot be created: {e}")),
+            create_key_file(&absolute_path, parent, disk).map_err(|e| match e.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                    disk_full_error(&absolute_path, e)
+                }
+                _ => unusable_error(format!("it cannot be created: {e}")),
             })?;
-            open_key_file(&absolute)
+            open_key_file(&absolute_path)
         }
         file => file,
     };
     let mut file = file.map_err(io_failure)?;
     let meta = file.metadata().map_err(io_failure)?;
     if !meta.is_file() {
-        return Err(unusable("it is not a regular file".into()));
+        return Err(unusable_error("it is not a regular file".into()));
     }
-    if let Some(why) = find_access_problem(&meta) {
-        return Err(unusable(why));
+    if let Some(reason) = find_access_problem(&meta) {
+        return Err(unusable_error(reason));
     }
     if meta.len() != KEY_BYTES as u64 {
-        return Err(unusable(format!("it has {} bytes", meta.len())));
+        return Err(unusable_error(format!("it has {} bytes", meta.len())));
     }
     let mut key = [0; KEY_BYTES];
     file.read_exact(&mut key).map_err(io_failure)?;
@@ -113,24 +119,24 @@ fn open_key_file(path: &Path) -> io::Result<File> {
 }
 
 /// Creates a key file. The file gets its name only when it is complete. If several processes create
-/// the file at the same time, the first one succeeds and the others use its file.
+/// the file at the same time, the first process succeeds, and the other processes use its file.
 fn create_key_file(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
     let key = random_bytes::<KEY_BYTES>()?;
-    let mut name = path
+    let mut temporary_name = path
         .file_name()
         .ok_or(ErrorKind::InvalidInput)?
         .to_os_string();
-    name.push(format!(".{:016x}.new", u64::from_ne_bytes(random_bytes()?)));
-    let temporary = parent.join(name);
-    let file = disk.make_file(&temporary)?;
-    let linked = disk
-        .append(&temporary, &file, &key)
-        .and_then(|()| disk.sync(&temporary, &file))
-        .and_then(|()| disk.add_link(&temporary, path));
-    let removed = disk.remove_file(&temporary);
-    match linked {
+    temporary_name.push(format!(".{:016x}.new", u64::from_ne_bytes(random_bytes()?)));
+    let temporary_path = parent.join(temporary_name);
+    let file = disk.make_file(&temporary_path)?;
+    let link_result = disk
+        .append(&temporary_path, &file, &key)
+        .and_then(|()| disk.sync(&temporary_path, &file))
+        .and_then(|()| disk.add_link(&temporary_path, path));
+    let remove_result = disk.remove_file(&temporary_path);
+    match link_result {
         Err(e) if e.kind() != ErrorKind::AlreadyExists => return Err(e),
-        _ => removed?,
+        _ => remove_result?,
     }
     disk.sync_dir(parent)
 }

@@ -16,12 +16,12 @@ use std::path::{Path, PathBuf};
 /// Maximum number of tasks in one checkpoint.
 pub const PARTS_MAX: usize = 65_536;
 /// Maximum size in bytes of the writer's description.
-pub const META_BYTES_MAX: usize = 64 << 20;
+pub const DESCRIPTION_BYTES_MAX: usize = 64 << 20;
 /// Maximum length in bytes of the name of a virtual machine.
 pub const VM_BYTES_MAX: usize = 256;
 /// Maximum size in bytes of a manifest that is read: the description, 64 bytes for each part, and 1
 /// MiB for the rest.
-const MANIFEST_BYTES_MAX: u64 = (META_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
+const MANIFEST_BYTES_MAX: u64 = (DESCRIPTION_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
 
 /// A part of a checkpoint: the encrypted file with the images of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,11 +46,11 @@ impl PartEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Manifest {
     pub(super) vm: String,
-    pub(super) started: Micros,
+    pub(super) started_at: Micros,
     /// The parts, sorted by task id.
     pub(super) parts: Vec<PartEntry>,
-    /// The description that the writer has added.
-    pub(super) meta: Vec<u8>,
+    /// The description that the writer has added, in any format.
+    pub(super) description: Vec<u8>,
 }
 
 impl Manifest {
@@ -65,7 +65,7 @@ impl Manifest {
             id,
             vm: self.vm.clone(),
             job: id.job(),
-            started: self.started,
+            started_at: self.started_at,
             bytes,
             parts,
             job_ended_at: None,
@@ -73,33 +73,34 @@ impl Manifest {
     }
 
     /// Encrypts the manifest and passes the result to `write`.
-    pub(super) fn seal(
+    pub(super) fn encrypt(
         &self,
-        secret: &StoreKey,
+        store_key: &StoreKey,
         id: CheckpointId,
         write: impl FnMut(&[u8]) -> std::io::Result<()>,
     ) -> std::io::Result<EncryptedFile> {
         let content = postcard::to_allocvec(self).map_err(std::io::Error::other)?;
-        let mut encryptor = Encryptor::new(secret, FileRole::Manifest(id), write)?;
+        let mut encryptor = Encryptor::new(store_key, FileRole::Manifest(id), write)?;
         encryptor.append(&content)?;
         encryptor.finish()
     }
 }
 
 /// Returns the name of the file with the images of this task.
-pub(super) fn part_name(tid: Tid) -> String {
+pub(super) fn part_file_name(tid: Tid) -> String {
     tid.to_string()
 }
 
-/// Converts the reason `why` the file `path` cannot be decrypted to an error of the store.
+/// Converts `error`, the reason for which the file `path` cannot be decrypted, to an error of the
+/// store.
 pub(super) fn decrypt_error_for(
     operation: StoreOperation,
     path: &Path,
-    secret: &StoreKey,
-    why: DecryptError,
+    store_key: &StoreKey,
+    error: DecryptError,
 ) -> StoreError {
     let path = path.to_path_buf();
-    match why {
+    match error {
         DecryptError::Io(source) => StoreError::Io {
             operation,
             path,
@@ -107,31 +108,34 @@ pub(super) fn decrypt_error_for(
         },
         DecryptError::OtherKey => StoreError::OtherKey {
             path,
-            key: secret.path.clone(),
+            key: store_key.path.clone(),
         },
-        DecryptError::Changed(why) => StoreError::Changed { path, why },
+        DecryptError::Changed(error) => StoreError::Changed { path, why: error },
     }
 }
 
 /// Opens a file of a checkpoint. Returns the file and its length in bytes.
-pub(super) fn open_file(operation: StoreOperation, path: &Path) -> Result<(File, u64), StoreError> {
+pub(super) fn open_checkpoint_file(
+    operation: StoreOperation,
+    path: &Path,
+) -> Result<(File, u64), StoreError> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let changed = |why: &str| StoreError::Changed {
+    let changed_error = |reason: &str| StoreError::Changed {
         path: PathBuf::from(path),
-        why: why.into(),
+        why: reason.into(),
     };
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(flags)
         .open(path)
         .map_err(|e| match e.raw_os_error() {
-            Some(libc::ENOENT) => changed("it does not exist"),
-            Some(libc::ELOOP) => changed("it is a symbolic link"),
+            Some(libc::ENOENT) => changed_error("it does not exist"),
+            Some(libc::ELOOP) => changed_error("it is a symbolic link"),
             _ => io_error(operation, path)(e),
         })?;
     let meta = file.metadata().map_err(io_error(operation, path))?;
     if !meta.is_file() {
-        return Err(changed("it is not a regular file"));
+        return Err(changed_error("it is not a regular file"));
     }
     Ok((file, meta.len()))
 }
@@ -142,55 +146,55 @@ pub(super) fn read_manifest(
     operation: StoreOperation,
     dir: &Path,
     id: CheckpointId,
-    secret: &StoreKey,
+    store_key: &StoreKey,
 ) -> Result<(Manifest, u64), StoreError> {
     let path = dir.join(MANIFEST_FILE);
-    let (file, bytes) = open_file(operation, &path)?;
-    let changed = |why: String| StoreError::Changed {
+    let (file, file_bytes) = open_checkpoint_file(operation, &path)?;
+    let changed_error = |reason: String| StoreError::Changed {
         path: path.clone(),
-        why,
+        why: reason,
     };
-    if bytes > MANIFEST_BYTES_MAX {
-        return Err(changed(format!(
-            "it has {bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}"
+    if file_bytes > MANIFEST_BYTES_MAX {
+        return Err(changed_error(format!(
+            "it has {file_bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}"
         )));
     }
-    let content = decrypt(secret, id, &file, bytes)
-        .map_err(|why| decrypt_error_for(operation, &path, secret, why))?;
+    let content = decrypt_manifest(store_key, id, &file, file_bytes)
+        .map_err(|reason| decrypt_error_for(operation, &path, store_key, reason))?;
     let manifest: Manifest = match postcard::take_from_bytes(&content) {
         Ok((manifest, [])) => manifest,
-        Ok(_) => return Err(changed("it has surplus content".into())),
-        Err(e) => return Err(changed(format!("its content is malformed: {e}"))),
+        Ok(_) => return Err(changed_error("it has surplus content".into())),
+        Err(e) => return Err(changed_error(format!("its content is malformed: {e}"))),
     };
     let distinct_tids: BTreeSet<Tid> = manifest.parts.iter().map(|part| part.tid).collect();
     let is_valid = manifest.parts.len() <= PARTS_MAX
         && distinct_tids.len() == manifest.parts.len()
-        && manifest.meta.len() <= META_BYTES_MAX
+        && manifest.description.len() <= DESCRIPTION_BYTES_MAX
         && manifest.vm.len() <= VM_BYTES_MAX;
     if !is_valid {
-        return Err(changed("its values are impossible".into()));
+        return Err(changed_error("its values are impossible".into()));
     }
     for part in &manifest.parts {
-        let path = dir.join(part_name(part.tid));
-        let (_, bytes) = open_file(operation, &path)?;
-        if bytes != part.encrypted_bytes {
+        let path = dir.join(part_file_name(part.tid));
+        let (_, file_bytes) = open_checkpoint_file(operation, &path)?;
+        if file_bytes != part.encrypted_bytes {
             return Err(StoreError::Changed {
                 path,
-                why: format!("it has {bytes} bytes, not {}", part.encrypted_bytes),
+                why: format!("it has {file_bytes} bytes, not {}", part.encrypted_bytes),
             });
         }
     }
-    Ok((manifest, bytes))
+    Ok((manifest, file_bytes))
 }
 
-fn decrypt(
-    secret: &StoreKey,
+fn decrypt_manifest(
+    store_key: &StoreKey,
     id: CheckpointId,
     file: &File,
-    bytes: u64,
+    file_bytes: u64,
 ) -> Result<Vec<u8>, DecryptError> {
-    let mut decryptor = Decryptor::new(secret, FileRole::Manifest(id), file, bytes)?;
-    let mut content = Vec::with_capacity(bytes as usize);
+    let mut decryptor = Decryptor::new(store_key, FileRole::Manifest(id), file, file_bytes)?;
+    let mut content = Vec::with_capacity(file_bytes as usize);
     loop {
         match decryptor.next_bytes(usize::MAX)? {
             [] => break,
@@ -208,7 +212,7 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn part(tid: i32) -> PartEntry {
+    fn part_entry(tid: i32) -> PartEntry {
         PartEntry {
             tid: Tid::from_raw(tid),
             encrypted_bytes: 3,
@@ -217,63 +221,69 @@ mod tests {
         }
     }
 
-    fn manifest(parts: Vec<PartEntry>) -> Manifest {
+    fn manifest_with(parts: Vec<PartEntry>) -> Manifest {
         Manifest {
             vm: "vm".into(),
-            started: Micros(5),
+            started_at: Micros(5),
             parts,
-            meta: b"meta".to_vec(),
+            description: b"meta".to_vec(),
         }
     }
 
     /// Encrypts `content` correctly and reads it as a manifest. The directory also contains the
     /// part of task 1.
-    fn read_back(content: &[u8]) -> Result<Manifest, StoreError> {
-        let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
+    fn encrypt_and_read(content: &[u8]) -> Result<Manifest, StoreError> {
+        let store_key = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let id = CheckpointId::next_id(std::iter::empty(), JOB, Micros(0));
         let dir = tempfile::tempdir().expect("a directory");
-        let mut encrypted = Vec::new();
+        let mut encrypted_bytes = Vec::new();
         let write = |bytes: &[u8]| {
-            encrypted.extend_from_slice(bytes);
+            encrypted_bytes.extend_from_slice(bytes);
             Ok(())
         };
-        let mut encryptor = Encryptor::new(&secret, FileRole::Manifest(id), write).expect("sealed");
+        let mut encryptor =
+            Encryptor::new(&store_key, FileRole::Manifest(id), write).expect("sealed");
         encryptor.append(content).expect("sealed");
         encryptor.finish().expect("sealed");
-        std::fs::write(dir.path().join(MANIFEST_FILE), &encrypted).expect("written");
-        std::fs::write(dir.path().join(part_name(Tid::from_raw(1))), "abc").expect("written");
-        let (manifest, bytes) = read_manifest(StoreOperation::Read, dir.path(), id, &secret)?;
-        assert_eq!(bytes, encrypted.len() as u64);
+        std::fs::write(dir.path().join(MANIFEST_FILE), &encrypted_bytes).expect("written");
+        std::fs::write(dir.path().join(part_file_name(Tid::from_raw(1))), "abc").expect("written");
+        let (manifest, bytes) = read_manifest(StoreOperation::Read, dir.path(), id, &store_key)?;
+        assert_eq!(bytes, encrypted_bytes.len() as u64);
         Ok(manifest)
     }
 
     /// A manifest that is encrypted correctly but malformed is refused.
     #[test]
     fn malformed_manifests_are_refused() {
-        let bytes = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
-        let good = manifest(vec![part(1)]);
-        assert_eq!(read_back(&bytes(&good)).expect("read"), good);
-        let long = Manifest {
+        let encode = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
+        let valid_manifest = manifest_with(vec![part_entry(1)]);
+        assert_eq!(
+            encrypt_and_read(&encode(&valid_manifest)).expect("read"),
+            valid_manifest
+        );
+        let long_name_manifest = Manifest {
             vm: "v".repeat(VM_BYTES_MAX + 1),
-            ..manifest(vec![])
+            ..manifest_with(vec![])
         };
         let cases = [
             vec![],
             vec![0xff; 40],
-            bytes(&good)[..10].to_vec(),
-            [bytes(&good), vec![0]].concat(),
-            bytes(&manifest(vec![part(1), part(1)])),
-            bytes(&manifest(vec![part(2)])),
-            bytes(&manifest(vec![PartEntry {
+            encode(&valid_manifest)[..10].to_vec(),
+            [encode(&valid_manifest), vec![0]].concat(),
+            encode(&manifest_with(vec![part_entry(1), part_entry(1)])),
+            encode(&manifest_with(vec![part_entry(2)])),
+            encode(&manifest_with(vec![PartEntry {
                 encrypted_bytes: 4,
-                ..part(1)
+                ..part_entry(1)
             }])),
-            bytes(&manifest((1..=PARTS_MAX as i32 + 1).map(part).collect())),
-            bytes(&long),
+            encode(&manifest_with(
+                (1..=PARTS_MAX as i32 + 1).map(part_entry).collect(),
+            )),
+            encode(&long_name_manifest),
         ];
         for case in cases {
-            let why = read_back(&case).expect_err("refused");
-            assert!(matches!(why, StoreError::Changed { .. }), "{why}");
+            let error = encrypt_and_read(&case).expect_err("refused");
+            assert!(matches!(error, StoreError::Changed { .. }), "{error}");
         }
     }
 }

@@ -39,7 +39,7 @@ mod tests;
 pub use draft::CheckpointDraft;
 pub use error::{StoreError, StoreOperation};
 pub use id::{CheckpointId, InvalidCheckpointId};
-pub use manifest::{META_BYTES_MAX, PARTS_MAX, VM_BYTES_MAX};
+pub use manifest::{DESCRIPTION_BYTES_MAX, PARTS_MAX, VM_BYTES_MAX};
 pub use part::{IMAGE_FILES_MAX, IMAGES_BYTES_MAX};
 pub use shared::UnreadableEntries;
 pub use stored_checkpoint::StoredCheckpoint;
@@ -51,16 +51,16 @@ use shared::StoreState;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use sweep::{StoreUsage, removable};
+use sweep::{StoreUsage, select_removable};
 
 /// Default maximum number of checkpoints in a store.
 pub const CHECKPOINTS_MAX: usize = 64;
 /// Default maximum size of a store in bytes.
 pub const STORE_BYTES_MAX: u64 = 64 << 30;
 
-/// Time after the end of a job that will not be restarted until its checkpoints are removed, unless
-/// their space is needed earlier.
-pub const ENDED_RETENTION: Micros = Micros::from_secs(24 * 3600);
+/// Time for which the checkpoints of a job are retained after the job has ended and will not be
+/// restarted. They are removed earlier if their space is needed.
+pub const ENDED_JOB_RETENTION: Micros = Micros::from_secs(24 * 3600);
 
 /// Name of the lock file in the store's directory and in each checkpoint.
 const LOCK_FILE: &str = "lock";
@@ -82,8 +82,8 @@ pub struct StoreLimits {
 }
 
 impl Default for StoreLimits {
-    fn default() -> StoreLimits {
-        StoreLimits {
+    fn default() -> Self {
+        Self {
             checkpoints_max: CHECKPOINTS_MAX,
             bytes_max: STORE_BYTES_MAX,
         }
@@ -98,12 +98,12 @@ pub struct CheckpointInfo {
     pub vm: String,
     pub job: Tid,
     /// Time since 1970 at which the checkpoint was started.
-    pub started: Micros,
+    pub started_at: Micros,
     /// Size in bytes on the disk, including the manifest.
     pub bytes: u64,
     /// The tasks of the checkpoint, sorted by id.
     pub parts: Vec<PartInfo>,
-    /// Time at which the job ended without being restarted; `None` if it has not ended. See
+    /// Time at which the job ended without being restarted; `None` if no end is recorded. See
     /// [`CheckpointStore::mark_jobs_ended`].
     pub job_ended_at: Option<Micros>,
 }
@@ -131,52 +131,48 @@ impl CheckpointStore {
     /// directory and the key file if they do not exist.
     ///
     /// # Errors
-    /// Among others: the directory or the key file belongs to another user, or other users could
-    /// read or write it.
-    pub fn open(
-        dir: &Path,
-        key_file: &Path,
-        limits: StoreLimits,
-    ) -> Result<CheckpointStore, StoreError> {
-        CheckpointStore::open_on(Disk::new(), dir, key_file, limits)
+    /// The directory or the key file cannot be created or read, belongs to another user, or is
+    /// accessible to other users.
+    pub fn open(dir: &Path, key_file: &Path, limits: StoreLimits) -> Result<Self, StoreError> {
+        Self::open_with_disk(Disk::new(), dir, key_file, limits)
     }
 
-    fn open_on(
+    fn open_with_disk(
         disk: Disk,
         dir: &Path,
         key_file: &Path,
         limits: StoreLimits,
-    ) -> Result<CheckpointStore, StoreError> {
+    ) -> Result<Self, StoreError> {
         let dir = location::open_directory(dir)?;
-        let secret = location::read_key(key_file, &dir, &disk)?;
-        let shared = StoreState {
+        let store_key = location::read_key(key_file, &dir, &disk)?;
+        let store_state = StoreState {
             dir,
-            secret,
+            store_key,
             limits,
             disk,
         };
-        let gone = {
-            let _locked = shared.lock(StoreOperation::Open)?;
-            shared.hide_abandoned_drafts(StoreOperation::Open)?
+        let hidden_dirs = {
+            let _store_lock = store_state.wait_for_lock(StoreOperation::Open)?;
+            store_state.hide_abandoned_drafts(StoreOperation::Open)?
         };
-        shared.delete_hidden(StoreOperation::Open, &gone)?;
-        Ok(CheckpointStore {
-            state: Arc::new(shared),
+        store_state.delete_hidden_dirs(StoreOperation::Open, &hidden_dirs)?;
+        Ok(Self {
+            state: Arc::new(store_state),
             vm: String::new(),
         })
     }
 
     /// Returns a handle to the same store for the virtual machine with this name. Virtual machines
     /// number their jobs independently: equal numbers denote the same job only within one virtual
-    /// machine. At most [`VM_BYTES_MAX`] bytes of the name are used.
+    /// machine. A name longer than [`VM_BYTES_MAX`] bytes is truncated.
     #[must_use]
-    pub fn for_vm(&self, vm: &str) -> CheckpointStore {
-        let end = (0..=VM_BYTES_MAX.min(vm.len()))
+    pub fn for_vm(&self, vm: &str) -> Self {
+        let name_end = (0..=VM_BYTES_MAX.min(vm.len()))
             .rev()
-            .find(|end| vm.is_char_boundary(*end));
-        CheckpointStore {
+            .find(|name_end| vm.is_char_boundary(*name_end));
+        Self {
             state: Arc::clone(&self.state),
-            vm: vm[..end.unwrap_or(0)].to_string(),
+            vm: vm[..name_end.unwrap_or(0)].to_string(),
         }
     }
 
@@ -185,13 +181,14 @@ impl CheckpointStore {
     /// # Errors
     /// [`StoreError::LimitsExceeded`] if the store would exceed its limits with this checkpoint,
     /// even after removing all checkpoints that may be removed. The newest checkpoint of each other
-    /// job may not be removed unless the job has ended for good.
+    /// job may not be removed unless [`CheckpointStore::mark_jobs_ended`] has recorded the end of
+    /// that job.
     pub fn begin(&self, job: Tid, now: Micros) -> Result<CheckpointDraft, StoreError> {
         CheckpointDraft::begin(Arc::clone(&self.state), self.vm.clone(), job, now)
     }
 
     /// Starts to write a copy of a checkpoint of another store. The copy has the same name and is
-    /// encrypted with the key of this store. `started` is the start time of the original (since
+    /// encrypted with the key of this store. `started_at` is the start time of the original (since
     /// 1970), `bytes` its size.
     ///
     /// # Errors
@@ -200,14 +197,14 @@ impl CheckpointStore {
     pub fn begin_copy(
         &self,
         id: CheckpointId,
-        started: Micros,
+        started_at: Micros,
         bytes: u64,
     ) -> Result<CheckpointDraft, StoreError> {
         CheckpointDraft::begin_copy(
             Arc::clone(&self.state),
             self.vm.clone(),
             id,
-            (started, bytes),
+            (started_at, bytes),
         )
     }
 
@@ -234,14 +231,14 @@ impl CheckpointStore {
     /// Removes a checkpoint, even an unreadable one.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] while it is open for reading.
-    pub fn remove(&self, id: &CheckpointId) -> Result<(), StoreError> {
+    /// [`StoreError::InUse`] while the checkpoint is open for reading.
+    pub fn remove_checkpoint(&self, id: &CheckpointId) -> Result<(), StoreError> {
         let operation = StoreOperation::Remove;
-        let gone = {
-            let _locked = self.state.lock(operation)?;
+        let hidden_dir = {
+            let _store_lock = self.state.wait_for_lock(operation)?;
             self.state.hide_checkpoint(operation, *id)?
         };
-        self.state.delete_hidden(operation, &[gone])
+        self.state.delete_hidden_dirs(operation, &[hidden_dir])
     }
 
     /// True if the virtual machine of this handle made the checkpoint.
@@ -249,102 +246,108 @@ impl CheckpointStore {
         checkpoint.vm == self.vm
     }
 
-    /// Records that the jobs of these checkpoints have ended for good at the time `ended`, or, if
-    /// it is `None`, that they have been restarted. Applies to all checkpoints that the same
-    /// virtual machine has made of the same job. Checkpoints that do not exist are skipped.
+    /// Records that the jobs of these checkpoints have ended at the time `ended_at` and will not be
+    /// restarted. If `ended_at` is `None`, records that the jobs have been restarted. Applies to all
+    /// checkpoints that the same virtual machine has made of the same job. Checkpoints that do not
+    /// exist are skipped.
     ///
     /// # Errors
     /// Checkpoints whose mark could not be written are retained longer.
     pub fn mark_jobs_ended(
         &self,
         ids: &[CheckpointId],
-        ended: Option<Micros>,
+        ended_at: Option<Micros>,
     ) -> Result<(), StoreError> {
-        let (operation, shared) = (StoreOperation::Mark, &self.state);
-        let _locked = shared.lock(operation)?;
-        let (checkpoints, _) = shared.read_checkpoints(operation)?;
+        let (operation, state) = (StoreOperation::Mark, &self.state);
+        let _store_lock = state.wait_for_lock(operation)?;
+        let (checkpoints, _) = state.read_checkpoints(operation)?;
         let jobs: Vec<(&str, Tid)> = checkpoints
             .iter()
             .filter(|checkpoint| ids.contains(&checkpoint.id))
             .map(|checkpoint| (&*checkpoint.vm, checkpoint.job))
             .collect();
-        let marked = checkpoints.iter().filter(|checkpoint| {
+        let affected_checkpoints = checkpoints.iter().filter(|checkpoint| {
             jobs.contains(&(&*checkpoint.vm, checkpoint.job))
-                && checkpoint.job_ended_at.is_some() != ended.is_some()
+                && checkpoint.job_ended_at.is_some() != ended_at.is_some()
         });
-        marked
+        affected_checkpoints
             .map(|checkpoint| {
-                end_mark::write_end_mark(&shared.disk, &shared.checkpoint_dir(checkpoint.id), ended)
+                end_mark::write_end_mark(
+                    &state.disk,
+                    &state.checkpoint_dir(checkpoint.id),
+                    ended_at,
+                )
             })
             .fold(Ok(()), Result::and)
     }
 
-    /// Removes the checkpoints of jobs that have ended for good at least [`ENDED_RETENTION`] ago,
-    /// then the checkpoints that [`CheckpointStore::enforce_limits`] removes.
+    /// Removes the checkpoints of jobs whose recorded end is at least [`ENDED_JOB_RETENTION`] ago, then
+    /// the checkpoints that [`CheckpointStore::enforce_limits`] removes.
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.
     pub fn remove_expired(
         &self,
         now: Micros,
-        keep: impl Fn(&CheckpointInfo) -> bool,
+        must_remain: impl Fn(&CheckpointInfo) -> bool,
     ) -> Result<SweepResult, StoreError> {
-        self.remove_superfluous(Some(now), keep)
+        self.remove_superfluous(Some(now), must_remain)
     }
 
     /// Removes checkpoints until the store is within its limits, and removes incomplete files of
     /// processes that have died.
     ///
-    /// - Checkpoints of jobs that have ended for good are removed first, in the order in which the
-    ///   jobs ended; then the oldest checkpoints are removed.
-    /// - Not removed are the newest checkpoint of a job that has not ended, checkpoints that are
-    ///   open, and checkpoints for which `keep` returns true.
-    /// - Unreadable checkpoints neither count nor are removed.
+    /// - Checkpoints of jobs with a recorded end are removed first, in the order in which the jobs
+    ///   ended. Then the oldest checkpoints are removed.
+    /// - Not removed are the newest checkpoint of a job without a recorded end, checkpoints that
+    ///   are open, and checkpoints for which `must_remain` returns true.
+    /// - Unreadable checkpoints are not removed, and do not count towards the limits.
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.
     pub fn enforce_limits(
         &self,
-        keep: impl Fn(&CheckpointInfo) -> bool,
+        must_remain: impl Fn(&CheckpointInfo) -> bool,
     ) -> Result<SweepResult, StoreError> {
-        self.remove_superfluous(None, keep)
+        self.remove_superfluous(None, must_remain)
     }
 
     fn remove_superfluous(
         &self,
         now: Option<Micros>,
-        keep: impl Fn(&CheckpointInfo) -> bool,
+        must_remain: impl Fn(&CheckpointInfo) -> bool,
     ) -> Result<SweepResult, StoreError> {
-        let (operation, shared) = (StoreOperation::Sweep, &self.state);
-        let locked = shared.lock(operation)?;
-        let mut gone = shared.hide_abandoned_drafts(operation)?;
-        let (checkpoints, _) = shared.read_checkpoints(operation)?;
-        let mut total = StoreUsage::total(&checkpoints);
-        let mut swept = SweepResult::default();
-        for checkpoint in removable(&checkpoints, keep) {
-            let is_expired =
-                |ended| now.is_some_and(|now: Micros| now.since(ended) >= ENDED_RETENTION);
-            if total.excess(&shared.limits) == (0, 0)
+        let (operation, state) = (StoreOperation::Sweep, &self.state);
+        let store_lock = state.wait_for_lock(operation)?;
+        let mut hidden_dirs = state.hide_abandoned_drafts(operation)?;
+        let (checkpoints, _) = state.read_checkpoints(operation)?;
+        let mut usage = StoreUsage::sum(&checkpoints);
+        let mut result = SweepResult::default();
+        for checkpoint in select_removable(&checkpoints, must_remain) {
+            let is_expired = |ended_at| {
+                now.is_some_and(|now: Micros| now.since(ended_at) >= ENDED_JOB_RETENTION)
+            };
+            if usage.excess(&state.limits) == (0, 0)
                 && !checkpoint.job_ended_at.is_some_and(is_expired)
             {
                 // Expired checkpoints are first in the list, so no further checkpoint has expired.
                 break;
             }
-            match shared.hide_checkpoint(operation, checkpoint.id) {
-                Ok(dir) => gone.push(dir),
+            match state.hide_checkpoint(operation, checkpoint.id) {
+                Ok(dir) => hidden_dirs.push(dir),
                 Err(StoreError::InUse(_)) => continue,
-                Err(why) => return Err(why),
+                Err(error) => return Err(error),
             }
-            total = StoreUsage {
-                checkpoints: total.checkpoints - 1,
-                bytes: total.bytes.saturating_sub(checkpoint.bytes),
+            usage = StoreUsage {
+                checkpoints: usage.checkpoints - 1,
+                bytes: usage.bytes.saturating_sub(checkpoint.bytes),
             };
-            swept.removed.push(checkpoint.clone());
+            result.removed.push(checkpoint.clone());
         }
-        drop(locked);
-        (swept.checkpoints_over_limit, swept.bytes_over_limit) = total.excess(&shared.limits);
-        shared.delete_hidden(operation, &gone)?;
-        Ok(swept)
+        drop(store_lock);
+        (result.checkpoints_over_limit, result.bytes_over_limit) = usage.excess(&state.limits);
+        state.delete_hidden_dirs(operation, &hidden_dirs)?;
+        Ok(result)
     }
 }
 

@@ -1,8 +1,8 @@
-//! Converts the images of a task to one stream of bytes, which is then encrypted, and unpacks such
-//! a stream.
+//! Converts the images of a task to one stream of bytes, and unpacks such a stream. The stream is
+//! encrypted by [`super::encryption`].
 //!
 //! The stream contains the name, length and content of each file, and at the end the number of
-//! files and bytes. For a run of zero blocks only its length is stored.
+//! files and bytes. For a run of zero blocks only the length of the run is stored.
 
 use super::encryption::{DecryptError, Decryptor};
 use super::error::{StoreError, StoreOperation, write_error};
@@ -19,8 +19,8 @@ pub const IMAGE_FILES_MAX: usize = 65_536;
 pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
 /// Maximum length in bytes of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Number of bytes that are read from a file at a time.
-const READ_BYTES: usize = 1 << 20;
+/// Maximum number of bytes that are read from a file at a time.
+const READ_BYTES_MAX: usize = 1 << 20;
 /// Size in bytes of the blocks in which zeros are detected: one memory page.
 const BLOCK_BYTES: usize = 4096;
 const ZERO_BLOCK: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
@@ -44,10 +44,10 @@ pub(super) struct ImageFiles {
     pub(super) bytes: u64,
 }
 
-fn unusable_images(path: &Path, why: impl Into<String>) -> StoreError {
+fn unusable_images(path: &Path, reason: impl Into<String>) -> StoreError {
     StoreError::UnusableImages {
         path: path.to_path_buf(),
-        why: why.into(),
+        why: reason.into(),
     }
 }
 
@@ -76,7 +76,7 @@ fn regular_file_length(path: &Path, meta: &Metadata) -> Result<u64, StoreError> 
 
 impl ImageFiles {
     /// Lists a directory, which must contain regular files only.
-    pub(super) fn list(dir: &Path) -> Result<ImageFiles, StoreError> {
+    pub(super) fn list_dir(dir: &Path) -> Result<Self, StoreError> {
         if !dir
             .symlink_metadata()
             .map_err(unreadable_image(dir))?
@@ -84,7 +84,7 @@ impl ImageFiles {
         {
             return Err(unusable_images(dir, "it is not a directory"));
         }
-        let mut images = ImageFiles {
+        let mut image_files = Self {
             dir: dir.to_path_buf(),
             files: Vec::new(),
             bytes: 0,
@@ -94,9 +94,9 @@ impl ImageFiles {
             let path = entry.path();
             let bytes =
                 regular_file_length(&path, &entry.metadata().map_err(unreadable_image(&path))?)?;
-            images.files.push((entry.file_name(), bytes));
-            images.bytes = images.bytes.saturating_add(bytes);
-            if images.files.len() > IMAGE_FILES_MAX || images.bytes > IMAGES_BYTES_MAX {
+            image_files.files.push((entry.file_name(), bytes));
+            image_files.bytes = image_files.bytes.saturating_add(bytes);
+            if image_files.files.len() > IMAGE_FILES_MAX || image_files.bytes > IMAGES_BYTES_MAX {
                 return Err(unusable_images(
                     dir,
                     format!(
@@ -105,55 +105,55 @@ impl ImageFiles {
                 ));
             }
         }
-        images.files.sort();
-        Ok(images)
+        image_files.files.sort();
+        Ok(image_files)
     }
 
-    /// Writes all files to the stream by calling `put`. `target` is the path of the part file, for
+    /// Writes all files to the stream by calling `write`. `part_path` is the path of the part file, for
     /// error messages.
     pub(super) fn write_stream(
         &self,
-        target: &Path,
-        mut put: impl FnMut(&[u8]) -> io::Result<()>,
+        part_path: &Path,
+        mut write: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> Result<(), StoreError> {
-        let mut left = self.bytes;
+        let mut remaining_bytes = self.bytes;
         for (name, bytes) in &self.files {
             let path = self.dir.join(name);
-            let mut out = |record: &[u8], data: &[u8], left: u64| {
-                put(record)
-                    .and_then(|()| put(data))
-                    .map_err(|e| write_error(StoreOperation::Add, target, e, Some(left)))
+            let mut write_record = |record: &[u8], data: &[u8], remaining_bytes: u64| {
+                write(record).and_then(|()| write(data)).map_err(|e| {
+                    write_error(StoreOperation::Add, part_path, e, Some(remaining_bytes))
+                })
             };
             let length = name.len() as u16;
-            let head = [
+            let file_record = [
                 &[TAG_FILE][..],
                 &length.to_le_bytes(),
                 name.as_bytes(),
                 &bytes.to_le_bytes(),
             ]
             .concat();
-            out(&head, &[], left)?;
+            write_record(&file_record, &[], remaining_bytes)?;
             let mut file = open_image(&path, *bytes)?;
-            let mut piece = vec![0; READ_BYTES.min(*bytes as usize)];
-            let mut file_left = *bytes;
-            while file_left > 0 {
-                let piece = &mut piece[..READ_BYTES.min(file_left as usize)];
+            let mut piece = vec![0; READ_BYTES_MAX.min(*bytes as usize)];
+            let mut remaining_file_bytes = *bytes;
+            while remaining_file_bytes > 0 {
+                let piece = &mut piece[..READ_BYTES_MAX.min(remaining_file_bytes as usize)];
                 file.read_exact(piece).map_err(unreadable_image(&path))?;
-                for (zeros, run) in split_zero_runs(piece) {
-                    match zeros {
-                        true => out(
+                for (is_zero_run, run) in split_zero_runs(piece) {
+                    match is_zero_run {
+                        true => write_record(
                             &[&[TAG_ZEROS][..], &(run.len() as u64).to_le_bytes()].concat(),
                             &[],
-                            left,
+                            remaining_bytes,
                         )?,
-                        false => out(
+                        false => write_record(
                             &[&[TAG_DATA][..], &(run.len() as u32).to_le_bytes()].concat(),
                             run,
-                            left,
+                            remaining_bytes,
                         )?,
                     }
-                    left -= run.len() as u64;
-                    file_left -= run.len() as u64;
+                    remaining_bytes -= run.len() as u64;
+                    remaining_file_bytes -= run.len() as u64;
                 }
             }
             if file.read(&mut [0]).map_err(unreadable_image(&path))? > 0 {
@@ -166,7 +166,7 @@ impl ImageFiles {
             &self.bytes.to_le_bytes(),
         ]
         .concat();
-        put(&end).map_err(|e| write_error(StoreOperation::Add, target, e, Some(0)))
+        write(&end).map_err(|e| write_error(StoreOperation::Add, part_path, e, Some(0)))
     }
 }
 
@@ -191,17 +191,17 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
 /// Splits a piece of a file into runs of blocks. The bool is true if all blocks of the run are
 /// zero, false if none is.
 fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
-    let zeros = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
+    let is_zero = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
     let mut rest = piece;
     std::iter::from_fn(move || {
-        let first = zeros(rest.chunks(BLOCK_BYTES).next()?);
-        let blocks = rest
+        let is_zero_run = is_zero(rest.chunks(BLOCK_BYTES).next()?);
+        let block_count = rest
             .chunks(BLOCK_BYTES)
-            .take_while(|block| zeros(block) == first)
+            .take_while(|block| is_zero(block) == is_zero_run)
             .count();
-        let (run, remaining) = rest.split_at((blocks * BLOCK_BYTES).min(rest.len()));
+        let (run, remaining) = rest.split_at((block_count * BLOCK_BYTES).min(rest.len()));
         rest = remaining;
-        Some((first, run))
+        Some((is_zero_run, run))
     })
 }
 
@@ -210,32 +210,38 @@ fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
 pub(super) enum UnpackError {
     /// The stream is damaged.
     DamagedStream(DecryptError),
-    /// A file could not be written. The fields are its path, the error, and the number of bytes
-    /// that were written to all files before.
-    Write(PathBuf, io::Error, u64),
+    /// A file could not be written. The fields are the file's path, the error, and the number of
+    /// bytes that were written to all files before the error.
+    WriteFailed(PathBuf, io::Error, u64),
 }
 
 impl From<DecryptError> for UnpackError {
-    fn from(broken: DecryptError) -> UnpackError {
-        UnpackError::DamagedStream(broken)
+    fn from(error: DecryptError) -> Self {
+        Self::DamagedStream(error)
     }
 }
 
-fn damaged(why: impl Into<String>) -> UnpackError {
-    UnpackError::DamagedStream(DecryptError::Changed(why.into()))
+fn damaged_stream(reason: impl Into<String>) -> UnpackError {
+    UnpackError::DamagedStream(DecryptError::Changed(reason.into()))
 }
 
-/// Writes the files of a stream into the empty directory `to`. Returns their total size in bytes.
+/// Writes the files of a stream into the empty directory `unpack_dir`. Returns their total size in bytes.
 /// On an error the caller must remove the directory.
-pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u64, UnpackError> {
-    let (mut files, mut total_bytes) = (0usize, 0u64);
+pub(super) fn unpack<R: Read>(
+    stream: &mut Decryptor<R>,
+    unpack_dir: &Path,
+) -> Result<u64, UnpackError> {
+    let (mut file_count, mut total_bytes) = (0usize, 0u64);
     loop {
         match read_bytes::<_, 1>(stream)?[0] {
             TAG_FILE => {
-                total_bytes = total_bytes.saturating_add(unpack_file(stream, to, total_bytes)?);
-                files += 1;
-                if files > IMAGE_FILES_MAX || total_bytes > IMAGES_BYTES_MAX {
-                    return Err(damaged("it has more files or bytes than are possible"));
+                total_bytes =
+                    total_bytes.saturating_add(unpack_file(stream, unpack_dir, total_bytes)?);
+                file_count += 1;
+                if file_count > IMAGE_FILES_MAX || total_bytes > IMAGES_BYTES_MAX {
+                    return Err(damaged_stream(
+                        "it has more files or bytes than are possible",
+                    ));
                 }
             }
             TAG_END => {
@@ -243,15 +249,15 @@ pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u6
                     u32::from_le_bytes(read_bytes(stream)?) as usize,
                     u64::from_le_bytes(read_bytes(stream)?),
                 );
-                if counts != (files, total_bytes) {
-                    return Err(damaged(format!(
-                        "it contains {files} files of {total_bytes} bytes, and its counts are {counts:?}"
+                if counts != (file_count, total_bytes) {
+                    return Err(damaged_stream(format!(
+                        "it contains {file_count} files of {total_bytes} bytes, and its counts are {counts:?}"
                     )));
                 }
                 return Ok(total_bytes);
             }
             other => {
-                return Err(damaged(format!(
+                return Err(damaged_stream(format!(
                     "a file or the end was expected, and {other} was found"
                 )));
             }
@@ -265,70 +271,74 @@ fn read_bytes<R: Read, const N: usize>(stream: &mut Decryptor<R>) -> Result<[u8;
     Ok(bytes)
 }
 
-/// Unpacks one file of the stream and returns its size in bytes. `before` is the total size of the
+/// Unpacks one file of the stream and returns its size in bytes. `previous_bytes` is the total size of the
 /// previous files.
 fn unpack_file<R: Read>(
     stream: &mut Decryptor<R>,
-    to: &Path,
-    before: u64,
+    unpack_dir: &Path,
+    previous_bytes: u64,
 ) -> Result<u64, UnpackError> {
-    let length = usize::from(u16::from_le_bytes(read_bytes(stream)?));
-    if length > NAME_BYTES_MAX {
-        return Err(damaged(format!("a file name of {length} bytes is in it")));
+    let name_bytes = usize::from(u16::from_le_bytes(read_bytes(stream)?));
+    if name_bytes > NAME_BYTES_MAX {
+        return Err(damaged_stream(format!(
+            "a file name of {name_bytes} bytes is in it"
+        )));
     }
-    let mut name = vec![0; length];
+    let mut name = vec![0; name_bytes];
     stream.fill(&mut name)?;
     let bytes = u64::from_le_bytes(read_bytes(stream)?);
-    let path = checked_file_name(&name).map(|name| to.join(name));
+    let path = checked_file_name(&name).map(|name| unpack_dir.join(name));
     let path = path.ok_or_else(|| {
-        damaged(format!(
+        damaged_stream(format!(
             "{:?} is not a plain file name",
             OsStr::from_bytes(&name)
         ))
     })?;
     if bytes > IMAGES_BYTES_MAX {
-        return Err(damaged(format!("a file of {bytes} bytes is in it")));
+        return Err(damaged_stream(format!("a file of {bytes} bytes is in it")));
     }
-    let mut left = bytes;
-    let stopped =
-        |e: io::Error, left: u64| UnpackError::Write(path.clone(), e, before + bytes - left);
-    let mut file = create_file(&path).map_err(|e| stopped(e, left))?;
-    while left > 0 {
-        let kind = read_bytes::<_, 1>(stream)?[0];
-        let run = match kind {
+    let mut remaining_bytes = bytes;
+    let write_failure = |e: io::Error, remaining_bytes: u64| {
+        UnpackError::WriteFailed(path.clone(), e, previous_bytes + bytes - remaining_bytes)
+    };
+    let mut file = create_file(&path).map_err(|e| write_failure(e, remaining_bytes))?;
+    while remaining_bytes > 0 {
+        let tag = read_bytes::<_, 1>(stream)?[0];
+        let run_bytes = match tag {
             TAG_DATA => u64::from(u32::from_le_bytes(read_bytes(stream)?)),
             TAG_ZEROS => u64::from_le_bytes(read_bytes(stream)?),
             other => {
-                return Err(damaged(format!(
-                    "{left} bytes of a file were expected, but the record is {other}"
+                return Err(damaged_stream(format!(
+                    "{remaining_bytes} bytes of a file were expected, but the record is {other}"
                 )));
             }
         };
-        if run == 0 || run > left {
-            return Err(damaged(
+        if run_bytes == 0 || run_bytes > remaining_bytes {
+            return Err(damaged_stream(
                 "the lengths of a file's chunks do not add up to its size",
             ));
         }
-        if kind == TAG_ZEROS {
+        if tag == TAG_ZEROS {
             // The run becomes a hole in the file, which reads as zeros. A run is never longer than
             // its file, so the position cannot overflow.
-            file.seek(SeekFrom::Current(run as i64))
-                .map_err(|e| stopped(e, left))?;
+            file.seek(SeekFrom::Current(run_bytes as i64))
+                .map_err(|e| write_failure(e, remaining_bytes))?;
         } else {
-            let mut rest = run as usize;
-            while rest > 0 {
-                let data = stream.next_bytes(rest)?;
+            let mut unread_bytes = run_bytes as usize;
+            while unread_bytes > 0 {
+                let data = stream.next_bytes(unread_bytes)?;
                 if data.is_empty() {
-                    return Err(damaged("its content ends in the middle"));
+                    return Err(damaged_stream("its content ends in the middle"));
                 }
-                rest -= data.len();
-                file.write_all(data).map_err(|e| stopped(e, left))?;
+                unread_bytes -= data.len();
+                file.write_all(data)
+                    .map_err(|e| write_failure(e, remaining_bytes))?;
             }
         }
-        left -= run;
+        remaining_bytes -= run_bytes;
     }
     // Extend the file if its last run is a hole.
-    file.set_len(bytes).map_err(|e| stopped(e, 0))?;
+    file.set_len(bytes).map_err(|e| write_failure(e, 0))?;
     Ok(bytes)
 }
 
@@ -342,12 +352,12 @@ fn create_file(path: &Path) -> io::Result<File> {
 
 /// Returns the file name, or `None` if it is empty or denotes a path.
 fn checked_file_name(name: &[u8]) -> Option<OsString> {
-    let plain = !name.is_empty()
+    let is_plain = !name.is_empty()
         && !name.contains(&b'/')
         && !name.contains(&0)
         && name != b"."
         && name != b"..";
-    plain.then(|| OsString::from_vec(name.to_vec()))
+    is_plain.then(|| OsString::from_vec(name.to_vec()))
 }
 
 #[cfg(test)]
@@ -360,22 +370,27 @@ mod tests {
     const JOB: Tid = Tid::from_raw(0x40001);
 
     /// Encrypts a stream with the correct key and unpacks it.
-    fn encrypt_and_unpack(stream: &[u8], to: &Path) -> Result<u64, UnpackError> {
-        let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
-        let what = FileRole::Part(
+    fn encrypt_and_unpack(stream: &[u8], unpack_dir: &Path) -> Result<u64, UnpackError> {
+        let store_key = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
+        let role = FileRole::Part(
             CheckpointId::next_id(std::iter::empty(), JOB, Micros(0)),
             JOB,
         );
-        let mut encrypted = Vec::new();
+        let mut encrypted_bytes = Vec::new();
         let write = |bytes: &[u8]| {
-            encrypted.extend_from_slice(bytes);
+            encrypted_bytes.extend_from_slice(bytes);
             Ok(())
         };
-        let mut encryptor = Encryptor::new(&secret, what, write).expect("sealed");
+        let mut encryptor = Encryptor::new(&store_key, role, write).expect("sealed");
         encryptor.append(stream).expect("sealed");
         encryptor.finish().expect("sealed");
-        let mut decryptor = Decryptor::new(&secret, what, &encrypted[..], encrypted.len() as u64)?;
-        let bytes = unpack(&mut decryptor, to)?;
+        let mut decryptor = Decryptor::new(
+            &store_key,
+            role,
+            &encrypted_bytes[..],
+            encrypted_bytes.len() as u64,
+        )?;
+        let bytes = unpack(&mut decryptor, unpack_dir)?;
         decryptor.finish()?;
         Ok(bytes)
     }
@@ -407,7 +422,7 @@ mod tests {
     /// A stream that is encrypted correctly but malformed is refused.
     #[test]
     fn malformed_streams_are_refused() {
-        let long = vec![b'n'; NAME_BYTES_MAX + 1];
+        let long_name = vec![b'n'; NAME_BYTES_MAX + 1];
         let streams = [
             vec![],
             vec![9],
@@ -442,7 +457,16 @@ mod tests {
                 "{stream:?}: {result:?}"
             );
         }
-        for name in [&b""[..], b".", b"..", b"../a", b"/a", b"a/b", b"a\0", &long] {
+        for name in [
+            &b""[..],
+            b".",
+            b"..",
+            b"../a",
+            b"/a",
+            b"a/b",
+            b"a\0",
+            &long_name,
+        ] {
             let dir = tempfile::tempdir().expect("a directory");
             let result = encrypt_and_unpack(
                 &[file_record(name, 0, &[]), end_record(1, 0)].concat(),
@@ -473,7 +497,7 @@ mod tests {
         ]
         .concat();
         assert!(
-            matches!(encrypt_and_unpack(&stream, dir.path()), Err(UnpackError::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
+            matches!(encrypt_and_unpack(&stream, dir.path()), Err(UnpackError::WriteFailed(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
         );
     }
 
@@ -481,11 +505,11 @@ mod tests {
     fn zero_runs_are_found_by_blocks() {
         let block = |byte: u8| vec![byte; BLOCK_BYTES];
         let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
-        let found: Vec<(bool, usize)> = split_zero_runs(&piece)
+        let runs: Vec<(bool, usize)> = split_zero_runs(&piece)
             .map(|(zeros, run)| (zeros, run.len()))
             .collect();
         assert_eq!(
-            found,
+            runs,
             [
                 (true, 2 * BLOCK_BYTES),
                 (false, BLOCK_BYTES),
@@ -493,9 +517,9 @@ mod tests {
             ]
         );
         assert_eq!(split_zero_runs(&[]).count(), 0);
-        let almost = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
+        let almost_zero_block = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
         assert_eq!(
-            split_zero_runs(&almost)
+            split_zero_runs(&almost_zero_block)
                 .map(|(zeros, _)| zeros)
                 .collect::<Vec<_>>(),
             [false]

@@ -8,7 +8,7 @@ use super::disk::Disk;
 use super::encryption::StoreKey;
 use super::error::{StoreError, StoreOperation, io_error};
 use super::id::CheckpointId;
-use super::sweep::{StoreUsage, remaining_of_other_jobs};
+use super::sweep::{StoreUsage, usage_of_other_jobs};
 use super::{
     CheckpointInfo, DELETED_PREFIX, DRAFT_PREFIX, LOCK_FILE, StoreLimits, end_mark, manifest,
 };
@@ -30,10 +30,11 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Names of the unreadable entries, with the reasons.
 pub type UnreadableEntries = Vec<(String, StoreError)>;
 
+/// State of an open store.
 pub(super) struct StoreState {
     /// Path of the store's directory, without symbolic links.
     pub(super) dir: PathBuf,
-    pub(super) secret: StoreKey,
+    pub(super) store_key: StoreKey,
     pub(super) limits: StoreLimits,
     pub(super) disk: Disk,
 }
@@ -44,7 +45,7 @@ pub(super) struct StoreEntries {
     /// The complete checkpoints, oldest first.
     pub(super) checkpoints: Vec<CheckpointId>,
     pub(super) drafts: Vec<CheckpointId>,
-    pub(super) deleted: Vec<CheckpointId>,
+    pub(super) deleted_checkpoints: Vec<CheckpointId>,
     pub(super) foreign_files: Vec<String>,
 }
 
@@ -62,17 +63,20 @@ impl StoreState {
     }
 
     /// Waits for the lock of the store and acquires it. Fails after [`LOCK_TIMEOUT`].
-    pub(super) fn lock(&self, operation: StoreOperation) -> Result<Flock<File>, StoreError> {
+    pub(super) fn wait_for_lock(
+        &self,
+        operation: StoreOperation,
+    ) -> Result<Flock<File>, StoreError> {
         let path = self.dir.join(LOCK_FILE);
-        let mut file = open_lock(&path, true).map_err(io_error(operation, &path))?;
-        let until = Instant::now() + LOCK_TIMEOUT;
+        let mut file = open_lock_file(&path, true).map_err(io_error(operation, &path))?;
+        let deadline = Instant::now() + LOCK_TIMEOUT;
         loop {
             file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(lock),
                 Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
                 Err((_, errno)) => return Err(io_error(operation, &path)(errno.into())),
             };
-            if Instant::now() >= until {
+            if Instant::now() >= deadline {
                 return Err(StoreError::Busy {
                     operation,
                     dir: self.dir.clone(),
@@ -102,7 +106,7 @@ impl StoreState {
             let (group, id) = if let Some(id) = name.strip_prefix(DRAFT_PREFIX) {
                 (&mut entries.drafts, id)
             } else if let Some(id) = name.strip_prefix(DELETED_PREFIX) {
-                (&mut entries.deleted, id)
+                (&mut entries.deleted_checkpoints, id)
             } else {
                 (&mut entries.checkpoints, &*name)
             };
@@ -126,7 +130,7 @@ impl StoreState {
         let entries = self.read_entries(operation)?;
         let foreign_entry =
             |name: String| (name.clone(), StoreError::ForeignFile(self.dir.join(name)));
-        let mut unreadable: UnreadableEntries = entries
+        let mut unreadable_entries: UnreadableEntries = entries
             .foreign_files
             .into_iter()
             .map(foreign_entry)
@@ -134,7 +138,7 @@ impl StoreState {
         let mut checkpoints = Vec::new();
         for id in entries.checkpoints {
             let dir = self.checkpoint_dir(id);
-            match manifest::read_manifest(operation, &dir, id, &self.secret) {
+            match manifest::read_manifest(operation, &dir, id, &self.store_key) {
                 Ok((manifest, bytes)) => {
                     checkpoints.push(CheckpointInfo {
                         job_ended_at: end_mark::read_end_mark(&dir),
@@ -143,61 +147,61 @@ impl StoreState {
                 }
                 // The checkpoint has just been removed.
                 Err(_) if !may_exist(&dir) => {}
-                Err(why) => unreadable.push((id.to_string(), why)),
+                Err(error) => unreadable_entries.push((id.to_string(), error)),
             }
         }
-        Ok((checkpoints, unreadable))
+        Ok((checkpoints, unreadable_entries))
     }
 
-    /// Returns the maximum number of bytes for a new checkpoint of this job, such that the store is
-    /// within its limits after all removable checkpoints are removed.
+    /// Returns the maximum number of bytes for a new checkpoint of the job `job`. With a checkpoint
+    /// of this size the store is within its limits after all removable checkpoints are removed.
     ///
     /// # Errors
-    /// The maximum is less than `needed`, or the number of checkpoints would exceed its limit.
-    pub(super) fn bytes_available(
+    /// The maximum is less than `needed_bytes`, or the number of checkpoints would exceed its limit.
+    pub(super) fn available_bytes(
         &self,
         operation: StoreOperation,
         vm: &str,
         job: Tid,
-        needed: u64,
+        needed_bytes: u64,
     ) -> Result<u64, StoreError> {
         let (checkpoints, _) = self.read_checkpoints(operation)?;
-        let StoreUsage { checkpoints, bytes } = remaining_of_other_jobs(&checkpoints, vm, job);
+        let StoreUsage { checkpoints, bytes } = usage_of_other_jobs(&checkpoints, vm, job);
         let StoreLimits {
             checkpoints_max,
             bytes_max,
         } = self.limits;
-        let room = bytes_max.saturating_sub(bytes);
-        if checkpoints >= checkpoints_max || room < needed {
+        let available_bytes = bytes_max.saturating_sub(bytes);
+        if checkpoints >= checkpoints_max || available_bytes < needed_bytes {
             return Err(StoreError::LimitsExceeded {
                 operation,
                 dir: self.dir.clone(),
-                needed,
+                needed: needed_bytes,
                 checkpoints,
                 bytes,
                 checkpoints_max,
                 bytes_max,
             });
         }
-        Ok(room)
+        Ok(available_bytes)
     }
 
     /// Hides a directory by renaming it, and returns its new path. The caller holds the lock of the
     /// store, and must later delete the directory without that lock.
-    pub(super) fn hide(
+    pub(super) fn hide_dir(
         &self,
         operation: StoreOperation,
         dir: &Path,
         id: CheckpointId,
     ) -> Result<PathBuf, StoreError> {
-        let gone = self.deleted_dir(id);
+        let hidden_dir = self.deleted_dir(id);
         self.disk
-            .remove_tree(&gone)
-            .map_err(io_error(operation, &gone))?;
+            .remove_tree(&hidden_dir)
+            .map_err(io_error(operation, &hidden_dir))?;
         self.disk
-            .rename(dir, &gone)
+            .rename(dir, &hidden_dir)
             .map_err(io_error(operation, dir))?;
-        Ok(gone)
+        Ok(hidden_dir)
     }
 
     /// Hides a checkpoint durably, unless a reader has it open, and returns the new path of its
@@ -208,19 +212,19 @@ impl StoreState {
         id: CheckpointId,
     ) -> Result<PathBuf, StoreError> {
         let dir = self.checkpoint_dir(id);
-        let _alone = match lock_checkpoint(&dir, FlockArg::LockExclusiveNonblock) {
+        let _exclusive_lock = match lock_checkpoint(&dir, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
             Err(Errno::EWOULDBLOCK) => return Err(StoreError::InUse(id)),
             Err(Errno::ENOENT) if !may_exist(&dir) => return Err(StoreError::NoCheckpoint(id)),
             Err(errno) => return Err(io_error(operation, &dir)(errno.into())),
         };
-        let gone = self.hide(operation, &dir, id)?;
+        let hidden_dir = self.hide_dir(operation, &dir, id)?;
         // Without this flush, a crash of the machine could restore the name of a checkpoint whose
         // files are deleted.
         self.disk
             .sync_dir(&self.dir)
             .map_err(io_error(operation, &self.dir))?;
-        Ok(gone)
+        Ok(hidden_dir)
     }
 
     /// Hides drafts whose writers have died. Returns all hidden directories, including those of
@@ -232,13 +236,13 @@ impl StoreState {
     ) -> Result<Vec<PathBuf>, StoreError> {
         let entries = self.read_entries(operation)?;
         let mut hidden_dirs: Vec<PathBuf> = entries
-            .deleted
+            .deleted_checkpoints
             .into_iter()
             .map(|id| self.deleted_dir(id))
             .collect();
         for id in entries.drafts {
             let dir = self.draft_dir(id);
-            let lock_failure = match open_lock(&dir.join(LOCK_FILE), false) {
+            let lock_failure = match open_lock_file(&dir.join(LOCK_FILE), false) {
                 Ok(file) => Flock::lock(file, FlockArg::LockExclusiveNonblock)
                     .err()
                     .map(|(_, errno)| errno),
@@ -247,7 +251,7 @@ impl StoreState {
             };
             match lock_failure {
                 // If the directory has disappeared, its writer has just removed it.
-                None if may_exist(&dir) => hidden_dirs.push(self.hide(operation, &dir, id)?),
+                None if may_exist(&dir) => hidden_dirs.push(self.hide_dir(operation, &dir, id)?),
                 None | Some(Errno::EWOULDBLOCK) => {}
                 Some(errno) => return Err(io_error(operation, &dir)(errno.into())),
             }
@@ -256,7 +260,7 @@ impl StoreState {
     }
 
     /// Deletes directories that were hidden before.
-    pub(super) fn delete_hidden(
+    pub(super) fn delete_hidden_dirs(
         &self,
         operation: StoreOperation,
         hidden_dirs: &[PathBuf],
@@ -272,8 +276,8 @@ pub(super) fn may_exist(path: &Path) -> bool {
     !matches!(path.symlink_metadata(), Err(e) if e.kind() == ErrorKind::NotFound)
 }
 
-/// Opens a lock file. Creates it first if `create` is true and it does not exist.
-pub(super) fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
+/// Opens a lock file. If `create` is true, the file is created if it does not exist.
+pub(super) fn open_lock_file(path: &Path, create: bool) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options
         .read(true)
@@ -285,10 +289,10 @@ pub(super) fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
     options.open(path)
 }
 
-/// Locks a checkpoint until the result is dropped. Creates the lock file if it is missing, as it
-/// may be after the checkpoint was copied.
+/// Locks a checkpoint until the result is dropped. Creates the lock file if it is missing. The file
+/// may be missing if a user has copied the checkpoint's directory.
 pub(super) fn lock_checkpoint(dir: &Path, mode: FlockArg) -> Result<Flock<File>, Errno> {
-    let errno = |e: std::io::Error| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
-    let file = open_lock(&dir.join(LOCK_FILE), true).map_err(errno)?;
-    Flock::lock(file, mode).map_err(|(_, errno)| errno)
+    let to_errno = |e: std::io::Error| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
+    let file = open_lock_file(&dir.join(LOCK_FILE), true).map_err(to_errno)?;
+    Flock::lock(file, mode).map_err(|(_, to_errno)| to_errno)
 }

@@ -5,14 +5,17 @@ use super::{CheckpointInfo, StoreLimits};
 use sempa_proto::Tid;
 use std::collections::HashMap;
 
-/// The checkpoints that a sweep has removed, and by how much the limits are still exceeded.
+/// The checkpoints that a sweep has removed, and the amounts by which the limits are still
+/// exceeded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SweepResult {
     /// The removed checkpoints, in the order of removal.
     pub removed: Vec<CheckpointInfo>,
-    /// Number of checkpoints above the limit of the store, because they may not be removed.
+    /// Number of checkpoints above the limit of the store. The excess remains because these
+    /// checkpoints may not be removed.
     pub checkpoints_over_limit: usize,
-    /// Number of bytes above the limit of the store, because their checkpoints may not be removed.
+    /// Number of bytes above the limit of the store. The excess remains because the checkpoints may
+    /// not be removed.
     pub bytes_over_limit: u64,
 }
 
@@ -24,17 +27,16 @@ pub(super) struct StoreUsage {
 }
 
 impl StoreUsage {
-    pub(super) fn total<'a>(
-        checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>,
-    ) -> StoreUsage {
-        let add = |sum: StoreUsage, checkpoint: &CheckpointInfo| StoreUsage {
+    pub(super) fn sum<'a>(checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> Self {
+        let add = |sum: Self, checkpoint: &CheckpointInfo| Self {
             checkpoints: sum.checkpoints + 1,
             bytes: sum.bytes.saturating_add(checkpoint.bytes),
         };
-        checkpoints.into_iter().fold(StoreUsage::default(), add)
+        checkpoints.into_iter().fold(Self::default(), add)
     }
 
-    /// Returns by how many checkpoints and by how many bytes the limits are exceeded.
+    /// Returns by how many checkpoints (first) and by how many bytes (second) the limits are
+    /// exceeded.
     pub(super) fn excess(self, limits: &StoreLimits) -> (usize, u64) {
         (
             self.checkpoints.saturating_sub(limits.checkpoints_max),
@@ -46,56 +48,56 @@ impl StoreUsage {
 /// Returns the newest checkpoint of each job, by virtual machine and job. Virtual machines number
 /// their jobs independently.
 fn newest_by_job(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
-    let mut newest: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
+    let mut newest_ids: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
     for checkpoint in checkpoints {
-        let latest = newest
+        let latest = newest_ids
             .entry((&checkpoint.vm, checkpoint.job))
             .or_insert(checkpoint.id);
         *latest = checkpoint.id.max(*latest);
     }
-    newest
+    newest_ids
 }
 
-/// Returns the checkpoints that may be removed, in the order of removal: first those of jobs that
-/// have ended for good, in the order in which the jobs ended; then the others, oldest first.
-/// Excluded are the newest checkpoint of each job that has not ended, and those for which `keep`
-/// returns true.
-pub(super) fn removable(
+/// Returns the checkpoints that may be removed, in the order of removal: first the checkpoints of
+/// jobs with an end mark, in the order in which the jobs ended; then the other checkpoints, oldest
+/// first. Not returned are the newest checkpoint of each job without an end mark, and checkpoints
+/// for which `must_remain` returns true.
+pub(super) fn select_removable(
     checkpoints: &[CheckpointInfo],
-    keep: impl Fn(&CheckpointInfo) -> bool,
+    must_remain: impl Fn(&CheckpointInfo) -> bool,
 ) -> Vec<&CheckpointInfo> {
-    let newest = newest_by_job(checkpoints);
+    let newest_ids = newest_by_job(checkpoints);
     let is_newest = |checkpoint: &CheckpointInfo| {
-        newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
+        newest_ids.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
     };
     let is_removable = |checkpoint: &&CheckpointInfo| {
-        (checkpoint.job_ended_at.is_some() || !is_newest(checkpoint)) && !keep(checkpoint)
+        (checkpoint.job_ended_at.is_some() || !is_newest(checkpoint)) && !must_remain(checkpoint)
     };
-    let mut superfluous: Vec<&CheckpointInfo> = checkpoints.iter().filter(is_removable).collect();
-    superfluous.sort_by_key(|checkpoint| {
+    let mut selected: Vec<&CheckpointInfo> = checkpoints.iter().filter(is_removable).collect();
+    selected.sort_by_key(|checkpoint| {
         (
             checkpoint.job_ended_at.is_none(),
             checkpoint.job_ended_at,
             checkpoint.id,
         )
     });
-    superfluous
+    selected
 }
 
 /// Returns the number and size of the checkpoints that remain after a new checkpoint of the job
-/// `job` is written and all removable checkpoints are removed: the newest checkpoints of the other
-/// jobs that have not ended for good.
-pub(super) fn remaining_of_other_jobs(
+/// `job` is written and all removable checkpoints are removed. These are the newest checkpoints of
+/// all other jobs without an end mark.
+pub(super) fn usage_of_other_jobs(
     checkpoints: &[CheckpointInfo],
     vm: &str,
     job: Tid,
 ) -> StoreUsage {
-    let newest = newest_by_job(checkpoints);
+    let newest_ids = newest_by_job(checkpoints);
     let is_newest = |checkpoint: &&CheckpointInfo| {
         checkpoint.job_ended_at.is_none()
-            && newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
+            && newest_ids.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
     };
-    StoreUsage::total(
+    StoreUsage::sum(
         checkpoints
             .iter()
             .filter(is_newest)
@@ -108,14 +110,14 @@ mod tests {
     use super::*;
     use sempa_proto::Micros;
 
-    fn info(vm: &str, job: i32, second: u64, bytes: u64) -> CheckpointInfo {
-        let (job, started) = (Tid::from_raw(job), Micros::from_secs(second));
-        let id = CheckpointId::next_id(std::iter::empty(), job, started);
+    fn checkpoint_info(vm: &str, job: i32, start_second: u64, bytes: u64) -> CheckpointInfo {
+        let (job, started_at) = (Tid::from_raw(job), Micros::from_secs(start_second));
+        let id = CheckpointId::next_id(std::iter::empty(), job, started_at);
         CheckpointInfo {
             id,
             vm: vm.into(),
             job,
-            started,
+            started_at,
             bytes,
             parts: vec![],
             job_ended_at: None,
@@ -127,21 +129,25 @@ mod tests {
     #[test]
     fn newest_checkpoint_of_a_job_is_never_removable() {
         let checkpoints = [
-            info("a", 2, 9, 1),
-            info("a", 1, 5, 1),
-            info("a", 1, 3, 1),
-            info("a", 1, 4, 1),
-            info("a", 2, 1, 1),
+            checkpoint_info("a", 2, 9, 1),
+            checkpoint_info("a", 1, 5, 1),
+            checkpoint_info("a", 1, 3, 1),
+            checkpoint_info("a", 1, 4, 1),
+            checkpoint_info("a", 2, 1, 1),
         ];
-        let seconds = |checkpoints: Vec<&CheckpointInfo>| {
+        let start_seconds = |checkpoints: Vec<&CheckpointInfo>| {
             checkpoints
                 .iter()
-                .map(|checkpoint| checkpoint.started.0 / 1_000_000)
+                .map(|checkpoint| checkpoint.started_at.0 / 1_000_000)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(seconds(removable(&checkpoints, |_| false)), [1, 3, 4]);
         assert_eq!(
-            seconds(removable(&checkpoints, |checkpoint| checkpoint.started
+            start_seconds(select_removable(&checkpoints, |_| false)),
+            [1, 3, 4]
+        );
+        assert_eq!(
+            start_seconds(select_removable(&checkpoints, |checkpoint| checkpoint
+                .started_at
                 == Micros::from_secs(3))),
             [1, 4]
         );
@@ -150,31 +156,34 @@ mod tests {
     /// Checkpoints of ended jobs are removed first, beginning with the job that ended first.
     #[test]
     fn ended_jobs_are_removed_first() {
-        let ended = |checkpoint: CheckpointInfo, second| CheckpointInfo {
-            job_ended_at: Some(Micros::from_secs(second)),
+        let with_end_mark = |checkpoint: CheckpointInfo, end_second| CheckpointInfo {
+            job_ended_at: Some(Micros::from_secs(end_second)),
             ..checkpoint
         };
         let checkpoints = [
-            info("a", 1, 1, 1),
-            info("a", 1, 2, 1),
-            ended(info("a", 2, 8, 1), 20),
-            ended(info("a", 3, 9, 1), 10),
-            ended(info("a", 3, 7, 1), 10),
+            checkpoint_info("a", 1, 1, 1),
+            checkpoint_info("a", 1, 2, 1),
+            with_end_mark(checkpoint_info("a", 2, 8, 1), 20),
+            with_end_mark(checkpoint_info("a", 3, 9, 1), 10),
+            with_end_mark(checkpoint_info("a", 3, 7, 1), 10),
         ];
-        let seconds = |checkpoints: Vec<&CheckpointInfo>| {
+        let start_seconds = |checkpoints: Vec<&CheckpointInfo>| {
             checkpoints
                 .iter()
-                .map(|checkpoint| checkpoint.started.0 / 1_000_000)
+                .map(|checkpoint| checkpoint.started_at.0 / 1_000_000)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(seconds(removable(&checkpoints, |_| false)), [7, 9, 8, 1]);
         assert_eq!(
-            seconds(removable(&checkpoints, |checkpoint| checkpoint.job
+            start_seconds(select_removable(&checkpoints, |_| false)),
+            [7, 9, 8, 1]
+        );
+        assert_eq!(
+            start_seconds(select_removable(&checkpoints, |checkpoint| checkpoint.job
                 == Tid::from_raw(3))),
             [8, 1]
         );
         assert_eq!(
-            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
+            usage_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
             StoreUsage {
                 checkpoints: 1,
                 bytes: 1
@@ -184,10 +193,13 @@ mod tests {
 
     #[test]
     fn equal_job_numbers_of_two_vms_are_two_jobs() {
-        let checkpoints = [info("a", 1, 3, 10), info("b", 1, 5, 7)];
-        assert!(removable(&checkpoints, |_| false).is_empty());
+        let checkpoints = [
+            checkpoint_info("a", 1, 3, 10),
+            checkpoint_info("b", 1, 5, 7),
+        ];
+        assert!(select_removable(&checkpoints, |_| false).is_empty());
         assert_eq!(
-            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
+            usage_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
             StoreUsage {
                 checkpoints: 1,
                 bytes: 7
@@ -198,21 +210,21 @@ mod tests {
     #[test]
     fn newest_checkpoint_of_each_other_job_remains() {
         let checkpoints = [
-            info("a", 1, 3, 1),
-            info("a", 1, 4, 2),
-            info("a", 2, 1, 4),
-            info("a", 2, 2, 8),
-            info("a", 3, 1, 16),
+            checkpoint_info("a", 1, 3, 1),
+            checkpoint_info("a", 1, 4, 2),
+            checkpoint_info("a", 2, 1, 4),
+            checkpoint_info("a", 2, 2, 8),
+            checkpoint_info("a", 3, 1, 16),
         ];
         assert_eq!(
-            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
+            usage_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
             StoreUsage {
                 checkpoints: 2,
                 bytes: 24
             }
         );
         assert_eq!(
-            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
+            usage_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
             StoreUsage {
                 checkpoints: 3,
                 bytes: 26

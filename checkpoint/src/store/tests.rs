@@ -24,18 +24,18 @@ enum DiskFault {
 
 /// Records the steps and injects a fault at one step.
 struct FaultInjector {
-    /// Number of the step, counted from 0, and the fault.
+    /// Index of the step, counted from 0, and the fault; `None` if no fault is injected.
     fault: Option<(usize, DiskFault)>,
     observed_steps: Mutex<Vec<String>>,
-    dead: AtomicBool,
+    is_dead: AtomicBool,
 }
 
 impl FaultInjector {
-    fn new(fault: Option<(usize, DiskFault)>) -> Arc<FaultInjector> {
-        Arc::new(FaultInjector {
+    fn new(fault: Option<(usize, DiskFault)>) -> Arc<Self> {
+        Arc::new(Self {
             fault,
             observed_steps: Mutex::new(Vec::new()),
-            dead: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
         })
     }
 
@@ -53,7 +53,9 @@ impl DiskObserver for FaultInjector {
                 .to_string_lossy()
                 .into_owned()
         };
-        let fault = self.fault.filter(|(at, _)| *at == steps.len());
+        let fault = self
+            .fault
+            .filter(|(fault_index, _)| *fault_index == steps.len());
         steps.push(match step {
             DiskStep::MakeDir(path) => format!("make directory {}", name(path)),
             DiskStep::MakeFile(path) => format!("make {}", name(path)),
@@ -65,15 +67,15 @@ impl DiskObserver for FaultInjector {
             DiskStep::RemoveFile(path) => format!("remove {}", name(path)),
             DiskStep::RemoveDir(path) => format!("remove directory {}", name(path)),
         });
-        if self.dead.load(Ordering::Relaxed) {
+        if self.is_dead.load(Ordering::Relaxed) {
             return Err(io::Error::other("dead"));
         }
-        let Some((_, fate)) = fault else {
+        let Some((_, fault_kind)) = fault else {
             return Ok(());
         };
-        let takes_room = !matches!(step, DiskStep::RemoveFile(_) | DiskStep::RemoveDir(_));
-        match (fate, step) {
-            (DiskFault::DiskFull, _) if takes_room => {
+        let needs_space = !matches!(step, DiskStep::RemoveFile(_) | DiskStep::RemoveDir(_));
+        match (fault_kind, step) {
+            (DiskFault::DiskFull, _) if needs_space => {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
             (DiskFault::DiskFull, _) => return Ok(()),
@@ -83,17 +85,17 @@ impl DiskObserver for FaultInjector {
             }
             _ => {}
         }
-        self.dead.store(true, Ordering::Relaxed);
+        self.is_dead.store(true, Ordering::Relaxed);
         Err(io::Error::other("dead"))
     }
 }
 
-/// A temporary directory that contains images, and the store under test.
+/// A temporary directory that contains images and the store under test.
 struct Scratch(tempfile::TempDir);
 
 impl Scratch {
-    fn new() -> Scratch {
-        let scratch = Scratch(tempfile::tempdir().expect("a directory"));
+    fn new() -> Self {
+        let scratch = Self(tempfile::tempdir().expect("a directory"));
         std::fs::create_dir(scratch.path("images")).expect("made");
         std::fs::write(scratch.path("images/core.img"), b"core").expect("written");
         std::fs::write(scratch.path("images/pages.img"), image_content()).expect("written");
@@ -106,17 +108,17 @@ impl Scratch {
     }
 
     fn open(&self, disk: Disk, limits: StoreLimits) -> Result<CheckpointStore, StoreError> {
-        CheckpointStore::open_on(disk, &self.path("store"), &self.path("keys/key"), limits)
+        CheckpointStore::open_with_disk(disk, &self.path("store"), &self.path("keys/key"), limits)
     }
 
     fn write_checkpoint(
         &self,
         store: &CheckpointStore,
-        second: u64,
+        start_second: u64,
     ) -> Result<CheckpointInfo, StoreError> {
-        let draft = store.begin(JOB, Micros::from_secs(second))?;
-        draft.add(JOB, &self.path("images"))?;
-        draft.add(TASK, &self.path("images"))?;
+        let draft = store.begin(JOB, Micros::from_secs(start_second))?;
+        draft.add_task(JOB, &self.path("images"))?;
+        draft.add_task(TASK, &self.path("images"))?;
         draft.finish(b"meta")
     }
 
@@ -136,27 +138,36 @@ impl Scratch {
 
     /// Verifies that all visible checkpoints are complete, and returns their start times in
     /// seconds.
-    fn verify_all(&self, store: &CheckpointStore) -> Vec<u64> {
-        let (checkpoints, unreadable) = store.list_checkpoints().expect("listed");
-        assert!(unreadable.is_empty(), "{unreadable:?}");
+    fn verify_checkpoints(&self, store: &CheckpointStore) -> Vec<u64> {
+        let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
+        assert!(unreadable_entries.is_empty(), "{unreadable_entries:?}");
         for info in &checkpoints {
             let checkpoint = store.open_checkpoint(&info.id).expect("opened");
-            assert_eq!((checkpoint.info(), checkpoint.meta()), (info, &b"meta"[..]));
+            assert_eq!(
+                (checkpoint.info(), checkpoint.description()),
+                (info, &b"meta"[..])
+            );
             for tid in [JOB, TASK] {
-                let to = self.path("unpacked");
-                checkpoint.unpack(tid, &to).expect("unpacked");
+                let unpack_dir = self.path("unpacked");
+                checkpoint.unpack_task(tid, &unpack_dir).expect("unpacked");
                 assert_eq!(
-                    std::fs::read(to.join("pages.img")).expect("there"),
+                    std::fs::read(unpack_dir.join("pages.img")).expect("there"),
                     image_content()
                 );
-                assert_eq!(std::fs::read(to.join("core.img")).expect("there"), b"core");
-                assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
-                std::fs::remove_dir_all(to).expect("removed");
+                assert_eq!(
+                    std::fs::read(unpack_dir.join("core.img")).expect("there"),
+                    b"core"
+                );
+                assert_eq!(
+                    std::fs::read(unpack_dir.join("empty.img")).expect("there"),
+                    b""
+                );
+                std::fs::remove_dir_all(unpack_dir).expect("removed");
             }
         }
         checkpoints
             .iter()
-            .map(|checkpoint| checkpoint.started.0 / 1_000_000)
+            .map(|checkpoint| checkpoint.started_at.0 / 1_000_000)
             .collect()
     }
 }
@@ -180,12 +191,12 @@ fn run_scenario(scratch: &Scratch, injector: &Arc<FaultInjector>) -> Result<(), 
     )?;
     scratch.write_checkpoint(&store, 1)?;
     scratch.write_checkpoint(&store, 2)?;
-    let swept = store.enforce_limits(|_| false)?;
+    let sweep_result = store.enforce_limits(|_| false)?;
     assert_eq!(
         (
-            swept.removed.len(),
-            swept.checkpoints_over_limit,
-            swept.bytes_over_limit
+            sweep_result.removed.len(),
+            sweep_result.checkpoints_over_limit,
+            sweep_result.bytes_over_limit
         ),
         (1, 0, 0)
     );
@@ -194,17 +205,17 @@ fn run_scenario(scratch: &Scratch, injector: &Arc<FaultInjector>) -> Result<(), 
 
 /// Returns the steps of the scenario without a fault.
 fn scenario_steps() -> Vec<String> {
-    let (scratch, fates) = (Scratch::new(), FaultInjector::new(None));
-    run_scenario(&scratch, &fates).expect("nothing happens");
+    let (scratch, injector) = (Scratch::new(), FaultInjector::new(None));
+    run_scenario(&scratch, &injector).expect("nothing happens");
     assert_eq!(
-        scratch.verify_all(
+        scratch.verify_checkpoints(
             &scratch
                 .open(Disk::new(), StoreLimits::default())
                 .expect("opened")
         ),
         [2]
     );
-    fates.steps()
+    injector.steps()
 }
 
 /// After a process has died at any step, only complete checkpoints are visible, and the next
@@ -213,14 +224,17 @@ fn scenario_steps() -> Vec<String> {
 fn crash_at_any_step_leaves_complete_checkpoints() {
     let steps = scenario_steps();
     for fault in [DiskFault::ProcessDies, DiskFault::TornWrite] {
-        let mut seen = BTreeSet::new();
-        for (at, step) in steps.iter().enumerate() {
-            let (scratch, fates) = (Scratch::new(), FaultInjector::new(Some((at, fault))));
-            run_scenario(&scratch, &fates).expect_err("it died");
+        let mut outcomes = BTreeSet::new();
+        for (fault_index, step) in steps.iter().enumerate() {
+            let (scratch, injector) = (
+                Scratch::new(),
+                FaultInjector::new(Some((fault_index, fault))),
+            );
+            run_scenario(&scratch, &injector).expect_err("it died");
             let store = scratch
                 .open(Disk::new(), StoreLimits::default())
                 .expect("opened");
-            let checkpoints = scratch.verify_all(&store);
+            let checkpoints = scratch.verify_checkpoints(&store);
             assert!(
                 [&[][..], &[1], &[1, 2], &[2]].contains(&&*checkpoints),
                 "{step}: {checkpoints:?}"
@@ -233,12 +247,16 @@ fn crash_at_any_step_leaves_complete_checkpoints() {
                 "{step}: {:?}",
                 scratch.entry_names()
             );
-            seen.insert(checkpoints);
+            outcomes.insert(checkpoints);
             // The store must still be usable.
             scratch.write_checkpoint(&store, 3).expect("made");
-            assert_eq!(scratch.verify_all(&store).last(), Some(&3), "{step}");
+            assert_eq!(
+                scratch.verify_checkpoints(&store).last(),
+                Some(&3),
+                "{step}"
+            );
         }
-        assert_eq!(seen.len(), 4, "all stages were met: {seen:?}");
+        assert_eq!(outcomes.len(), 4, "all stages were met: {outcomes:?}");
     }
 }
 
@@ -246,24 +264,24 @@ fn crash_at_any_step_leaves_complete_checkpoints() {
 #[test]
 fn full_disk_at_any_step_leaves_complete_checkpoints() {
     let steps = scenario_steps();
-    let mut full = 0;
-    for (at, step) in steps.iter().enumerate() {
-        let (scratch, fates) = (
+    let mut failure_count = 0;
+    for (fault_index, step) in steps.iter().enumerate() {
+        let (scratch, injector) = (
             Scratch::new(),
-            FaultInjector::new(Some((at, DiskFault::DiskFull))),
+            FaultInjector::new(Some((fault_index, DiskFault::DiskFull))),
         );
-        let Err(why) = run_scenario(&scratch, &fates) else {
+        let Err(error) = run_scenario(&scratch, &injector) else {
             continue;
         };
-        full += 1;
+        failure_count += 1;
         let StoreError::DiskFull {
             unwritten,
             free,
             operation,
             ..
-        } = &why
+        } = &error
         else {
-            panic!("{step}: {why}")
+            panic!("{step}: {error}")
         };
         assert!(free.is_some(), "{step}");
         assert_eq!(
@@ -278,9 +296,9 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
         } else {
             BTreeSet::new()
         };
-        let left = names.iter().filter(|name| name.starts_with('.')).count();
+        let remaining_count = names.iter().filter(|name| name.starts_with('.')).count();
         assert_eq!(
-            left,
+            remaining_count,
             usize::from(*operation == StoreOperation::Sweep && step.starts_with("sync")),
             "{step}: {names:?}"
         );
@@ -293,13 +311,13 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
         let store = scratch
             .open(Disk::new(), StoreLimits::default())
             .expect("opened");
-        let checkpoints = scratch.verify_all(&store);
+        let checkpoints = scratch.verify_checkpoints(&store);
         assert!(
             [&[][..], &[1], &[1, 2], &[2]].contains(&&*checkpoints),
             "{step}: {checkpoints:?}"
         );
     }
-    assert!(full > 20, "{full}");
+    assert!(failure_count > 20, "{failure_count}");
 }
 
 /// A checkpoint gets its name after all its content is on the disk. Its name is removed durably
@@ -307,37 +325,38 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
 #[test]
 fn checkpoint_is_durable_before_it_is_named() {
     let steps = scenario_steps();
-    let at = |step: &str| {
+    let step_index = |step: &str| {
         steps
             .iter()
             .position(|s| s == step)
             .unwrap_or_else(|| panic!("{step} in {steps:?}"))
     };
-    let (name, draft) = (
+    let (final_name, draft_name) = (
         "t40001-19700101T000001-1",
         ".draft-t40001-19700101T000001-1",
     );
-    let rename = at(&format!("rename {draft} {name}"));
+    let rename = step_index(&format!("rename {draft_name} {final_name}"));
     for file in ["t40001", "t80001", "manifest"] {
-        let last = steps[..rename]
+        let last_step = steps[..rename]
             .iter()
             .rposition(|s| *s == format!("write {file}"))
             .expect("written");
-        assert!(last < at(&format!("sync {file}")), "{file}");
+        assert!(last_step < step_index(&format!("sync {file}")), "{file}");
         assert!(
-            at(&format!("sync {file}")) < at(&format!("sync directory {draft}")),
+            step_index(&format!("sync {file}"))
+                < step_index(&format!("sync directory {draft_name}")),
             "{file}"
         );
     }
     assert!(
-        at("sync t80001") < at("make manifest"),
+        step_index("sync t80001") < step_index("make manifest"),
         "the manifest comes last"
     );
-    assert!(at(&format!("sync directory {draft}")) < rename);
+    assert!(step_index(&format!("sync directory {draft_name}")) < rename);
     assert_eq!(steps[rename + 1], "sync directory store");
-    let gone = format!("rename {name} .gone-{name}");
+    let hide_step = format!("rename {final_name} .gone-{final_name}");
     assert_eq!(
-        steps[at(&gone) + 1],
+        steps[step_index(&hide_step) + 1],
         "sync directory store",
         "it cannot come back without its files"
     );
@@ -350,7 +369,7 @@ fn dropped_draft_leaves_nothing() {
         .open(Disk::new(), StoreLimits::default())
         .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
-    draft.add(JOB, &scratch.path("images")).expect("added");
+    draft.add_task(JOB, &scratch.path("images")).expect("added");
     assert_eq!(scratch.entry_names().len(), 2, "the draft and the lock");
     drop(draft);
     assert_eq!(scratch.entry_names(), BTreeSet::from([LOCK_FILE.into()]));
@@ -363,12 +382,14 @@ fn draft_of_living_process_is_kept() {
         .open(Disk::new(), StoreLimits::default())
         .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
-    let other = scratch
+    let other_store = scratch
         .open(Disk::new(), StoreLimits::default())
         .expect("opened by another process");
-    other.enforce_limits(|_| false).expect("swept");
-    draft.add(JOB, &scratch.path("images")).expect("added");
-    draft.add(TASK, &scratch.path("images")).expect("added");
+    other_store.enforce_limits(|_| false).expect("swept");
+    draft.add_task(JOB, &scratch.path("images")).expect("added");
+    draft
+        .add_task(TASK, &scratch.path("images"))
+        .expect("added");
     draft.finish(b"meta").expect("finished");
-    assert_eq!(scratch.verify_all(&other), [0]);
+    assert_eq!(scratch.verify_checkpoints(&other_store), [0]);
 }

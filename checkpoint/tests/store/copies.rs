@@ -6,23 +6,26 @@ use std::fs;
 
 /// Opens another store, which has its own key.
 fn open_second_store(scratch: &Scratch, limits: StoreLimits) -> CheckpointStore {
-    let place = scratch.path("elsewhere");
-    CheckpointStore::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
+    let dir = scratch.path("elsewhere");
+    CheckpointStore::open(&dir.join("store"), &dir.join("keys/key"), limits).expect("opened")
 }
 
 fn copy_checkpoint(
-    from: &CheckpointStore,
-    to: &CheckpointStore,
+    source_store: &CheckpointStore,
+    target_store: &CheckpointStore,
     id: &CheckpointId,
 ) -> Result<CheckpointInfo, StoreError> {
-    let set = from.open_checkpoint(id)?;
-    let draft = to.begin_copy(*id, set.info().started, set.info().bytes)?;
-    for part in &set.info().parts {
-        draft.add_copy(part.tid, part.images_bytes, |put| {
-            set.copy_part(part.tid, put).map_err(std::io::Error::other)
+    let checkpoint = source_store.open_checkpoint(id)?;
+    let draft =
+        target_store.begin_copy(*id, checkpoint.info().started_at, checkpoint.info().bytes)?;
+    for part in &checkpoint.info().parts {
+        draft.add_task_copy(part.tid, part.images_bytes, |put| {
+            checkpoint
+                .copy_part(part.tid, put)
+                .map_err(std::io::Error::other)
         })?;
     }
-    draft.finish(set.meta())
+    draft.finish(checkpoint.description())
 }
 
 /// A copy of a checkpoint equals the original, and is encrypted with the key of its store.
@@ -30,48 +33,61 @@ fn copy_checkpoint(
 fn copy_equals_original_under_its_own_key() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path("elsewhere")).expect("made");
-    let (store, other) = (
-        scratch.store(StoreLimits::default()).for_vm("vm"),
+    let (store, second_store) = (
+        scratch.open_own_store(StoreLimits::default()).for_vm("vm"),
         open_second_store(&scratch, StoreLimits::default()).for_vm("vm"),
     );
-    let large = files_from(&[
+    let large_files = files_from(&[
         ("pages-1.img", &random_content(3 << 20)),
         ("zeros", &[0; 100_000]),
         ("empty", b""),
     ]);
-    let info = scratch.write_checkpoint(&store, JOB, 7, &large);
-    let copied = copy_checkpoint(&store, &other, &info.id).expect("copied");
+    let info = scratch.write_checkpoint(&store, JOB, 7, &large_files);
+    let copy_info = copy_checkpoint(&store, &second_store, &info.id).expect("copied");
     assert_eq!(
         CheckpointInfo {
             bytes: info.bytes,
-            ..copied.clone()
+            ..copy_info.clone()
         },
         info,
         "all but its length, which may differ a little"
     );
-    assert_eq!(scratch.unpack(&other, &info.id, JOB).expect("whole"), large);
     assert_eq!(
-        other.open_checkpoint(&info.id).expect("there").meta(),
+        scratch.unpack(&second_store, &info.id, JOB).expect("whole"),
+        large_files
+    );
+    assert_eq!(
+        second_store
+            .open_checkpoint(&info.id)
+            .expect("there")
+            .description(),
         b"meta"
     );
-    assert_eq!(other.list_checkpoints().expect("listed").0, [copied]);
-    let again = copy_checkpoint(&store, &other, &info.id).expect_err("it is there");
+    assert_eq!(
+        second_store.list_checkpoints().expect("listed").0,
+        [copy_info]
+    );
+    let second_copy_error =
+        copy_checkpoint(&store, &second_store, &info.id).expect_err("it is there");
     assert!(
-        matches!(again, StoreError::CheckpointExists(id) if id == info.id),
-        "{again}"
+        matches!(second_copy_error, StoreError::CheckpointExists(id) if id == info.id),
+        "{second_copy_error}"
     );
     // A file of the first store cannot be decrypted with the key of the second store.
-    let file = |place: &str| {
+    let part_path = |store_dir: &str| {
         scratch
-            .path(place)
+            .path(store_dir)
             .join(info.id.to_string())
             .join(JOB.to_string())
     };
-    fs::copy(file("store"), file("elsewhere/store")).expect("copied");
-    let mixed = scratch
-        .unpack(&other, &info.id, JOB)
+    fs::copy(part_path("store"), part_path("elsewhere/store")).expect("copied");
+    let mixed_error = scratch
+        .unpack(&second_store, &info.id, JOB)
         .expect_err("another key");
-    assert!(matches!(mixed, StoreError::OtherKey { .. }), "{mixed}");
+    assert!(
+        matches!(mixed_error, StoreError::OtherKey { .. }),
+        "{mixed_error}"
+    );
     assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
 }
 
@@ -84,71 +100,75 @@ fn failed_copy_leaves_nothing() {
         checkpoints_max: 8,
         bytes_max: 2_000_000,
     };
-    let (store, other) = (
-        scratch.store(StoreLimits::default()),
+    let (store, second_store) = (
+        scratch.open_own_store(StoreLimits::default()),
         open_second_store(&scratch, limits),
     );
-    let there = || {
+    let second_store_names = || {
         fs::read_dir(scratch.path("elsewhere/store"))
             .expect("readable")
             .count()
     };
-    let before = there();
+    let names_before = second_store_names();
     let info = scratch.write_checkpoint(
         &store,
         JOB,
         7,
         &files_from(&[("pages-1.img", &random_content(1 << 20))]),
     );
-    let set = store.open_checkpoint(&info.id).expect("there");
-    let draft = other
-        .begin_copy(info.id, info.started, info.bytes)
+    let checkpoint = store.open_checkpoint(&info.id).expect("there");
+    let draft = second_store
+        .begin_copy(info.id, info.started_at, info.bytes)
         .expect("room");
-    let breaks = draft.add_copy(JOB, 1 << 20, |put| {
-        put(b"a piece")?;
+    let interrupted_result = draft.add_task_copy(JOB, 1 << 20, |write| {
+        write(b"a piece")?;
         Err(std::io::Error::other("the line was cut"))
     });
     assert!(
-        matches!(&breaks, Err(StoreError::Io { source, .. }) if source.to_string() == "the line was cut"),
-        "{breaks:?}"
+        matches!(&interrupted_result, Err(StoreError::Io { source, .. }) if source.to_string() == "the line was cut"),
+        "{interrupted_result:?}"
     );
-    let part = draft.add_copy(JOB, 1 << 20, |put| {
-        set.copy_part(JOB, put).map_err(std::io::Error::other)
+    let part_result = draft.add_task_copy(JOB, 1 << 20, |write| {
+        checkpoint
+            .copy_part(JOB, write)
+            .map_err(std::io::Error::other)
     });
-    part.expect("it may be tried again");
+    part_result.expect("it may be tried again");
     drop(draft);
-    let large = scratch.write_checkpoint(
+    let large_info = scratch.write_checkpoint(
         &store,
         OTHER_JOB,
         8,
         &files_from(&[("pages-1.img", &random_content(3 << 20))]),
     );
     assert!(matches!(
-        copy_checkpoint(&store, &other, &large.id),
+        copy_checkpoint(&store, &second_store, &large_info.id),
         Err(StoreError::LimitsExceeded { .. })
     ));
     // The copy is larger than announced.
-    let set = store.open_checkpoint(&large.id).expect("there");
-    let draft = other
-        .begin_copy(large.id, large.started, 1)
+    let checkpoint = store.open_checkpoint(&large_info.id).expect("there");
+    let draft = second_store
+        .begin_copy(large_info.id, large_info.started_at, 1)
         .expect("room for one byte");
-    let too_large = draft.add_copy(OTHER_JOB, 1, |put| {
-        set.copy_part(OTHER_JOB, put).map_err(std::io::Error::other)
+    let too_large_result = draft.add_task_copy(OTHER_JOB, 1, |write| {
+        checkpoint
+            .copy_part(OTHER_JOB, write)
+            .map_err(std::io::Error::other)
     });
     assert!(
-        matches!(too_large, Err(StoreError::CheckpointTooLarge { .. })),
-        "{too_large:?}"
+        matches!(too_large_result, Err(StoreError::CheckpointTooLarge { .. })),
+        "{too_large_result:?}"
     );
     drop(draft);
-    assert_eq!(there(), before, "nothing is left");
+    assert_eq!(second_store_names(), names_before, "nothing is left");
 }
 
 #[test]
 fn changed_original_gives_no_copy() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path("elsewhere")).expect("made");
-    let (store, other) = (
-        scratch.store(StoreLimits::default()),
+    let (store, second_store) = (
+        scratch.open_own_store(StoreLimits::default()),
         open_second_store(&scratch, StoreLimits::default()),
     );
     let info = scratch.write_checkpoint(
@@ -162,13 +182,13 @@ fn changed_original_gives_no_copy() {
         .join(info.id.to_string())
         .join(JOB.to_string());
     let mut bytes = fs::read(&path).expect("readable");
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
+    let middle_index = bytes.len() / 2;
+    bytes[middle_index] ^= 1;
     fs::write(&path, bytes).expect("written");
-    let refused = copy_checkpoint(&store, &other, &info.id).expect_err("it was changed");
+    let error = copy_checkpoint(&store, &second_store, &info.id).expect_err("it was changed");
     assert!(
-        refused.to_string().contains("not as it was written"),
-        "{refused}"
+        error.to_string().contains("not as it was written"),
+        "{error}"
     );
-    assert_eq!(other.list_checkpoints().expect("listed").0, []);
+    assert_eq!(second_store.list_checkpoints().expect("listed").0, []);
 }

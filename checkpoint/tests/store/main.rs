@@ -18,9 +18,9 @@ use std::time::Duration;
 const JOB: Tid = Tid::from_raw(0x40001);
 const TASK: Tid = Tid::from_raw(0x80001);
 const OTHER_JOB: Tid = Tid::from_raw(0x40002);
-/// Environment variable by which a child process of these tests receives its scratch directory. It
-/// is unset in the tests themselves.
-const CHILD_VARIABLE: &str = "STORE_TEST_CHILD";
+/// Environment variable by which a child process of these tests receives its scratch directory. The
+/// variable is unset in the tests themselves.
+const CHILD_DIR_VARIABLE: &str = "STORE_TEST_CHILD";
 /// Time limit for one step of a child process.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -29,15 +29,15 @@ type Files = BTreeMap<String, Vec<u8>>;
 struct Scratch(tempfile::TempDir);
 
 impl Scratch {
-    fn new() -> Scratch {
-        Scratch(tempfile::tempdir().expect("a directory"))
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a directory"))
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn store(&self, limits: StoreLimits) -> CheckpointStore {
+    fn open_own_store(&self, limits: StoreLimits) -> CheckpointStore {
         open_store(self.0.path(), limits)
     }
 
@@ -53,12 +53,14 @@ impl Scratch {
         &self,
         store: &CheckpointStore,
         job: Tid,
-        second: u64,
+        start_second: u64,
         files: &Files,
     ) -> CheckpointInfo {
         let dir = self.write_images("images-of-a-set", files);
-        let draft = store.begin(job, Micros::from_secs(second)).expect("begun");
-        draft.add(job, &dir).expect("added");
+        let draft = store
+            .begin(job, Micros::from_secs(start_second))
+            .expect("begun");
+        draft.add_task(job, &dir).expect("added");
         let info = draft.finish(b"meta").expect("finished");
         fs::remove_dir_all(dir).expect("removed");
         info
@@ -70,15 +72,15 @@ impl Scratch {
         id: &CheckpointId,
         tid: Tid,
     ) -> Result<Files, StoreError> {
-        let to = self.path("unpacked");
-        let bytes = store.open_checkpoint(id)?.unpack(tid, &to);
+        let unpack_dir = self.path("unpacked");
+        let bytes = store.open_checkpoint(id)?.unpack_task(tid, &unpack_dir);
         if bytes.is_err() {
-            assert!(!to.exists(), "nothing is left");
+            assert!(!unpack_dir.exists(), "nothing is left");
         }
         let bytes = bytes?;
         let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
-        assert_eq!(mode(&to), 0o700);
-        let files = read_files(&to, |path| assert_eq!(mode(path), 0o600));
+        assert_eq!(mode(&unpack_dir), 0o700);
+        let files = read_files(&unpack_dir, |path| assert_eq!(mode(path), 0o600));
         assert_eq!(
             bytes,
             files
@@ -86,14 +88,18 @@ impl Scratch {
                 .map(|content| content.len() as u64)
                 .sum::<u64>()
         );
-        fs::remove_dir_all(to).expect("removed");
+        fs::remove_dir_all(unpack_dir).expect("removed");
         Ok(files)
     }
 }
 
-fn open_store(scratch: &Path, limits: StoreLimits) -> CheckpointStore {
-    CheckpointStore::open(&scratch.join("store"), &scratch.join("keys/key"), limits)
-        .expect("opened")
+fn open_store(scratch_dir: &Path, limits: StoreLimits) -> CheckpointStore {
+    CheckpointStore::open(
+        &scratch_dir.join("store"),
+        &scratch_dir.join("keys/key"),
+        limits,
+    )
+    .expect("opened")
 }
 
 fn write_files(dir: &Path, files: &Files) {
@@ -103,13 +109,13 @@ fn write_files(dir: &Path, files: &Files) {
     }
 }
 
-fn read_files(dir: &Path, inspect: impl Fn(&Path)) -> Files {
+fn read_files(dir: &Path, check_path: impl Fn(&Path)) -> Files {
     let entries = fs::read_dir(dir)
         .expect("readable")
         .map(|entry| entry.expect("readable"));
     entries
         .map(|entry| {
-            inspect(&entry.path());
+            check_path(&entry.path());
             (
                 entry.file_name().into_string().expect("text"),
                 fs::read(entry.path()).expect("readable"),
@@ -152,8 +158,8 @@ fn any_content() -> impl Strategy<Value = Vec<u8>> {
         Just(1 << 20),
         (1usize << 20) - 200..(1 << 20) + 200,
     ];
-    let piece = (any::<bool>(), length).prop_map(|(zeros, bytes)| {
-        if zeros {
+    let piece = (any::<bool>(), length).prop_map(|(is_zero, bytes)| {
+        if is_zero {
             vec![0; bytes]
         } else {
             random_content(bytes)
@@ -170,22 +176,22 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn unpacked_files_equal_added_files(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), meta: Vec<u8>) {
+    fn unpacked_files_equal_added_files(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), description: Vec<u8>) {
         let scratch = Scratch::new();
-        let store = scratch.store(StoreLimits::default());
+        let store = scratch.open_own_store(StoreLimits::default());
         let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
         for (tid, files) in &parts {
-            let info = draft.add(Tid::from_raw(*tid), &scratch.write_images(&format!("images-{tid}"), files)).expect("added");
+            let info = draft.add_task(Tid::from_raw(*tid), &scratch.write_images(&format!("images-{tid}"), files)).expect("added");
             prop_assert_eq!(info.images_bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
         }
-        let info = draft.finish(&meta).expect("finished");
-        prop_assert_eq!((info.job, info.started), (JOB, Micros(1_700_000_000_123_456)));
+        let info = draft.finish(&description).expect("finished");
+        prop_assert_eq!((info.job, info.started_at), (JOB, Micros(1_700_000_000_123_456)));
         prop_assert_eq!(info.parts.len(), parts.len());
-        let set = store.open_checkpoint(&info.id).expect("opened");
-        prop_assert_eq!((set.info(), set.meta()), (&info, &meta[..]));
-        let on_disk: u64 = fs::read_dir(scratch.path("store").join(info.id.to_string())).expect("readable")
+        let checkpoint = store.open_checkpoint(&info.id).expect("opened");
+        prop_assert_eq!((checkpoint.info(), checkpoint.description()), (&info, &description[..]));
+        let disk_bytes: u64 = fs::read_dir(scratch.path("store").join(info.id.to_string())).expect("readable")
             .map(|entry| entry.expect("readable").metadata().expect("there").len()).sum();
-        prop_assert_eq!(info.bytes, on_disk);
+        prop_assert_eq!(info.bytes, disk_bytes);
         prop_assert_eq!(store.list_checkpoints().expect("listed").0, vec![info.clone()]);
         for (tid, files) in &parts {
             prop_assert_eq!(&scratch.unpack(&store, &info.id, Tid::from_raw(*tid)).expect("unpacked"), files);
@@ -193,23 +199,23 @@ proptest! {
     }
 
     #[test]
-    fn changed_byte_is_detected(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
+    fn changed_byte_is_detected(files in any_files(), in_part: bool, index: prop::sample::Index, flipped_bits in 1u8..) {
         let scratch = Scratch::new();
-        let store = scratch.store(StoreLimits::default());
+        let store = scratch.open_own_store(StoreLimits::default());
         let info = scratch.write_checkpoint(&store, JOB, 1, &files);
-        let path = scratch.path("store").join(info.id.to_string()).join(if part { "t40001" } else { "manifest" });
+        let path = scratch.path("store").join(info.id.to_string()).join(if in_part { "t40001" } else { "manifest" });
         let mut content = fs::read(&path).expect("there");
-        let at = at.index(content.len());
-        content[at] ^= flip;
+        let index = index.index(content.len());
+        content[index] ^= flipped_bits;
         fs::write(&path, &content).expect("written");
-        prop_assert!(scratch.unpack(&store, &info.id, JOB).is_err(), "byte {} of {}", at, path.display());
+        prop_assert!(scratch.unpack(&store, &info.id, JOB).is_err(), "byte {} of {}", index, path.display());
     }
 }
 
 /// True if the error says that a file was changed.
-fn is_refused_as_changed(why: &StoreError) -> bool {
+fn is_changed_error(error: &StoreError) -> bool {
     matches!(
-        why,
+        error,
         StoreError::Changed { .. } | StoreError::OtherKey { .. }
     )
 }
@@ -217,37 +223,41 @@ fn is_refused_as_changed(why: &StoreError) -> bool {
 #[test]
 fn every_byte_of_a_checkpoint_is_protected() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
+    let store = scratch.open_own_store(StoreLimits::default());
     let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
     for name in ["manifest", "t40001"] {
         let path = scratch.path("store").join(info.id.to_string()).join(name);
-        let whole = fs::read(&path).expect("there");
-        for at in 0..whole.len() {
-            let mut content = whole.clone();
-            content[at] ^= 1;
+        let original = fs::read(&path).expect("there");
+        for index in 0..original.len() {
+            let mut content = original.clone();
+            content[index] ^= 1;
             fs::write(&path, &content).expect("written");
-            let why = scratch.unpack(&store, &info.id, JOB).expect_err("refused");
-            assert!(is_refused_as_changed(&why), "byte {at} of {name}: {why}");
+            let error = scratch.unpack(&store, &info.id, JOB).expect_err("refused");
+            assert!(is_changed_error(&error), "byte {index} of {name}: {error}");
         }
-        for content in [&whole[..whole.len() - 1], b"", &[&whole[..], b"x"].concat()] {
+        for content in [
+            &original[..original.len() - 1],
+            b"",
+            &[&original[..], b"x"].concat(),
+        ] {
             fs::write(&path, content).expect("written");
             assert!(
-                is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+                is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
                 "{name}"
             );
         }
         fs::remove_file(&path).expect("removed");
         assert!(
-            is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
             "{name}"
         );
         symlink("/dev/zero", &path).expect("made");
         assert!(
-            is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
             "{name}"
         );
         fs::remove_file(&path).expect("removed");
-        fs::write(&path, &whole).expect("written");
+        fs::write(&path, &original).expect("written");
         assert_eq!(
             scratch.unpack(&store, &info.id, JOB).expect("as it was"),
             small_files()
@@ -260,48 +270,54 @@ fn every_byte_of_a_checkpoint_is_protected() {
 #[test]
 fn swapped_files_and_renamed_checkpoints_are_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
-    let images = scratch.write_images("images", &small_files());
-    let make = |second| {
-        let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
-        draft.add(JOB, &images).expect("added");
-        draft.add(TASK, &images).expect("added");
+    let store = scratch.open_own_store(StoreLimits::default());
+    let image_dir = scratch.write_images("images", &small_files());
+    let write_checkpoint = |start_second| {
+        let draft = store
+            .begin(JOB, Micros::from_secs(start_second))
+            .expect("begun");
+        draft.add_task(JOB, &image_dir).expect("added");
+        draft.add_task(TASK, &image_dir).expect("added");
         draft.finish(b"meta").expect("finished").id
     };
-    let (one, other) = (make(1), make(2));
+    let (first_id, second_id) = (write_checkpoint(1), write_checkpoint(2));
     let file = |id: CheckpointId, name: &str| scratch.path("store").join(id.to_string()).join(name);
-    for (from, to) in [
-        (file(one, "t40001"), file(other, "t40001")),
-        (file(other, "t80001"), file(other, "t40001")),
-        (file(one, "manifest"), file(other, "manifest")),
-        (file(other, "t40001"), file(other, "manifest")),
+    for (source_path, target_path) in [
+        (file(first_id, "t40001"), file(second_id, "t40001")),
+        (file(second_id, "t80001"), file(second_id, "t40001")),
+        (file(first_id, "manifest"), file(second_id, "manifest")),
+        (file(second_id, "t40001"), file(second_id, "manifest")),
     ] {
-        let whole = fs::read(&to).expect("there");
-        fs::copy(&from, &to).expect("copied");
+        let original = fs::read(&target_path).expect("there");
+        fs::copy(&source_path, &target_path).expect("copied");
         assert!(
-            is_refused_as_changed(&scratch.unpack(&store, &other, JOB).expect_err("refused")),
+            is_changed_error(
+                &scratch
+                    .unpack(&store, &second_id, JOB)
+                    .expect_err("refused")
+            ),
             "{}",
-            from.display()
+            source_path.display()
         );
-        fs::write(&to, whole).expect("written");
+        fs::write(&target_path, original).expect("written");
         assert_eq!(
-            scratch.unpack(&store, &other, JOB).expect("as it was"),
+            scratch.unpack(&store, &second_id, JOB).expect("as it was"),
             small_files()
         );
     }
     // Simulate an attack: an older checkpoint under a newer name.
-    let newest: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
+    let newest_id: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
-        scratch.path("store").join(one.to_string()),
-        scratch.path("store").join(newest.to_string()),
+        scratch.path("store").join(first_id.to_string()),
+        scratch.path("store").join(newest_id.to_string()),
     )
     .expect("renamed");
-    assert!(is_refused_as_changed(
-        &store.open_checkpoint(&newest).expect_err("refused")
+    assert!(is_changed_error(
+        &store.open_checkpoint(&newest_id).expect_err("refused")
     ));
-    let (sets, unreadable) = store.list_checkpoints().expect("listed");
-    assert_eq!((sets.len(), unreadable.len()), (1, 1));
-    assert_eq!(unreadable[0].0, newest.to_string());
+    let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
+    assert_eq!((checkpoints.len(), unreadable_entries.len()), (1, 1));
+    assert_eq!(unreadable_entries[0].0, newest_id.to_string());
     // The checkpoint is not swept, but can be removed.
     assert!(
         store
@@ -310,70 +326,83 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
             .removed
             .is_empty()
     );
-    store.remove(&newest).expect("removed");
+    store.remove_checkpoint(&newest_id).expect("removed");
     assert!(store.list_checkpoints().expect("listed").1.is_empty());
 }
 
-/// A copied store cannot be read without its key, and can be read with it.
+/// A copied store cannot be read with a new key, and can be read with the original key.
 #[test]
 fn store_is_readable_only_with_its_key() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
-    let secret = random_content(50_000);
-    let info = scratch.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &secret)]));
-    let copy = Scratch::new();
-    let (from, to) = (
-        scratch.path("store").join(info.id.to_string()),
-        copy.path("store").join(info.id.to_string()),
+    let store = scratch.open_own_store(StoreLimits::default());
+    let secret_content = random_content(50_000);
+    let info = scratch.write_checkpoint(
+        &store,
+        JOB,
+        1,
+        &files_from(&[("pages-1.img", &secret_content)]),
     );
-    let without = copy.store(StoreLimits::default());
-    write_files(&to, &read_files(&from, |_| ()));
-    fs::remove_file(to.join("lock")).expect("it need not come along");
-    for content in read_files(&from, |_| ()).values() {
+    let copy_scratch = Scratch::new();
+    let (source_dir, target_dir) = (
+        scratch.path("store").join(info.id.to_string()),
+        copy_scratch.path("store").join(info.id.to_string()),
+    );
+    let store_with_new_key = copy_scratch.open_own_store(StoreLimits::default());
+    write_files(&target_dir, &read_files(&source_dir, |_| ()));
+    fs::remove_file(target_dir.join("lock")).expect("it need not come along");
+    for content in read_files(&source_dir, |_| ()).values() {
         assert!(
-            !content.windows(64).any(|window| window == &secret[..64]),
+            !content
+                .windows(64)
+                .any(|window| window == &secret_content[..64]),
             "nothing can be read"
         );
     }
-    let (sets, unreadable) = without.list_checkpoints().expect("listed");
+    let (checkpoints, unreadable_entries) = store_with_new_key.list_checkpoints().expect("listed");
     assert!(
-        sets.is_empty() && matches!(unreadable[0].1, StoreError::OtherKey { .. }),
-        "{unreadable:?}"
+        checkpoints.is_empty() && matches!(unreadable_entries[0].1, StoreError::OtherKey { .. }),
+        "{unreadable_entries:?}"
     );
     assert!(
-        unreadable[0]
+        unreadable_entries[0]
             .1
             .to_string()
-            .contains(&copy.path("keys/key").display().to_string())
+            .contains(&copy_scratch.path("keys/key").display().to_string())
     );
-    fs::copy(scratch.path("keys/key"), copy.path("keys/key")).expect("copied");
-    let with = copy.store(StoreLimits::default());
+    fs::copy(scratch.path("keys/key"), copy_scratch.path("keys/key")).expect("copied");
+    let store_with_key = copy_scratch.open_own_store(StoreLimits::default());
     assert_eq!(
-        with.list_checkpoints().expect("listed").0,
+        store_with_key.list_checkpoints().expect("listed").0,
         std::slice::from_ref(&info)
     );
     assert_eq!(
-        copy.unpack(&with, &info.id, JOB).expect("unpacked")["pages-1.img"],
-        secret
+        copy_scratch
+            .unpack(&store_with_key, &info.id, JOB)
+            .expect("unpacked")["pages-1.img"],
+        secret_content
     );
 }
 
-/// The directory and the key file are created for the user alone. They are refused if other users
-/// have access.
+/// The directory and the key file are created with access for the user only. They are refused if
+/// other users have access.
 #[test]
 fn directory_and_key_must_be_private() {
     let scratch = Scratch::new();
-    let (dir, key) = (scratch.path("a/store"), scratch.path("b/key"));
-    let open = || CheckpointStore::open(&dir, &key, StoreLimits::default());
-    open().expect("made");
+    let (dir, key_path) = (scratch.path("a/store"), scratch.path("b/key"));
+    let try_open = || CheckpointStore::open(&dir, &key_path, StoreLimits::default());
+    try_open().expect("made");
     let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
     assert_eq!(
-        (mode(&dir), mode(&key), fs::read(&key).expect("there").len()),
+        (
+            mode(&dir),
+            mode(&key_path),
+            fs::read(&key_path).expect("there").len()
+        ),
         (0o700, 0o600, 32)
     );
-    let first = fs::read(&key).expect("there");
-    open().expect("opened again");
-    assert_eq!(fs::read(&key).expect("there"), first);
+    let first_key = fs::read(&key_path).expect("there");
+    try_open().expect("opened again");
+    assert_eq!(fs::read(&key_path).expect("there"), first_key);
     assert_eq!(
         fs::read_dir(scratch.path("b")).expect("readable").count(),
         1,
@@ -382,41 +411,44 @@ fn directory_and_key_must_be_private() {
     let chmod = |path: &Path, mode| {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("changed")
     };
-    for bad in [0o750, 0o705, 0o701, 0o777] {
-        chmod(&dir, bad);
+    for refused_mode in [0o750, 0o705, 0o701, 0o777] {
+        chmod(&dir, refused_mode);
         assert!(
-            matches!(open(), Err(StoreError::UnusableDirectory { .. })),
-            "{bad:o}"
+            matches!(try_open(), Err(StoreError::UnusableDirectory { .. })),
+            "{refused_mode:o}"
         );
     }
     chmod(&dir, 0o700);
-    for bad in [0o640, 0o604, 0o620] {
-        chmod(&key, bad);
+    for refused_mode in [0o640, 0o604, 0o620] {
+        chmod(&key_path, refused_mode);
         assert!(
-            matches!(open(), Err(StoreError::UnusableKey { .. })),
-            "{bad:o}"
+            matches!(try_open(), Err(StoreError::UnusableKey { .. })),
+            "{refused_mode:o}"
         );
     }
-    chmod(&key, 0o600);
-    fs::write(&key, &first[..31]).expect("written");
-    assert!(matches!(open(), Err(StoreError::UnusableKey { .. })));
-    fs::write(&key, &first).expect("written");
-    let inside = CheckpointStore::open(&dir, &dir.join("key"), StoreLimits::default());
-    assert!(matches!(inside, Err(StoreError::UnusableKey { .. })) && !dir.join("key").exists());
+    chmod(&key_path, 0o600);
+    fs::write(&key_path, &first_key[..31]).expect("written");
+    assert!(matches!(try_open(), Err(StoreError::UnusableKey { .. })));
+    fs::write(&key_path, &first_key).expect("written");
+    let key_inside_result = CheckpointStore::open(&dir, &dir.join("key"), StoreLimits::default());
+    assert!(
+        matches!(key_inside_result, Err(StoreError::UnusableKey { .. }))
+            && !dir.join("key").exists()
+    );
     fs::write(scratch.path("file"), "").expect("written");
     assert!(matches!(
-        CheckpointStore::open(&scratch.path("file"), &key, StoreLimits::default()),
+        CheckpointStore::open(&scratch.path("file"), &key_path, StoreLimits::default()),
         Err(StoreError::UnusableDirectory { .. })
     ));
     // Only root can change the owner of the key file. A key file of another user is refused.
-    if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
+    if std::os::unix::fs::chown(&key_path, Some(12345), None).is_ok() {
         assert!(
-            matches!(open(), Err(StoreError::UnusableKey { why, .. }) if why.contains("belongs to user 12345"))
+            matches!(try_open(), Err(StoreError::UnusableKey { why, .. }) if why.contains("belongs to user 12345"))
         );
-        std::os::unix::fs::chown(&key, Some(0), None).expect("back");
+        std::os::unix::fs::chown(&key_path, Some(0), None).expect("back");
         std::os::unix::fs::chown(&dir, Some(12345), None).expect("away");
         assert!(
-            matches!(open(), Err(StoreError::UnusableDirectory { why, .. }) if why.contains("belongs to user 12345"))
+            matches!(try_open(), Err(StoreError::UnusableDirectory { why, .. }) if why.contains("belongs to user 12345"))
         );
     }
 }
@@ -425,41 +457,43 @@ fn directory_and_key_must_be_private() {
 #[test]
 fn other_than_regular_files_are_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
-    let good = scratch.write_images("good", &small_files());
+    let store = scratch.open_own_store(StoreLimits::default());
+    let image_dir = scratch.write_images("good", &small_files());
     let draft = store.begin(JOB, Micros(0)).expect("begun");
-    draft.add(JOB, &good).expect("added");
-    let bad = scratch.write_images("bad", &small_files());
-    let odd = bad.join("odd");
-    let refused = || {
+    draft.add_task(JOB, &image_dir).expect("added");
+    let refused_dir = scratch.write_images("bad", &small_files());
+    let odd_path = refused_dir.join("odd");
+    let expect_refusal = || {
         matches!(
-            draft.add(TASK, &bad),
+            draft.add_task(TASK, &refused_dir),
             Err(StoreError::UnusableImages { .. })
         )
     };
-    symlink("core.img", &odd).expect("made");
-    assert!(refused());
-    fs::remove_file(&odd).expect("removed");
-    fs::create_dir(&odd).expect("made");
-    assert!(refused());
-    fs::remove_dir(&odd).expect("removed");
-    nix::unistd::mkfifo(&odd, nix::sys::stat::Mode::S_IRUSR).expect("made");
-    assert!(refused());
-    fs::remove_file(&odd).expect("removed");
-    symlink(&bad, scratch.path("link")).expect("made");
+    symlink("core.img", &odd_path).expect("made");
+    assert!(expect_refusal());
+    fs::remove_file(&odd_path).expect("removed");
+    fs::create_dir(&odd_path).expect("made");
+    assert!(expect_refusal());
+    fs::remove_dir(&odd_path).expect("removed");
+    nix::unistd::mkfifo(&odd_path, nix::sys::stat::Mode::S_IRUSR).expect("made");
+    assert!(expect_refusal());
+    fs::remove_file(&odd_path).expect("removed");
+    symlink(&refused_dir, scratch.path("link")).expect("made");
     assert!(matches!(
-        draft.add(TASK, &scratch.path("link")),
+        draft.add_task(TASK, &scratch.path("link")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
-        draft.add(TASK, &scratch.path("nowhere")),
+        draft.add_task(TASK, &scratch.path("nowhere")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
-        draft.add(JOB, &good),
+        draft.add_task(JOB, &image_dir),
         Err(StoreError::TaskExists(JOB))
     ));
-    draft.add(TASK, &bad).expect("it can be tried again");
+    draft
+        .add_task(TASK, &refused_dir)
+        .expect("it can be tried again");
     let info = draft.finish(b"").expect("finished");
     assert_eq!(
         info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(),
@@ -474,20 +508,20 @@ fn other_than_regular_files_are_refused() {
 #[test]
 fn existing_directory_is_not_overwritten() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
+    let store = scratch.open_own_store(StoreLimits::default());
     let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
-    let set = store.open_checkpoint(&info.id).expect("opened");
-    let there = scratch.write_images("there", &files_from(&[("core.img", b"mine")]));
+    let checkpoint = store.open_checkpoint(&info.id).expect("opened");
+    let existing_dir = scratch.write_images("there", &files_from(&[("core.img", b"mine")]));
     assert!(matches!(
-        set.unpack(JOB, &there),
+        checkpoint.unpack_task(JOB, &existing_dir),
         Err(StoreError::Io { .. })
     ));
     assert_eq!(
-        read_files(&there, |_| ()),
+        read_files(&existing_dir, |_| ()),
         files_from(&[("core.img", b"mine")])
     );
     assert!(matches!(
-        set.unpack(TASK, &scratch.path("new")),
+        checkpoint.unpack_task(TASK, &scratch.path("new")),
         Err(StoreError::NoTask { .. })
     ));
     assert!(!scratch.path("new").exists());
@@ -497,25 +531,28 @@ fn existing_directory_is_not_overwritten() {
 #[test]
 fn zeros_use_no_space() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
+    let store = scratch.open_own_store(StoreLimits::default());
     let mut memory = vec![0; 48 << 20];
     memory[20 << 20..][..5].copy_from_slice(b"state");
     let info = scratch.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &memory)]));
     assert_eq!(info.parts[0].images_bytes, 48 << 20);
     assert!(info.bytes < 64 << 10, "{}", info.bytes);
-    let to = scratch.path("sparse");
+    let unpack_dir = scratch.path("sparse");
     store
         .open_checkpoint(&info.id)
         .expect("opened")
-        .unpack(JOB, &to)
+        .unpack_task(JOB, &unpack_dir)
         .expect("unpacked");
-    assert_eq!(fs::read(to.join("pages-1.img")).expect("there"), memory);
+    assert_eq!(
+        fs::read(unpack_dir.join("pages-1.img")).expect("there"),
+        memory
+    );
 }
 
 #[test]
 fn threads_add_tasks_concurrently() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
+    let store = scratch.open_own_store(StoreLimits::default());
     let tasks: Vec<Tid> = (1..=8)
         .map(|local| Tid::from_raw(0x40000 + local))
         .collect();
@@ -528,11 +565,11 @@ fn threads_add_tasks_concurrently() {
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     std::thread::scope(|scope| {
         for tid in &tasks {
-            let (draft, images) = (
+            let (draft, image_dir) = (
                 &draft,
                 scratch.write_images(&tid.to_string(), &content(*tid)),
             );
-            scope.spawn(move || draft.add(*tid, &images).expect("added"));
+            scope.spawn(move || draft.add_task(*tid, &image_dir).expect("added"));
         }
     });
     let info = draft.finish(b"").expect("finished");
@@ -548,28 +585,30 @@ fn threads_add_tasks_concurrently() {
     }
 }
 
-/// The program of the child process, not a test: it writes checkpoints and prints each step until
-/// it is killed.
+/// The program of the child process, not a test. It writes checkpoints, and prints each step until
+/// the process is killed.
 #[test]
 #[ignore = "child process of another test"]
 fn child_that_writes_checkpoints() {
-    let Some(scratch) = std::env::var_os(CHILD_VARIABLE).map(PathBuf::from) else {
+    let Some(scratch_dir) = std::env::var_os(CHILD_DIR_VARIABLE).map(PathBuf::from) else {
         return;
     };
     let store = open_store(
-        &scratch,
+        &scratch_dir,
         StoreLimits {
             checkpoints_max: 2,
             ..StoreLimits::default()
         },
     );
-    let images = scratch.join("images");
-    for second in 0.. {
-        let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
+    let image_dir = scratch_dir.join("images");
+    for start_second in 0.. {
+        let draft = store
+            .begin(JOB, Micros::from_secs(start_second))
+            .expect("begun");
         println!("step begun");
-        draft.add(JOB, &images).expect("added");
+        draft.add_task(JOB, &image_dir).expect("added");
         println!("step added");
-        draft.add(TASK, &images).expect("added");
+        draft.add_task(TASK, &image_dir).expect("added");
         println!("step added");
         draft.finish(b"meta").expect("finished");
         println!("step finished");
@@ -588,7 +627,7 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
             "--ignored",
             "--nocapture",
         ])
-        .env(CHILD_VARIABLE, scratch.0.path());
+        .env(CHILD_DIR_VARIABLE, scratch.0.path());
     let mut child = command
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -606,12 +645,13 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     (child, receiver)
 }
 
-/// Kills a child process after it has completed `steps` steps.
-fn kill_after(steps: usize, (mut child, receiver): (Child, Receiver<String>)) {
-    let all = (0..steps).try_for_each(|_| receiver.recv_timeout(STEP_TIMEOUT).map(drop));
+/// Kills a child process after it has completed `step_count` steps.
+fn kill_after_steps(step_count: usize, (mut child, receiver): (Child, Receiver<String>)) {
+    let steps_result =
+        (0..step_count).try_for_each(|_| receiver.recv_timeout(STEP_TIMEOUT).map(drop));
     child.kill().expect("killed");
     child.wait().expect("reaped");
-    all.expect("it went on");
+    steps_result.expect("it went on");
 }
 
 /// After processes that use the same store concurrently are killed, only complete checkpoints are
@@ -625,22 +665,24 @@ fn killed_writers_leave_complete_checkpoints() {
     ]);
     scratch.write_images("images", &content);
     // Kill the processes at every point from the first step to the middle of the third round.
-    for steps in 1..=12 {
-        let (one, other) = (start_child(&scratch), start_child(&scratch));
-        kill_after(steps, one);
-        kill_after(steps, other);
-        let store = scratch.store(StoreLimits {
+    for step_count in 1..=12 {
+        let (first_child, second_child) = (start_child(&scratch), start_child(&scratch));
+        kill_after_steps(step_count, first_child);
+        kill_after_steps(step_count, second_child);
+        let store = scratch.open_own_store(StoreLimits {
             checkpoints_max: 2,
             ..StoreLimits::default()
         });
         let names = read_names(&scratch.path("store"));
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
-        let (sets, unreadable) = store.list_checkpoints().expect("listed");
-        assert!(unreadable.is_empty(), "{unreadable:?}");
-        for set in sets {
+        let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
+        assert!(unreadable_entries.is_empty(), "{unreadable_entries:?}");
+        for checkpoint in checkpoints {
             for tid in [JOB, TASK] {
                 assert_eq!(
-                    scratch.unpack(&store, &set.id, tid).expect("unpacked"),
+                    scratch
+                        .unpack(&store, &checkpoint.id, tid)
+                        .expect("unpacked"),
                     content
                 );
             }

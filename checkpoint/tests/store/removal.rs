@@ -1,8 +1,9 @@
-//! Removal of checkpoints: to make room, after their time, and of foreign files.
+//! Removal of checkpoints because of the limits, and after the retention time of ended jobs.
+//! Foreign files are not removed.
 
 use super::{JOB, OTHER_JOB, Scratch, TASK, files_from, random_content, small_files};
 use checkpoint::store::{
-    CheckpointId, CheckpointInfo, CheckpointStore, ENDED_RETENTION, StoreError, StoreLimits,
+    CheckpointId, CheckpointInfo, CheckpointStore, ENDED_JOB_RETENTION, StoreError, StoreLimits,
 };
 use sempa_proto::{Micros, Tid};
 use std::fs;
@@ -11,66 +12,78 @@ use std::os::unix::fs::symlink;
 /// If the limits are exceeded, the oldest checkpoints are removed, but never the newest checkpoint
 /// of a job.
 #[test]
-fn oldest_go_first_but_never_newest_of_a_job() {
+fn oldest_are_removed_first_but_never_newest_of_job() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits {
+    let store = scratch.open_own_store(StoreLimits {
         checkpoints_max: 3,
         ..StoreLimits::default()
     });
-    let sets: Vec<CheckpointId> = (1..=3)
-        .map(|second| {
+    let ids: Vec<CheckpointId> = (1..=3)
+        .map(|start_second| {
             scratch
-                .write_checkpoint(&store, JOB, second, &small_files())
+                .write_checkpoint(&store, JOB, start_second, &small_files())
                 .id
         })
         .collect();
-    let other = scratch
+    let other_id = scratch
         .write_checkpoint(&store, OTHER_JOB, 4, &small_files())
         .id;
-    let newest = scratch.write_checkpoint(&store, JOB, 5, &small_files()).id;
-    let kept = sets[0];
-    let swept = store.enforce_limits(|set| set.id == kept).expect("swept");
+    let newest_id = scratch.write_checkpoint(&store, JOB, 5, &small_files()).id;
+    let retained_id = ids[0];
+    let sweep_result = store
+        .enforce_limits(|checkpoint| checkpoint.id == retained_id)
+        .expect("swept");
     assert_eq!(
-        swept.removed.iter().map(|set| set.id).collect::<Vec<_>>(),
-        sets[1..]
+        sweep_result
+            .removed
+            .iter()
+            .map(|checkpoint| checkpoint.id)
+            .collect::<Vec<_>>(),
+        ids[1..]
     );
     assert_eq!(
-        (swept.checkpoints_over_limit, swept.bytes_over_limit),
+        (
+            sweep_result.checkpoints_over_limit,
+            sweep_result.bytes_over_limit
+        ),
         (0, 0)
     );
-    let left = |store: &CheckpointStore| {
+    let remaining_ids = |store: &CheckpointStore| {
         store
             .list_checkpoints()
             .expect("listed")
             .0
             .iter()
-            .map(|set| set.id)
+            .map(|checkpoint| checkpoint.id)
             .collect::<Vec<_>>()
     };
-    assert_eq!(left(&store), [kept, other, newest]);
-    let tight = scratch.store(StoreLimits {
+    assert_eq!(remaining_ids(&store), [retained_id, other_id, newest_id]);
+    let limited_store = scratch.open_own_store(StoreLimits {
         checkpoints_max: 1,
         ..StoreLimits::default()
     });
-    let swept = tight.enforce_limits(|_| false).expect("swept");
+    let sweep_result = limited_store.enforce_limits(|_| false).expect("swept");
     assert_eq!(
-        (swept.removed.len(), swept.checkpoints_over_limit),
+        (
+            sweep_result.removed.len(),
+            sweep_result.checkpoints_over_limit
+        ),
         (1, 1),
         "the newest of two jobs"
     );
-    assert_eq!(left(&tight), [other, newest]);
+    assert_eq!(remaining_ids(&limited_store), [other_id, newest_id]);
     assert!(matches!(
-        tight.begin(JOB, Micros(0)),
+        limited_store.begin(JOB, Micros(0)),
         Err(StoreError::LimitsExceeded { checkpoints: 1, .. })
     ));
     // The same job number in another virtual machine is another job.
-    let pair = scratch.store(StoreLimits {
+    let two_checkpoint_store = scratch.open_own_store(StoreLimits {
         checkpoints_max: 2,
         ..StoreLimits::default()
     });
-    pair.begin(JOB, Micros(0)).expect("begun");
+    two_checkpoint_store.begin(JOB, Micros(0)).expect("begun");
     assert!(matches!(
-        pair.for_vm("other").begin(JOB, Micros(0)),
+        two_checkpoint_store.for_vm("other").begin(JOB, Micros(0)),
         Err(StoreError::LimitsExceeded { checkpoints: 2, .. })
     ));
 }
@@ -80,27 +93,32 @@ fn oldest_go_first_but_never_newest_of_a_job() {
 #[test]
 fn too_large_checkpoint_is_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits {
+    let store = scratch.open_own_store(StoreLimits {
         bytes_max: 100_000,
         ..StoreLimits::default()
     });
-    let large = files_from(&[("pages-1.img", &random_content(60_000))]);
-    scratch.write_checkpoint(&store, JOB, 1, &large);
-    scratch.write_checkpoint(&store, JOB, 2, &large);
-    let swept = store.enforce_limits(|_| false).expect("swept");
-    assert_eq!((swept.removed.len(), swept.bytes_over_limit), (1, 0));
-    let (small, large) = (
+    let large_files = files_from(&[("pages-1.img", &random_content(60_000))]);
+    scratch.write_checkpoint(&store, JOB, 1, &large_files);
+    scratch.write_checkpoint(&store, JOB, 2, &large_files);
+    let sweep_result = store.enforce_limits(|_| false).expect("swept");
+    assert_eq!(
+        (sweep_result.removed.len(), sweep_result.bytes_over_limit),
+        (1, 0)
+    );
+    let (small_images, large_files) = (
         scratch.write_images("small", &small_files()),
-        scratch.write_images("large", &large),
+        scratch.write_images("large", &large_files),
     );
     let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
     assert!(matches!(
-        draft.add(TASK, &large),
+        draft.add_task(TASK, &large_files),
         Err(StoreError::CheckpointTooLarge { tid: TASK, .. })
     ));
-    draft.add(TASK, &small).expect("there is room for it");
     draft
-        .add(
+        .add_task(TASK, &small_images)
+        .expect("there is room for it");
+    draft
+        .add_task(
             JOB,
             &scratch.write_images(
                 "ten",
@@ -109,9 +127,9 @@ fn too_large_checkpoint_is_refused() {
         )
         .expect("added");
     // Both drafts together would exceed the limit.
-    let rival = store.begin(TASK, Micros(0)).expect("begun");
-    rival
-        .add(
+    let second_draft = store.begin(TASK, Micros(0)).expect("begun");
+    second_draft
+        .add_task(
             TASK,
             &scratch.write_images(
                 "middle",
@@ -119,7 +137,7 @@ fn too_large_checkpoint_is_refused() {
             ),
         )
         .expect("added");
-    rival.finish(b"").expect("finished");
+    second_draft.finish(b"").expect("finished");
     assert!(matches!(
         draft.finish(b""),
         Err(StoreError::LimitsExceeded { checkpoints: 2, .. })
@@ -130,20 +148,29 @@ fn too_large_checkpoint_is_refused() {
 #[test]
 fn open_checkpoint_is_not_removed() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits {
+    let store = scratch.open_own_store(StoreLimits {
         checkpoints_max: 1,
         ..StoreLimits::default()
     });
-    let (old, new) = (
+    let (old_id, new_id) = (
         scratch.write_checkpoint(&store, JOB, 1, &small_files()).id,
         scratch.write_checkpoint(&store, JOB, 2, &small_files()).id,
     );
-    let set = store.open_checkpoint(&old).expect("opened");
-    let second = store.open_checkpoint(&old).expect("two may read");
-    assert!(matches!(store.remove(&old), Err(StoreError::InUse(_))));
-    let swept = store.enforce_limits(|_| false).expect("swept");
-    assert_eq!((swept.removed.len(), swept.checkpoints_over_limit), (0, 1));
-    drop((set, second));
+    let first_reader = store.open_checkpoint(&old_id).expect("opened");
+    let second_reader = store.open_checkpoint(&old_id).expect("two may read");
+    assert!(matches!(
+        store.remove_checkpoint(&old_id),
+        Err(StoreError::InUse(_))
+    ));
+    let sweep_result = store.enforce_limits(|_| false).expect("swept");
+    assert_eq!(
+        (
+            sweep_result.removed.len(),
+            sweep_result.checkpoints_over_limit
+        ),
+        (0, 1)
+    );
+    drop((first_reader, second_reader));
     assert_eq!(
         store
             .enforce_limits(|_| false)
@@ -153,30 +180,30 @@ fn open_checkpoint_is_not_removed() {
         1
     );
     assert!(matches!(
-        store.open_checkpoint(&old),
+        store.open_checkpoint(&old_id),
         Err(StoreError::NoCheckpoint(_))
     ));
     assert!(matches!(
-        store.remove(&old),
+        store.remove_checkpoint(&old_id),
         Err(StoreError::NoCheckpoint(_))
     ));
     store
-        .remove(&new)
+        .remove_checkpoint(&new_id)
         .expect("also the newest one, if somebody says so");
     assert_eq!(store.list_checkpoints().expect("listed").0, []);
 }
 
-/// A store that is full of checkpoints of ended jobs accepts a new checkpoint; then the oldest of
-/// them is removed.
+/// A store that is full of checkpoints of ended jobs accepts a new checkpoint. Then the oldest
+/// checkpoint of the ended jobs is removed.
 #[test]
-fn ended_jobs_make_way_for_new_checkpoints() {
+fn new_checkpoint_displaces_oldest_of_ended_jobs() {
     let scratch = Scratch::new();
     let limits = StoreLimits {
         checkpoints_max: 3,
         ..StoreLimits::default()
     };
-    let store = scratch.store(limits).for_vm("vm");
-    let sets: Vec<CheckpointInfo> = (0..3)
+    let store = scratch.open_own_store(limits).for_vm("vm");
+    let checkpoints: Vec<CheckpointInfo> = (0..3)
         .map(|n| {
             scratch.write_checkpoint(
                 &store,
@@ -191,41 +218,48 @@ fn ended_jobs_make_way_for_new_checkpoints() {
         Err(StoreError::LimitsExceeded { checkpoints: 3, .. })
     ));
     store
-        .mark_jobs_ended(&[sets[1].id], Some(Micros::from_secs(160)))
+        .mark_jobs_ended(&[checkpoints[1].id], Some(Micros::from_secs(160)))
         .expect("marked");
     store
-        .mark_jobs_ended(&[sets[0].id], Some(Micros::from_secs(180)))
+        .mark_jobs_ended(&[checkpoints[0].id], Some(Micros::from_secs(180)))
         .expect("marked");
-    let made = scratch.write_checkpoint(&store, JOB, 200, &small_files());
-    let swept = store.enforce_limits(|_| false).expect("swept");
-    let gone: Vec<CheckpointId> = swept.removed.iter().map(|set| set.id).collect();
+    let new_checkpoint = scratch.write_checkpoint(&store, JOB, 200, &small_files());
+    let sweep_result = store.enforce_limits(|_| false).expect("swept");
+    let removed_ids: Vec<CheckpointId> = sweep_result
+        .removed
+        .iter()
+        .map(|checkpoint| checkpoint.id)
+        .collect();
     assert_eq!(
-        (gone, swept.checkpoints_over_limit),
-        (vec![sets[1].id], 0),
+        (removed_ids, sweep_result.checkpoints_over_limit),
+        (vec![checkpoints[1].id], 0),
         "the job that ended first"
     );
-    let left: Vec<CheckpointId> = store
+    let remaining_ids: Vec<CheckpointId> = store
         .list_checkpoints()
         .expect("listed")
         .0
         .iter()
-        .map(|set| set.id)
+        .map(|checkpoint| checkpoint.id)
         .collect();
-    assert_eq!(left, [sets[0].id, sets[2].id, made.id]);
+    assert_eq!(
+        remaining_ids,
+        [checkpoints[0].id, checkpoints[2].id, new_checkpoint.id]
+    );
 }
 
 /// Checkpoints of an ended job are removed after the retention time, unless the job was restarted.
 #[test]
 fn checkpoints_of_ended_jobs_expire() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default()).for_vm("vm");
-    let ended = Micros::from_secs(1000);
-    let (first, second) = (
+    let store = scratch.open_own_store(StoreLimits::default()).for_vm("vm");
+    let ended_at = Micros::from_secs(1000);
+    let (first_info, second_info) = (
         scratch.write_checkpoint(&store, JOB, 100, &small_files()),
         scratch.write_checkpoint(&store, JOB, 200, &small_files()),
     );
-    let other = scratch.write_checkpoint(&store.for_vm("other"), JOB, 300, &small_files());
-    let names = || {
+    let other_vm_info = scratch.write_checkpoint(&store.for_vm("other"), JOB, 300, &small_files());
+    let remaining_names = || {
         store
             .list_checkpoints()
             .expect("listed")
@@ -235,52 +269,62 @@ fn checkpoints_of_ended_jobs_expire() {
             .collect::<Vec<_>>()
     };
     store
-        .mark_jobs_ended(&[second.id], Some(ended))
+        .mark_jobs_ended(&[second_info.id], Some(ended_at))
         .expect("marked");
-    let all = [
-        (first.id, Some(ended)),
-        (second.id, Some(ended)),
-        (other.id, None),
+    let all_names = [
+        (first_info.id, Some(ended_at)),
+        (second_info.id, Some(ended_at)),
+        (other_vm_info.id, None),
     ];
     assert_eq!(
-        names(),
-        all,
+        remaining_names(),
+        all_names,
         "all of the job, and of no other job of that number"
     );
-    let tidy = |store: &CheckpointStore, at: Micros| {
+    let remove_expired = |store: &CheckpointStore, now: Micros| {
         store
-            .remove_expired(at, |_| false)
+            .remove_expired(now, |_| false)
             .expect("tidied")
             .removed
             .len()
     };
-    assert_eq!(tidy(&store, ended + Micros(ENDED_RETENTION.0 - 1)), 0);
-    assert_eq!(tidy(&store, Micros(0)), 0, "a clock that was set back");
-    store
-        .mark_jobs_ended(&[first.id], None)
-        .expect("started again");
-    assert_eq!(tidy(&store, ended + ENDED_RETENTION), 0);
-    store
-        .mark_jobs_ended(&[first.id], Some(ended))
-        .expect("marked");
-    let open = store.open_checkpoint(&first.id).expect("opened");
-    assert_eq!(open.info().job_ended_at, Some(ended));
     assert_eq!(
-        tidy(&store, ended + ENDED_RETENTION),
+        remove_expired(&store, ended_at + Micros(ENDED_JOB_RETENTION.0 - 1)),
+        0
+    );
+    assert_eq!(
+        remove_expired(&store, Micros(0)),
+        0,
+        "a clock that was set back"
+    );
+    store
+        .mark_jobs_ended(&[first_info.id], None)
+        .expect("started again");
+    assert_eq!(remove_expired(&store, ended_at + ENDED_JOB_RETENTION), 0);
+    store
+        .mark_jobs_ended(&[first_info.id], Some(ended_at))
+        .expect("marked");
+    let reader = store.open_checkpoint(&first_info.id).expect("opened");
+    assert_eq!(reader.info().job_ended_at, Some(ended_at));
+    assert_eq!(
+        remove_expired(&store, ended_at + ENDED_JOB_RETENTION),
         1,
         "one is being read"
     );
-    drop(open);
-    assert_eq!(tidy(&store, ended + ENDED_RETENTION), 1);
-    assert_eq!(names(), [(other.id, None)]);
+    drop(reader);
+    assert_eq!(remove_expired(&store, ended_at + ENDED_JOB_RETENTION), 1);
+    assert_eq!(remaining_names(), [(other_vm_info.id, None)]);
 }
 
 #[test]
 fn invalid_end_mark_is_ignored() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
-    let set = scratch.write_checkpoint(&store, JOB, 100, &small_files());
-    let file = scratch.path("store").join(set.id.to_string()).join("ended");
+    let store = scratch.open_own_store(StoreLimits::default());
+    let checkpoint = scratch.write_checkpoint(&store, JOB, 100, &small_files());
+    let mark_path = scratch
+        .path("store")
+        .join(checkpoint.id.to_string())
+        .join("ended");
     for text in [
         "",
         "1",
@@ -291,7 +335,7 @@ fn invalid_end_mark_is_ignored() {
         "1\n\n",
         "\u{e9}\n",
     ] {
-        fs::write(&file, text).expect("written");
+        fs::write(&mark_path, text).expect("written");
         assert_eq!(
             store.list_checkpoints().expect("listed").0[0].job_ended_at,
             None,
@@ -299,11 +343,11 @@ fn invalid_end_mark_is_ignored() {
         );
     }
     store
-        .mark_jobs_ended(&[set.id], Some(Micros(7)))
+        .mark_jobs_ended(&[checkpoint.id], Some(Micros(7)))
         .expect("marked");
-    assert_eq!(fs::read_to_string(&file).expect("there"), "7\n");
-    fs::remove_file(&file).expect("removed");
-    symlink("/dev/zero", &file).expect("linked");
+    assert_eq!(fs::read_to_string(&mark_path).expect("there"), "7\n");
+    fs::remove_file(&mark_path).expect("removed");
+    symlink("/dev/zero", &mark_path).expect("linked");
     assert_eq!(
         store.list_checkpoints().expect("listed").0[0].job_ended_at,
         None
@@ -313,18 +357,18 @@ fn invalid_end_mark_is_ignored() {
 #[test]
 fn foreign_files_are_reported_and_kept() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default());
+    let store = scratch.open_own_store(StoreLimits::default());
     fs::write(scratch.path("store/notes"), "mine").expect("written");
     fs::create_dir(scratch.path("store").join("t40001-20261122T141503-1")).expect("made");
-    let (sets, unreadable) = store.list_checkpoints().expect("listed");
-    assert!(sets.is_empty());
+    let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
+    assert!(checkpoints.is_empty());
     assert!(
-        matches!(&unreadable[0], (name, StoreError::ForeignFile(_)) if name == "notes"),
-        "{unreadable:?}"
+        matches!(&unreadable_entries[0], (name, StoreError::ForeignFile(_)) if name == "notes"),
+        "{unreadable_entries:?}"
     );
     assert!(
-        matches!(&unreadable[1], (_, StoreError::Changed { .. })),
-        "{unreadable:?}"
+        matches!(&unreadable_entries[1], (_, StoreError::Changed { .. })),
+        "{unreadable_entries:?}"
     );
     store.enforce_limits(|_| false).expect("swept");
     assert!(scratch.path("store/notes").exists());

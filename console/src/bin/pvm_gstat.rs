@@ -16,10 +16,10 @@ fn main() -> ExitCode {
         .unwrap_or_default()
         .to_string_lossy()
         .into_owned();
-    match run(std::env::args().nth(1).as_deref(), &name) {
+    match output_text(std::env::args().nth(1).as_deref(), &name) {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
-            // The reader has closed the pipe.
+            // Writing fails if the reader has closed the pipe.
             Err(_) => ExitCode::FAILURE,
         },
         Err(error) => {
@@ -29,19 +29,20 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the text to print.
-fn run(option: Option<&str>, name: &str) -> Result<String, String> {
+/// Returns the text that the program prints for its first argument `option`. `program_name` is the name by
+/// which the program was called.
+fn output_text(option: Option<&str>, program_name: &str) -> Result<String, String> {
     match option {
         None => {}
-        Some("--version") => return Ok(format!("{name} {}\n", env!("CARGO_PKG_VERSION"))),
+        Some("--version") => return Ok(format!("{program_name} {}\n", env!("CARGO_PKG_VERSION"))),
         Some("--help") => {
             return Ok(format!(
-                "Usage: {name}\nPrints the groups of the virtual machine.\n"
+                "Usage: {program_name}\nPrints the groups of the virtual machine.\n"
             ));
         }
-        Some(other) => {
+        Some(unknown_option) => {
             return Err(format!(
-                "{other} is not an option; only --help and --version are"
+                "{unknown_option} is not an option; only --help and --version are"
             ));
         }
     }
@@ -49,14 +50,14 @@ fn run(option: Option<&str>, name: &str) -> Result<String, String> {
     let groups = vm.groups().map_err(|error| error.to_string())?;
     // An error is ignored: the connection closes with the process.
     let _ = vm.exit();
-    Ok(if name == "pvmgroups" {
-        dump(&groups)
+    Ok(if program_name == "pvmgroups" {
+        dump_text(&groups)
     } else {
-        status(&groups)
+        status_text(&groups)
     })
 }
 
-/// Returns the instance number and the tid of each member.
+/// Returns the instance number and the tid of each member of a group.
 fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
     group
         .members
@@ -66,28 +67,31 @@ fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
         .filter(|(_, tid)| *tid != Tid::NONE)
 }
 
-/// Returns the number of tasks that a barrier requires and the number that have arrived; −1 and 0
-/// if no task waits.
-fn progress(meeting: Option<&GroupWait>) -> (i64, usize) {
-    meeting.map_or((-1, 0), |meeting| {
-        (i64::from(meeting.required), meeting.waiting.len())
+/// Returns the number of tasks that a barrier or a freeze requires, and the number of tasks that
+/// wait in it. If no task waits, the numbers are −1 and 0.
+fn required_and_waiting(group_wait: Option<&GroupWait>) -> (i64, usize) {
+    group_wait.map_or((-1, 0), |group_wait| {
+        (
+            i64::from(group_wait.required_members),
+            group_wait.waiting_members.len(),
+        )
     })
 }
 
-// The functions below ignore the results of writing to a string, which cannot fail.
+// Writing to a string cannot fail, so the functions below ignore the result.
 
-/// Formats groups as `pvm_gstat` does.
-fn status(groups: &[GroupInfo]) -> String {
+/// Formats groups as PVM's `pvm_gstat` does.
+fn status_text(groups: &[GroupInfo]) -> String {
     if groups.is_empty() {
         return "no groups exist\n".to_string();
     }
     let mut out = String::new();
     for group in groups {
-        let (wanted, reached) = progress(group.barrier.as_ref());
-        let (name, size) = (String::from_utf8_lossy(&group.name), group.size());
+        let (required_count, waiting_count) = required_and_waiting(group.barrier.as_ref());
+        let (name, member_count) = (String::from_utf8_lossy(&group.name), group.member_count());
         let _ = writeln!(
             out,
-            "group: {name}, size: {size},  barrier_count {wanted}, barrier_reached {reached}\ntids:"
+            "group: {name}, size: {member_count},  barrier_count {required_count}, barrier_reached {waiting_count}\ntids:"
         );
         for (instance, tid) in members(group) {
             let _ = write!(out, "{instance} {:#x}\t", tid.raw());
@@ -96,7 +100,7 @@ fn status(groups: &[GroupInfo]) -> String {
         if let Some(barrier) = &group.barrier {
             out.push_str("tids waiting on barrier:\n");
             barrier
-                .waiting
+                .waiting_members
                 .iter()
                 .for_each(|tid| out.push_str(&format!("{:#x}\t", tid.raw())));
             out.push('\n');
@@ -105,31 +109,33 @@ fn status(groups: &[GroupInfo]) -> String {
     out
 }
 
-/// Formats groups as the dump of PVM's group server.
-fn dump(groups: &[GroupInfo]) -> String {
+/// Formats groups as the dump of PVM's group server does.
+fn dump_text(groups: &[GroupInfo]) -> String {
     let mut out = format!("DUMP {} groups:\n", groups.len());
     for group in groups {
-        let (wanted, reached) = progress(group.barrier.as_ref());
-        let (freezing, frozen) = progress(group.freeze.as_ref());
-        let (name, size) = (String::from_utf8_lossy(&group.name), group.size());
+        let (required_count, waiting_count) = required_and_waiting(group.barrier.as_ref());
+        let (freeze_required, freeze_waiting) = required_and_waiting(group.freeze.as_ref());
+        let (name, member_count) = (String::from_utf8_lossy(&group.name), group.member_count());
         let _ = writeln!(
             out,
-            " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}"
+            " group: {name}  size: {member_count} barrier_count: {required_count} barrier_reached {waiting_count}"
         );
         let _ = writeln!(
             out,
-            " state: {:?}  sgroup_count: {freezing} sgroup_reached {frozen}",
+            " state: {:?}  sgroup_count: {freeze_required} sgroup_reached {freeze_waiting}",
             group.state
         );
         out.push_str("  Tids: ");
         members(group)
             .for_each(|(instance, tid)| out.push_str(&format!("({instance},  {:#x}) ", tid.raw())));
         out.push('\n');
-        for (what, meeting) in [("barrier", &group.barrier), ("freeze", &group.freeze)] {
-            let Some(meeting) = meeting else { continue };
-            let _ = write!(out, "  Waiting for the {what}: ");
-            meeting
-                .waiting
+        for (wait_name, group_wait) in [("barrier", &group.barrier), ("freeze", &group.freeze)] {
+            let Some(group_wait) = group_wait else {
+                continue;
+            };
+            let _ = write!(out, "  Waiting for the {wait_name}: ");
+            group_wait
+                .waiting_members
                 .iter()
                 .for_each(|tid| out.push_str(&format!("{:#x} ", tid.raw())));
             out.push('\n');
@@ -150,34 +156,32 @@ mod tests {
             state: GroupState::Dynamic,
             members: vec![Tid::NONE, tid(7), tid(1)],
             barrier: Some(GroupWait {
-                required: 3,
-                waiting: vec![tid(1)],
+                required_members: 3,
+                waiting_members: vec![tid(1)],
             }),
             freeze: None,
         }
     }
 
-    /// The status of groups is printed as PVM prints it.
     #[test]
     fn group_status_matches_pvm() {
         let text = "group: gg, size: 2,  barrier_count 3, barrier_reached 1\ntids:\n1 0x40007\t2 0x40001\t\n\
                     tids waiting on barrier:\n0x40001\t\n";
-        assert_eq!(status(&[group()]), text);
-        assert_eq!(status(&[]), "no groups exist\n");
-        let idle = GroupInfo {
+        assert_eq!(status_text(&[group()]), text);
+        assert_eq!(status_text(&[]), "no groups exist\n");
+        let idle_group = GroupInfo {
             barrier: None,
             ..group()
         };
         assert!(
-            status(&[idle])
+            status_text(&[idle_group])
                 .ends_with("barrier_count -1, barrier_reached 0\ntids:\n1 0x40007\t2 0x40001\t\n")
         );
     }
 
-    /// The dump lists the waiting tasks of each meeting.
     #[test]
     fn dump_lists_waiting_tasks() {
-        let text = dump(&[group()]);
+        let text = dump_text(&[group()]);
         assert!(
             text.starts_with(
                 "DUMP 1 groups:\n group: gg  size: 2 barrier_count: 3 barrier_reached 1\n"

@@ -32,7 +32,7 @@ struct Cli {
     json: bool,
     /// Internal option of the detached drain process, which outlives the command that the user
     /// typed. The value is the tid of the console that requested the drain, or `t0` for a shell.
-    #[arg(long, hide = true, value_name = "TID", value_parser = tid)]
+    #[arg(long, hide = true, value_name = "TID", value_parser = parse_requester)]
     apart: Option<Tid>,
     /// A command with its arguments, or a host file (written as ./NAME if a command has the same
     /// name)
@@ -43,37 +43,39 @@ struct Cli {
 /// The mode that the command line selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Reads commands. The value contains the arguments for a daemon, if one must be started.
+    /// Starts an interactive console. Contains the arguments for the daemon, which the console
+    /// starts if no daemon runs.
     Console(Vec<OsString>),
-    /// Starts a daemon with these arguments, if none is running, and exits.
+    /// Starts a daemon with these arguments, if no daemon runs, and exits.
     Start(Vec<OsString>),
     /// Executes one command and exits.
     OneShot {
-        /// The words of the command, at least one.
+        /// The command's name and its arguments. Never empty.
         words: Vec<String>,
         options: ShellOptions,
     },
 }
 
-/// Why the command line is invalid.
+/// Reason why the command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArgsError {
-    /// Wrong options, or a request for help or the version. In all of these cases clap prints the
-    /// text.
+    /// The options are wrong, or the user requested the help text or the version. The error
+    /// contains the text, and clap prints it.
     #[error(transparent)]
     Clap(#[from] clap::Error),
-    /// The word is neither a command nor a file.
+    /// The contained word is neither a command nor a file.
     #[error("{0}: not found")]
     NotFound(String),
-    /// Words follow the host file.
+    /// Words follow the host file, whose name the error contains.
     #[error("{0}: one host file is enough")]
     ExtraWords(String),
-    /// `--json` is given for a command without JSON output, or without a command.
+    /// `--json` is given for a command without JSON output, or without a command. Contains the
+    /// reason as a clause.
     #[error("--json belongs to a command that prints something; {0}")]
-    NoJson(String),
+    JsonUnsupported(String),
 }
 
-/// Parses the arguments, of which the first is the program's name.
+/// Parses the arguments of the program. The first argument is the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, ArgsError> {
     let Cli {
         debug,
@@ -82,57 +84,57 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         apart,
         mut words,
     } = Cli::try_parse_from(args)?;
-    let mut daemon: Vec<OsString> = Vec::new();
-    daemon.extend(debug.map(|mask| format!("-d{mask}").into()));
-    daemon.extend(name.map(|name| format!("-n{name}").into()));
-    let Some(first) = words.first().cloned() else {
+    let mut daemon_args: Vec<OsString> = Vec::new();
+    daemon_args.extend(debug.map(|mask| format!("-d{mask}").into()));
+    daemon_args.extend(name.map(|name| format!("-n{name}").into()));
+    let Some(first_word) = words.first().cloned() else {
         return if json {
-            Err(no_json(None))
+            Err(no_json_error(None))
         } else {
-            Ok(Mode::Console(daemon))
+            Ok(Mode::Console(daemon_args))
         };
     };
-    let command = commands::find(&first).is_some();
+    let is_command = commands::find_command(&first_word).is_some();
     json |= commands::take_json(&mut words);
-    if json && command && !commands::has_json(&first) {
-        return Err(no_json(Some(&first)));
+    if json && is_command && !commands::has_json(&first_word) {
+        return Err(no_json_error(Some(&first_word)));
     }
-    let host_files = if first == "start" {
+    let host_files = if first_word == "start" {
         &words[1..]
     } else {
         &words[..]
     };
-    if command && first != "start" {
+    if is_command && first_word != "start" {
         return Ok(Mode::OneShot {
             words,
             options: ShellOptions {
-                json,
+                prints_json: json,
                 requester: apart,
             },
         });
     }
     match host_files {
         [] => {}
-        [file] if PathBuf::from(file).is_file() => daemon.push(file.into()),
+        [file] if PathBuf::from(file).is_file() => daemon_args.push(file.into()),
         [file] => return Err(ArgsError::NotFound(file.clone())),
-        [first, ..] if PathBuf::from(first).is_file() => {
-            return Err(ArgsError::ExtraWords(first.clone()));
+        [first_word, ..] if PathBuf::from(first_word).is_file() => {
+            return Err(ArgsError::ExtraWords(first_word.clone()));
         }
-        [first, ..] => return Err(ArgsError::NotFound(first.clone())),
+        [first_word, ..] => return Err(ArgsError::NotFound(first_word.clone())),
     }
-    Ok(if first == "start" {
-        Mode::Start(daemon)
+    Ok(if first_word == "start" {
+        Mode::Start(daemon_args)
     } else {
-        Mode::Console(daemon)
+        Mode::Console(daemon_args)
     })
 }
 
-fn tid(word: &str) -> Result<Tid, String> {
+fn parse_requester(word: &str) -> Result<Tid, String> {
     parse_tid(word).ok_or_else(|| "not a tid".to_string())
 }
 
-fn no_json(command: Option<&str>) -> ArgsError {
-    ArgsError::NoJson(match command {
+fn no_json_error(command: Option<&str>) -> ArgsError {
+    ArgsError::JsonUnsupported(match command {
         Some(name) => format!("{name} prints nothing that a program could read"),
         None => "none was given".to_string(),
     })
@@ -142,78 +144,95 @@ fn no_json(command: Option<&str>) -> ArgsError {
 mod tests {
     use super::*;
 
-    fn mode(line: &str) -> Result<Mode, String> {
+    fn parse_mode(line: &str) -> Result<Mode, String> {
         parse(line.split(' ').map(OsString::from)).map_err(|error| error.to_string())
     }
 
-    /// A command name selects one-shot mode. `--json` is removed from the words of the command
-    /// where it is an option of the command itself.
+    /// `--json` is removed from the words if it is an option of the command. It stays if it belongs
+    /// to a program or an alias.
     #[test]
     fn command_name_selects_oneshot_mode() {
-        let by = |words: &[&str], json, apart| {
+        let one_shot_for = |words: &[&str], json, drain_requester| {
             Ok(Mode::OneShot {
                 words: words.iter().map(|word| word.to_string()).collect(),
                 options: ShellOptions {
-                    json,
-                    requester: apart,
+                    prints_json: json,
+                    requester: drain_requester,
                 },
             })
         };
-        let once = |words: &[&str], json| by(words, json, None);
+        let one_shot = |words: &[&str], json| one_shot_for(words, json, None);
         assert_eq!(
-            mode("pvm --apart t0 --json drain h2"),
-            by(&["drain", "h2"], true, Some(Tid::NONE))
+            parse_mode("pvm --apart t0 --json drain h2"),
+            one_shot_for(&["drain", "h2"], true, Some(Tid::NONE))
         );
-        assert!(mode("pvm --apart h2 drain h2").is_err());
-        assert_eq!(mode("pvm conf"), once(&["conf"], false));
-        assert_eq!(mode("pvm ps -a -l"), once(&["ps", "-a", "-l"], false));
+        assert!(parse_mode("pvm --apart h2 drain h2").is_err());
+        assert_eq!(parse_mode("pvm conf"), one_shot(&["conf"], false));
         assert_eq!(
-            mode("pvm spawn -3 hello --json"),
-            once(&["spawn", "-3", "hello", "--json"], false)
-        );
-        assert_eq!(mode("pvm --json conf"), once(&["conf"], true));
-        assert_eq!(mode("pvm conf --json"), once(&["conf"], true));
-        assert_eq!(mode("pvm ps -a --json"), once(&["ps", "-a"], true));
-        assert_eq!(
-            mode("pvm spawn -3 --json hello -v"),
-            once(&["spawn", "-3", "hello", "-v"], true)
-        );
-        assert_eq!(mode("pvm echo --json"), once(&["echo", "--json"], false));
-        assert_eq!(mode("pvm mstat h2 --json"), once(&["mstat", "h2"], true));
-        assert_eq!(mode("pvm alias --json"), once(&["alias"], true));
-        assert_eq!(
-            mode("pvm alias x conf --json"),
-            once(&["alias", "x", "conf", "--json"], false)
+            parse_mode("pvm ps -a -l"),
+            one_shot(&["ps", "-a", "-l"], false)
         );
         assert_eq!(
-            mode("pvm --json halt"),
-            Err(no_json(Some("halt")).to_string())
+            parse_mode("pvm spawn -3 hello --json"),
+            one_shot(&["spawn", "-3", "hello", "--json"], false)
         );
-        assert_eq!(mode("pvm --json"), Err(no_json(None).to_string()));
-        assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
+        assert_eq!(parse_mode("pvm --json conf"), one_shot(&["conf"], true));
+        assert_eq!(parse_mode("pvm conf --json"), one_shot(&["conf"], true));
+        assert_eq!(
+            parse_mode("pvm ps -a --json"),
+            one_shot(&["ps", "-a"], true)
+        );
+        assert_eq!(
+            parse_mode("pvm spawn -3 --json hello -v"),
+            one_shot(&["spawn", "-3", "hello", "-v"], true)
+        );
+        assert_eq!(
+            parse_mode("pvm echo --json"),
+            one_shot(&["echo", "--json"], false)
+        );
+        assert_eq!(
+            parse_mode("pvm mstat h2 --json"),
+            one_shot(&["mstat", "h2"], true)
+        );
+        assert_eq!(parse_mode("pvm alias --json"), one_shot(&["alias"], true));
+        assert_eq!(
+            parse_mode("pvm alias x conf --json"),
+            one_shot(&["alias", "x", "conf", "--json"], false)
+        );
+        assert_eq!(
+            parse_mode("pvm --json halt"),
+            Err(no_json_error(Some("halt")).to_string())
+        );
+        assert_eq!(
+            parse_mode("pvm --json"),
+            Err(no_json_error(None).to_string())
+        );
+        assert_eq!(parse_mode("pvm foo"), Err("foo: not found".into()));
     }
 
-    /// A host file and the options are passed to the daemon.
     #[test]
     fn host_file_and_options_go_to_daemon() {
-        assert_eq!(mode("pvm"), Ok(Mode::Console(Vec::new())));
-        let file = "/etc/passwd";
+        assert_eq!(parse_mode("pvm"), Ok(Mode::Console(Vec::new())));
+        let host_file = "/etc/passwd";
         assert_eq!(
-            mode(&format!("pvm -d0x8 -nha1 {file}")),
+            parse_mode(&format!("pvm -d0x8 -nha1 {host_file}")),
             Ok(Mode::Console(vec![
                 "-d0x8".into(),
                 "-nha1".into(),
-                file.into()
+                host_file.into()
             ]))
         );
         assert_eq!(
-            mode("pvm -nha1 start"),
+            parse_mode("pvm -nha1 start"),
             Ok(Mode::Start(vec!["-nha1".into()]))
         );
         assert_eq!(
-            mode(&format!("pvm start {file}")),
-            Ok(Mode::Start(vec![file.into()]))
+            parse_mode(&format!("pvm start {host_file}")),
+            Ok(Mode::Start(vec![host_file.into()]))
         );
-        assert_eq!(mode("pvm start nofile"), Err("nofile: not found".into()));
+        assert_eq!(
+            parse_mode("pvm start nofile"),
+            Err("nofile: not found".into())
+        );
     }
 }

@@ -1,35 +1,37 @@
 //! Completes words of a command line. Pure except for the queries of [`NameSource`].
 //!
-//! Which kind of name a word is follows from the table of commands.
+//! The table of commands determines the kind of name that a word stands for.
 
 use crate::command::{Completion, WordKind};
-use crate::commands::{COMMANDS, find};
+use crate::commands::{COMMANDS, find_command};
 use crate::session::CompletionNames;
 use std::path::Path;
 
-/// Source of the names that exist now, for completion.
+/// Source of the names to which words are completed.
 pub(crate) trait NameSource {
-    /// Returns the session's names as of the last prompt.
+    /// Returns the names of aliases and variables that the session had at the last prompt.
     fn session_names(&self) -> &CompletionNames;
     fn hosts(&self) -> Vec<String>;
     /// Returns the tids of all tasks except the console.
     fn tids(&self) -> Vec<String>;
-    /// Returns the names of the entries of a folder. The bool is true if the entry is a folder
-    /// itself.
+    /// Returns the entries of the folder `dir`: the name of each entry, and true if the entry is a
+    /// folder.
     fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)>;
 }
 
 /// Returns the byte position where the last word of `line` begins, and the sorted completions of
 /// that word. A single completion ends with a space, unless it is a folder.
 pub(crate) fn complete(line: &str, source: &impl NameSource) -> (usize, Vec<String>) {
-    let begin = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
-    let word = &line[begin..];
-    let before: Vec<&str> = line[..begin].split_whitespace().collect();
+    let word_start = line
+        .rfind(char::is_whitespace)
+        .map_or(0, |space_index| space_index + 1);
+    let word = &line[word_start..];
+    let previous_words: Vec<&str> = line[..word_start].split_whitespace().collect();
     // Quoted words and comments are not completed.
-    if word.contains(['\'', '"', '\\']) || before.iter().any(|word| word.starts_with('#')) {
-        return (begin, Vec::new());
+    if word.contains(['\'', '"', '\\']) || previous_words.iter().any(|word| word.starts_with('#')) {
+        return (word_start, Vec::new());
     }
-    let (prefix, kind) = word_kind(&before, word);
+    let (prefix, kind) = word_kind(&previous_words, word);
     let stem = &word[prefix.len()..];
     let mut candidates: Vec<String> = match kind {
         WordKind::Unknown => Vec::new(),
@@ -44,22 +46,24 @@ pub(crate) fn complete(line: &str, source: &impl NameSource) -> (usize, Vec<Stri
         WordKind::Host => source.hosts(),
         WordKind::Tid => source.tids(),
         WordKind::OneOf(words) => words(),
-        WordKind::File => return (begin, complete_files(prefix, stem, source)),
+        WordKind::File => return (word_start, complete_files(prefix, stem, source)),
     };
     candidates.retain(|name| name.starts_with(stem));
-    (begin, finish_candidates(candidates, prefix, " "))
+    (word_start, format_candidates(candidates, prefix, " "))
 }
 
-fn finish_candidates(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<String> {
-    found.sort_unstable();
-    found.dedup();
-    found.iter_mut().for_each(|name| name.insert_str(0, prefix));
-    if let [only] = found.as_mut_slice()
-        && !only.ends_with('/')
+fn format_candidates(mut candidates: Vec<String>, prefix: &str, suffix: &str) -> Vec<String> {
+    candidates.sort_unstable();
+    candidates.dedup();
+    candidates
+        .iter_mut()
+        .for_each(|name| name.insert_str(0, prefix));
+    if let [single_candidate] = candidates.as_mut_slice()
+        && !single_candidate.ends_with('/')
     {
-        only.push_str(end);
+        single_candidate.push_str(suffix);
     }
-    found
+    candidates
 }
 
 fn complete_files(prefix: &str, stem: &str, source: &impl NameSource) -> Vec<String> {
@@ -76,23 +80,24 @@ fn complete_files(prefix: &str, stem: &str, source: &impl NameSource) -> Vec<Str
         .folder_entries(Path::new(folder))
         .into_iter()
         .filter(|(entry, _)| entry.starts_with(name));
-    // Hidden files are offered only after a dot.
+    // Hidden files are offered only if the typed name begins with a dot.
     let names = names.filter(|(entry, _)| name.starts_with('.') || !entry.starts_with('.'));
-    let found = names.map(|(entry, dir)| format!("{path}{entry}{}", if dir { "/" } else { "" }));
-    finish_candidates(found.collect(), prefix, " ")
+    let candidates =
+        names.map(|(entry, dir)| format!("{path}{entry}{}", if dir { "/" } else { "" }));
+    format_candidates(candidates.collect(), prefix, " ")
 }
 
-/// Returns the prefix of `word` that belongs to an option, and the kind of the name after the
-/// prefix. `before` contains the words in front of `word`.
-fn word_kind<'a>(before: &[&str], word: &'a str) -> (&'a str, WordKind) {
-    let [command, args @ ..] = before else {
+/// Returns the part of `word` before the name, which belongs to an option, and the kind of the
+/// name. `previous_words` contains the words in front of `word`.
+fn word_kind<'a>(previous_words: &[&str], word: &'a str) -> (&'a str, WordKind) {
+    let [command, args @ ..] = previous_words else {
         return ("", WordKind::Command);
     };
-    match find(command).map_or(Completion::None, |spec| spec.completion) {
+    match find_command(command).map_or(Completion::None, |spec| spec.completion) {
         Completion::FirstWord(kind) if args.is_empty() => ("", kind),
         Completion::None | Completion::FirstWord(_) => ("", WordKind::Unknown),
         Completion::EveryWord(kind) => ("", kind),
-        Completion::ByWords(kind_of) => {
+        Completion::WordDependent(kind_of) => {
             let (prefix_bytes, kind) = kind_of(args, word);
             (&word[..prefix_bytes], kind)
         }
@@ -103,9 +108,9 @@ fn word_kind<'a>(before: &[&str], word: &'a str) -> (&'a str, WordKind) {
 mod tests {
     use super::*;
 
-    struct Fake(CompletionNames);
+    struct FakeNames(CompletionNames);
 
-    impl NameSource for Fake {
+    impl NameSource for FakeNames {
         fn session_names(&self) -> &CompletionNames {
             &self.0
         }
@@ -128,73 +133,71 @@ mod tests {
         }
     }
 
-    fn words(line: &str) -> Vec<String> {
-        let known = CompletionNames {
+    fn completions(line: &str) -> Vec<String> {
+        let names = CompletionNames {
             aliases: vec!["conflict".into()],
             variables: vec!["HOME".into(), "HOST".into()],
         };
-        complete(line, &Fake(known)).1
+        complete(line, &FakeNames(names)).1
     }
 
-    /// The first word is completed to a command or an alias.
     #[test]
     fn first_word_completes_to_command_or_alias() {
-        assert_eq!(words("con"), ["conf", "conflict"]);
-        assert_eq!(words("mig"), ["migrate "]);
-        assert_eq!(words("help mst"), ["mstat "]);
-        assert!(words("").len() > 20);
-        assert_eq!(words("unalias c"), ["conflict "]);
+        assert_eq!(completions("con"), ["conf", "conflict"]);
+        assert_eq!(completions("mig"), ["migrate "]);
+        assert_eq!(completions("help mst"), ["mstat "]);
+        assert!(completions("").len() > 20);
+        assert_eq!(completions("unalias c"), ["conflict "]);
     }
 
-    /// Arguments are completed to names that their command accepts.
     #[test]
     fn arguments_complete_by_command() {
-        assert_eq!(words("delete ha"), ["ha1", "ha2"]);
-        assert_eq!(words("delete ha1 hb"), ["hb1 "]);
-        assert_eq!(words("kill t4"), ["t40002 "]);
-        assert_eq!(words("sig KI"), ["KILL "]);
-        assert_eq!(words("sig KILL t8"), ["t80001 "]);
-        assert_eq!(words("migrate t80001 hb"), ["hb1 "]);
-        assert_eq!(words("getopt PvmRou"), ["PvmRoute "]);
-        assert_eq!(words("setenv HO"), ["HOME", "HOST"]);
-        assert_eq!(words("ps -nhb"), ["-nhb1 "]);
-        assert_eq!(words("trace joing"), ["joingroup "]);
-        assert_eq!(words("echo x"), [""; 0]);
+        assert_eq!(completions("delete ha"), ["ha1", "ha2"]);
+        assert_eq!(completions("delete ha1 hb"), ["hb1 "]);
+        assert_eq!(completions("kill t4"), ["t40002 "]);
+        assert_eq!(completions("sig KI"), ["KILL "]);
+        assert_eq!(completions("sig KILL t8"), ["t80001 "]);
+        assert_eq!(completions("migrate t80001 hb"), ["hb1 "]);
+        assert_eq!(completions("getopt PvmRou"), ["PvmRoute "]);
+        assert_eq!(completions("setenv HO"), ["HOME", "HOST"]);
+        assert_eq!(completions("ps -nhb"), ["-nhb1 "]);
+        assert_eq!(completions("trace joing"), ["joingroup "]);
+        assert_eq!(completions("echo x"), [""; 0]);
         assert_eq!(
-            words("delete 'ha"),
+            completions("delete 'ha"),
             [""; 0],
             "quoted words are not completed"
         );
-        assert_eq!(words("# delete ha"), [""; 0]);
+        assert_eq!(completions("# delete ha"), [""; 0]);
     }
 
     /// `spawn` completes hosts in options, and files in options for files, programs and arguments.
     #[test]
     fn spawn_completes_hosts_and_files() {
-        assert_eq!(words("spawn -hb"), ["-hb1 "]);
-        assert_eq!(words("spawn --host=ha2"), ["--host=ha2 "]);
-        assert_eq!(words("spawn -3 /bi"), ["/bin/"]);
-        assert_eq!(words("spawn -3 /bin/t"), ["/bin/tr", "/bin/true"]);
-        assert_eq!(words("spawn ->>wo"), ["->>work "]);
-        assert_eq!(words("spawn --job=wo"), ["--job=work "]);
-        assert_eq!(words("spawn x /et"), ["/etc/"]);
+        assert_eq!(completions("spawn -hb"), ["-hb1 "]);
+        assert_eq!(completions("spawn --host=ha2"), ["--host=ha2 "]);
+        assert_eq!(completions("spawn -3 /bi"), ["/bin/"]);
+        assert_eq!(completions("spawn -3 /bin/t"), ["/bin/tr", "/bin/true"]);
+        assert_eq!(completions("spawn ->>wo"), ["->>work "]);
+        assert_eq!(completions("spawn --job=wo"), ["--job=work "]);
+        assert_eq!(completions("spawn x /et"), ["/etc/"]);
         assert_eq!(
-            words("spawn "),
+            completions("spawn "),
             ["work "],
             "hidden files only when they are asked for"
         );
-        assert_eq!(words("spawn ."), [".hidden "]);
+        assert_eq!(completions("spawn ."), [".hidden "]);
     }
 
     /// A completion starts at the beginning of the unfinished word.
     #[test]
     fn completion_replaces_whole_word() {
         assert_eq!(
-            complete("delete ha1 hb", &Fake(CompletionNames::default())).0,
+            complete("delete ha1 hb", &FakeNames(CompletionNames::default())).0,
             11
         );
         assert_eq!(
-            complete("conf", &Fake(CompletionNames::default())),
+            complete("conf", &FakeNames(CompletionNames::default())),
             (0, vec!["conf ".into()])
         );
     }

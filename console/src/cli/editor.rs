@@ -1,7 +1,7 @@
 //! Reads lines at a terminal, with editing, history and completion.
 //!
-//! The editor runs in its own thread and reads a line only between two commands. Output of tasks
-//! that arrives while the editor reads is shown [above] the prompt.
+//! The editor runs in its own thread and reads a line only between two commands. If output of tasks
+//! arrives while the editor reads, the output is shown [above] the prompt.
 //!
 //! [above]: crate::output::async_output
 
@@ -27,18 +27,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Number of lines kept in the history.
+/// Maximum number of lines in the history.
 const HISTORY_LINES_MAX: usize = 1000;
-/// Number of candidates listed without a confirmation.
+/// Maximum number of completion candidates that are listed without a confirmation by the user.
 const CANDIDATES_LISTED_MAX: usize = 100;
-/// Exit status of a program killed by a signal is this plus the signal's number.
+/// Offset of the exit status of a program that was killed by a signal. The status is this offset
+/// plus the signal's number.
 const SIGNAL_EXIT_BASE: i32 = 128;
 
 /// Input from the terminal.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum EditorInput {
     Line(String),
-    /// The end of the input.
+    /// The end of the input, or an error while a line is read.
     End,
 }
 
@@ -50,55 +51,58 @@ pub(crate) struct LineEditor {
 }
 
 impl LineEditor {
-    /// Starts the editor, which calls `on_input` for each line and for the end of the input, until
-    /// `on_input` returns false. Returns `None` if standard input is not a terminal that supports
-    /// editing.
-    pub(crate) fn open(
+    /// Starts the editor thread. It calls `on_input` for each line and for the end of the input.
+    /// After the end, or if `on_input` returns false, the thread exits.
+    ///
+    /// Returns `None` if standard input is not a terminal that supports editing.
+    pub(crate) fn start(
         vm: &Vm,
-        history: Option<PathBuf>,
+        history_path: Option<PathBuf>,
         prompt: &'static str,
         on_input: impl FnMut(EditorInput) -> bool + Send + 'static,
-    ) -> Option<LineEditor> {
+    ) -> Option<Self> {
         let original_modes = tcgetattr(io::stdin()).ok()?;
         let async_output = Arc::new(AsyncOutput::default());
         let mut editor = new_editor(vm, async_output.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
-        if let Some(path) = &history {
-            // A missing history file is created later.
+        if let Some(path) = &history_path {
+            // The history file may be missing. It is then created when a line is added.
             let _ = editor.load_history(path);
         }
-        restore_on_signal(original_modes.clone());
+        restore_modes_on_signal(original_modes.clone());
         tcsetattr(
             io::stdin(),
             SetArg::TCSANOW,
             &modes_between_prompts(original_modes.clone()),
         )
         .ok()?;
-        let (prompt_requests, requests) = channel();
-        let reader = Reader {
+        let (prompt_requests, request_receiver) = channel();
+        let reader = LineReader {
             editor,
-            history,
+            history_path,
             prompt,
             async_output: async_output.clone(),
         };
-        thread::spawn(move || reader.run(&requests, on_input));
+        thread::spawn(move || reader.serve_prompts(&request_receiver, on_input));
         let waker = async_output.clone();
         thread::spawn(move || waker.run_waker(printer));
-        Some(LineEditor {
+        Some(Self {
             async_output,
             prompt_requests,
             original_modes,
         })
     }
 
-    /// Requests that the editor read the next line. `names` are offered for completion.
-    pub(crate) fn prompt(&self, names: CompletionNames) {
+    /// Requests that the editor thread read the next line, without waiting for the line. The thread
+    /// offers `names` for completion.
+    pub(crate) fn start_prompt(&self, names: CompletionNames) {
         self.async_output.begin_prompt();
-        // The reader thread ends only with the process.
+        // Sending fails only if the editor thread has exited, and then no line is needed.
         let _ = self.prompt_requests.send(names);
     }
 
-    /// Shows whole lines of output, above the prompt if there is one.
+    /// Shows `bytes`, which must be whole lines. If the editor shows a prompt, the lines appear
+    /// above the prompt.
     ///
     /// # Errors
     /// Fails if the terminal cannot be written.
@@ -106,8 +110,8 @@ impl LineEditor {
         self.async_output.show(bytes)
     }
 
-    /// Shows queued output. Must be called before a line that was read is executed, because the
-    /// output arrived before the line.
+    /// Shows queued output. Before the console executes a line, it must call this function, because
+    /// the queued output arrived before the line.
     ///
     /// # Errors
     /// Fails as [`LineEditor::show`] does.
@@ -120,24 +124,24 @@ impl LineEditor {
     /// # Errors
     /// Fails as [`LineEditor::show`] does.
     pub(crate) fn close(&self) -> io::Result<()> {
-        self.restore();
+        self.restore_modes();
         self.async_output.flush_pending()
     }
 
-    /// Restores the terminal modes, also while the editor reads a line.
-    fn restore(&self) {
+    /// Restores the terminal modes. May be called while the editor reads a line.
+    fn restore_modes(&self) {
         let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.original_modes);
     }
 }
 
 impl Drop for LineEditor {
     fn drop(&mut self) {
-        self.restore();
+        self.restore_modes();
     }
 }
 
 /// Returns the terminal modes between two prompts. Echo and line mode are off, so that keys typed
-/// ahead do not appear in the middle of output; the editor shows them when it reads them.
+/// ahead do not appear in the middle of output. The editor shows these keys when it reads them.
 fn modes_between_prompts(mut modes: Termios) -> Termios {
     modes
         .local_flags
@@ -147,9 +151,10 @@ fn modes_between_prompts(mut modes: Termios) -> Termios {
     modes
 }
 
-/// Restores the terminal modes when a signal ends the console. Later threads inherit the mask, so
-/// only the thread started here receives these signals.
-fn restore_on_signal(original_modes: Termios) {
+/// Starts a thread that restores the terminal modes when SIGTERM, SIGHUP or SIGQUIT ends the
+/// console. Threads that start later inherit the signal mask, so only the new thread receives these
+/// signals.
+fn restore_modes_on_signal(original_modes: Termios) {
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
         signals.add(signal);
@@ -185,15 +190,15 @@ fn new_editor(
     Ok(editor)
 }
 
-struct Reader {
+struct LineReader {
     editor: Editor<EditorHelper, FileHistory>,
-    history: Option<PathBuf>,
+    history_path: Option<PathBuf>,
     prompt: &'static str,
     async_output: Arc<AsyncOutput>,
 }
 
-impl Reader {
-    fn run(
+impl LineReader {
+    fn serve_prompts(
         mut self,
         requests: &Receiver<CompletionNames>,
         mut on_input: impl FnMut(EditorInput) -> bool,
@@ -202,23 +207,24 @@ impl Reader {
             if let Some(helper) = self.editor.helper_mut() {
                 helper.session_names = names;
             }
-            let read = self.read();
+            let input = self.read_line();
             self.async_output.end_prompt();
-            let end = read == EditorInput::End;
-            if !on_input(read) || end {
+            let is_end = input == EditorInput::End;
+            if !on_input(input) || is_end {
                 return;
             }
         }
     }
 
-    fn read(&mut self) -> EditorInput {
+    fn read_line(&mut self) -> EditorInput {
         loop {
             match self.editor.readline(self.prompt) {
                 Ok(line) => {
                     self.add_to_history(&line);
                     return EditorInput::Line(line);
                 }
-                // Ctrl-C discards the line; a resized window is redrawn.
+                // Ctrl-C discards the line. After a change of the window size, the line is read
+                // again.
                 Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => {}
                 Err(_) => return EditorInput::End,
             }
@@ -226,9 +232,9 @@ impl Reader {
     }
 
     fn add_to_history(&mut self, line: &str) {
-        let new = self.editor.add_history_entry(line).unwrap_or(false);
-        if let (true, Some(path)) = (new, &self.history) {
-            // If the file cannot be written, the history lasts as long as the console.
+        let is_new = self.editor.add_history_entry(line).unwrap_or(false);
+        if let (true, Some(path)) = (is_new, &self.history_path) {
+            // If the file cannot be written, the history is lost when the console ends.
             let _ = self.editor.append_history(path);
         }
     }
@@ -266,7 +272,7 @@ impl NameSource for EditorHelper {
         let Ok(entries) = std::fs::read_dir(dir) else {
             return Vec::new();
         };
-        let named = entries.flatten().filter_map(|entry| {
+        let named_entries = entries.flatten().filter_map(|entry| {
             let is_dir = entry.path().is_dir();
             entry
                 .file_name()
@@ -274,7 +280,7 @@ impl NameSource for EditorHelper {
                 .ok()
                 .map(|name| (name, is_dir))
         });
-        named.collect()
+        named_entries.collect()
     }
 }
 

@@ -6,20 +6,21 @@ use crate::commands::{COMMANDS, parse, take_json};
 use crate::outcome::Outcome;
 use crate::session::Session;
 
-/// Maximum number of alias replacements per line. More of them mean that aliases form a loop.
+/// Maximum number of alias replacements per line. A line that needs more replacements contains a
+/// loop of aliases.
 const ALIAS_DEPTH_MAX: usize = 100;
 
-/// Executes one line of input.
+/// Splits a line into words, replaces aliases, and executes the command.
 pub(crate) fn run_line(session: &mut Session, line: &str) -> Outcome {
     match split_words(line) {
-        Err(error) => Outcome::refused(error),
-        Ok(words) => match replace_alias(session, words) {
-            None => Outcome::refused("alias loop"),
+        Err(error) => Outcome::from_refusal(error),
+        Ok(words) => match expand_aliases(session, words) {
+            None => Outcome::from_refusal("alias loop"),
             Some(mut words) => {
                 let as_json = take_json(&mut words);
-                session.as_json = as_json;
+                session.prints_json = as_json;
                 Outcome {
-                    as_json,
+                    prints_json: as_json,
                     ..run_words(session, &words)
                 }
             }
@@ -33,33 +34,34 @@ fn run_words(session: &mut Session, words: &[String]) -> Outcome {
         Ok(None) => Outcome::default(),
         Ok(Some(ParsedCommand::Local(command))) => command.run(&LocalContext {
             commands: COMMANDS,
-            json: false,
+            prints_json: false,
         }),
-        Ok(Some(ParsedCommand::OnVm(command))) => {
+        Ok(Some(ParsedCommand::Vm(command))) => {
             let name = words.first().expect("a command has words");
             run_command(session, name, &*command)
         }
-        Err(error) => Outcome::refused(error),
+        Err(error) => Outcome::from_refusal(error),
     }
 }
 
-/// Executes the command with this name. An error of the virtual machine becomes a line that begins
-/// with the name.
+/// Executes a command. If the virtual machine returns an error, the outcome contains an error line
+/// that begins with `name`.
 pub(crate) fn run_command(session: &mut Session, name: &str, command: &dyn VmCommand) -> Outcome {
     command
         .run(session)
-        .unwrap_or_else(|error| Outcome::error(format!("{name}: {error}")))
+        .unwrap_or_else(|error| Outcome::from_error(format!("{name}: {error}")))
 }
 
-/// Replaces an alias at the beginning. Returns `None` if aliases form a loop.
-fn replace_alias(session: &Session, mut words: Vec<String>) -> Option<Vec<String>> {
+/// Replaces the first word as long as it is an alias. Returns `None` after [`ALIAS_DEPTH_MAX`]
+/// replacements.
+fn expand_aliases(session: &Session, mut words: Vec<String>) -> Option<Vec<String>> {
     for _ in 0..ALIAS_DEPTH_MAX {
-        let Some(meaning) = words.first().and_then(|first| session.aliases.get(first)) else {
+        let Some(replacement) = words.first().and_then(|first| session.aliases.get(first)) else {
             return Some(words);
         };
         // An alias such as `ps = ps -a` only adds words to the command with the same name.
-        let is_recursive = meaning.first() == words.first();
-        words.splice(..1, meaning.iter().cloned());
+        let is_recursive = replacement.first() == words.first();
+        words.splice(..1, replacement.iter().cloned());
         if is_recursive {
             return Some(words);
         }

@@ -4,7 +4,7 @@
 use super::editor::{EditorInput, LineEditor};
 use super::execute;
 use super::words::LINE_BYTES_MAX;
-use crate::daemon::halt::{LocalDaemon, halt};
+use crate::daemon::halt::{LocalDaemon, halt_and_wait};
 use crate::outcome::AfterCommand;
 use crate::output::terminal::Terminal;
 use crate::session::Session;
@@ -24,61 +24,61 @@ const INPUT_QUEUE_MAX: usize = 256;
 
 /// An input of the console: from the user, or from the virtual machine.
 enum Input {
-    /// A line, with its newline if it has one.
+    /// A line. A line from a file or a pipe includes its newline.
     Line(String),
     /// The end of the input.
     End,
     Message(Message),
-    /// The connection to the daemon is lost, for this reason.
-    Lost(String),
+    /// The connection to the daemon is lost. Contains the reason.
+    ConnectionLost(String),
 }
 
-/// How the console reads commands and shows output.
+/// Source of commands and destination of output.
 enum Frontend {
     /// A terminal with line editing.
     LineEditor(LineEditor),
     /// A file, a pipe, or a terminal without line editing. If `echo` is true, the console prints
     /// each line before it executes the line.
-    Plain { echo: bool },
+    PlainInput { echo: bool },
 }
 
 impl Frontend {
-    fn prompt(&self, session: &Session) -> io::Result<()> {
+    fn start_prompt(&self, session: &Session) -> io::Result<()> {
         match self {
-            Frontend::LineEditor(terminal) => {
-                terminal.prompt(session.completion_names());
+            Self::LineEditor(terminal) => {
+                terminal.start_prompt(session.completion_names());
                 Ok(())
             }
-            Frontend::Plain { .. } => Terminal.print(PROMPT.as_bytes()),
+            Self::PlainInput { .. } => Terminal.print(PROMPT.as_bytes()),
         }
     }
 
-    /// Shows output of jobs and announcements, which arrive at any time.
+    /// Shows output of jobs and announcements. May be called at any time.
     fn show(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Frontend::LineEditor(terminal) => terminal.show(bytes),
-            Frontend::Plain { .. } => Terminal.print(bytes),
+            Self::LineEditor(terminal) => terminal.show(bytes),
+            Self::PlainInput { .. } => Terminal.print(bytes),
         }
     }
 
-    /// Shows queued output. Must be called before a line that was read is executed, because the
-    /// output arrived before the line.
+    /// Shows queued output. Before the console executes a line, it must call this function, because
+    /// the queued output arrived before the line.
     fn flush_pending(&self) -> io::Result<()> {
         match self {
-            Frontend::LineEditor(terminal) => terminal.flush_pending(),
-            Frontend::Plain { .. } => Ok(()),
+            Self::LineEditor(terminal) => terminal.flush_pending(),
+            Self::PlainInput { .. } => Ok(()),
         }
     }
 
-    fn echo(&self) -> bool {
-        matches!(self, Frontend::Plain { echo: true })
+    fn echoes_lines(&self) -> bool {
+        matches!(self, Self::PlainInput { echo: true })
     }
 
-    /// Restores the terminal; no more commands are read.
+    /// Restores the terminal. After this call no more commands are read.
     fn close(&self) -> io::Result<()> {
         match self {
-            Frontend::LineEditor(terminal) => terminal.close(),
-            Frontend::Plain { .. } => Ok(()),
+            Self::LineEditor(terminal) => terminal.close(),
+            Self::PlainInput { .. } => Ok(()),
         }
     }
 }
@@ -93,29 +93,29 @@ pub(crate) fn run(
     env: BTreeMap<String, String>,
 ) -> io::Result<ExitCode> {
     let home_dir = env.get("HOME").map(PathBuf::from);
-    let rc = home_dir.as_deref().map(|dir| dir.join(".pvmrc"));
+    let rc_path = home_dir.as_deref().map(|dir| dir.join(".pvmrc"));
     let session: &mut Session = &mut Session::new(vm.clone(), env);
     if let Err(error) = session.register_interactive() {
         Terminal.print_error(&format!("pvm: {error}"));
         return Ok(ExitCode::FAILURE);
     }
-    let mut next = AfterCommand::ReadLine;
-    let lines = rc
+    let mut after_command = AfterCommand::ReadLine;
+    let rc_bytes = rc_path
         .and_then(|path| std::fs::read(path).ok())
         .unwrap_or_default();
-    for line in String::from_utf8_lossy(&lines).split_inclusive('\n') {
-        if next == AfterCommand::ReadLine {
-            next = run_line(session, line, true)?;
+    for line in String::from_utf8_lossy(&rc_bytes).split_inclusive('\n') {
+        if after_command == AfterCommand::ReadLine {
+            after_command = run_line(session, line, true)?;
         }
     }
-    if next == AfterCommand::ReadLine {
+    if after_command == AfterCommand::ReadLine {
         match run_commands(vm, session, home_dir.as_deref())? {
-            Some(end) => next = end,
+            Some(last_command) => after_command = last_command,
             None => return Ok(ExitCode::FAILURE),
         }
     }
-    if next == AfterCommand::Halt {
-        return Ok(halt(vm, &mut daemon));
+    if after_command == AfterCommand::Halt {
+        return Ok(halt_and_wait(vm, &mut daemon));
     }
     Terminal.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
@@ -128,18 +128,17 @@ pub(crate) fn run(
 fn run_commands(
     vm: &Vm,
     session: &mut Session,
-    home: Option<&Path>,
+    home_dir: Option<&Path>,
 ) -> io::Result<Option<AfterCommand>> {
-    let (frontend, inputs) = start_inputs(vm, home);
-    frontend.prompt(session)?;
-    // The loop never ends because of a closed channel: each thread sends the reason of its end
-    // first.
+    let (frontend, inputs) = start_inputs(vm, home_dir);
+    frontend.start_prompt(session)?;
+    // `recv` never fails: before an input thread exits, it sends [`Input::End`] or [`Input::Lost`].
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
                 frontend.flush_pending()?;
-                match run_line(session, &line, frontend.echo())? {
-                    AfterCommand::ReadLine => frontend.prompt(session)?,
+                match run_line(session, &line, frontend.echoes_lines())? {
+                    AfterCommand::ReadLine => frontend.start_prompt(session)?,
                     end => {
                         frontend.close()?;
                         return Ok(Some(end));
@@ -152,7 +151,7 @@ fn run_commands(
                 return Ok(Some(AfterCommand::Quit));
             }
             Input::Message(message) => frontend.show(&session.handle_message(&message))?,
-            Input::Lost(why) => {
+            Input::ConnectionLost(why) => {
                 frontend.close()?;
                 Terminal.print_error(&format!("\npvm: the virtual machine has ended: {why}"));
                 return Ok(None);
@@ -175,17 +174,17 @@ fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<AfterCo
 
 /// Starts the threads that read lines from standard input and messages from the virtual machine.
 /// The receiver yields lines and messages in order of arrival.
-fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
+fn start_inputs(vm: &Vm, home_dir: Option<&Path>) -> (Frontend, Receiver<Input>) {
     let (sender, receiver) = sync_channel(INPUT_QUEUE_MAX);
-    let frontend = open_frontend(vm, home, &sender);
-    let (vm, messages) = (vm.clone(), sender);
+    let frontend = open_frontend(vm, home_dir, &sender);
+    let (vm, message_sender) = (vm.clone(), sender);
     thread::spawn(move || {
         loop {
-            let (input, last) = match virtual_machine::receive(&vm) {
+            let (input, is_last) = match virtual_machine::wait_for_message(&vm) {
                 Ok(message) => (Input::Message(message), false),
-                Err(error) => (Input::Lost(error.to_string()), true),
+                Err(error) => (Input::ConnectionLost(error.to_string()), true),
             };
-            if messages.send(input).is_err() || last {
+            if message_sender.send(input).is_err() || is_last {
                 return;
             }
         }
@@ -193,49 +192,53 @@ fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
     (frontend, receiver)
 }
 
-/// Selects the frontend for standard input and output. Typed lines go to `sender`.
-fn open_frontend(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Frontend {
+/// Selects the frontend for standard input and output, and starts the thread that sends typed lines
+/// to `sender`.
+fn open_frontend(vm: &Vm, home_dir: Option<&Path>, sender: &SyncSender<Input>) -> Frontend {
     let stdin_is_terminal = io::stdin().is_terminal();
     if stdin_is_terminal && io::stdout().is_terminal() {
-        let lines = sender.clone();
-        let typed = move |typed| {
-            let input = match typed {
+        let line_sender = sender.clone();
+        let typed_input = move |typed_input| {
+            let input = match typed_input {
                 EditorInput::Line(line) => Input::Line(line),
                 EditorInput::End => Input::End,
             };
-            lines.send(input).is_ok()
+            line_sender.send(input).is_ok()
         };
-        if let Some(terminal) =
-            LineEditor::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed)
-        {
+        if let Some(terminal) = LineEditor::start(
+            vm,
+            home_dir.map(|dir| dir.join(".pvm_history")),
+            PROMPT,
+            typed_input,
+        ) {
             return Frontend::LineEditor(terminal);
         }
     }
-    let lines = sender.clone();
-    thread::spawn(move || read_lines(&mut io::stdin().lock(), &lines));
-    // A terminal has shown the line when it was typed.
-    Frontend::Plain {
+    let line_sender = sender.clone();
+    thread::spawn(move || read_lines(&mut io::stdin().lock(), &line_sender));
+    // The terminal already shows a typed line.
+    Frontend::PlainInput {
         echo: !stdin_is_terminal,
     }
 }
 
-/// Sends the lines of `from`, then [`Input::End`]. A line over the limit is cut, but stays longer
+/// Sends the lines of `reader`, then [`Input::End`]. A line over the limit is cut, but stays longer
 /// than the limit, so that the whole line is refused and no part of it is executed.
-fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
-    let limit = LINE_BYTES_MAX as u64 + 2;
+fn read_lines(reader: &mut impl BufRead, sender: &SyncSender<Input>) {
+    let bytes_max = LINE_BYTES_MAX as u64 + 2;
     loop {
         let mut line = Vec::new();
-        let read = from.by_ref().take(limit).read_until(b'\n', &mut line);
-        if !read.is_ok_and(|bytes| bytes > 0) {
-            // The console may have ended already.
-            let _ = to.send(Input::End);
+        let read_result = reader.by_ref().take(bytes_max).read_until(b'\n', &mut line);
+        if !read_result.is_ok_and(|bytes| bytes > 0) {
+            // Sending fails if the console has ended.
+            let _ = sender.send(Input::End);
             return;
         }
-        if line.last() != Some(&b'\n') && line.len() as u64 == limit {
+        if line.last() != Some(&b'\n') && line.len() as u64 == bytes_max {
             line.push(b'\n');
-            let _ = from.skip_until(b'\n');
+            let _ = reader.skip_until(b'\n');
         }
-        if to
+        if sender
             .send(Input::Line(String::from_utf8_lossy(&line).into_owned()))
             .is_err()
         {
@@ -255,7 +258,7 @@ mod tests {
         let line = |input| match input {
             Input::Line(line) => line,
             Input::End => "END".to_string(),
-            Input::Message(_) | Input::Lost(_) => panic!("nothing of the kind was sent"),
+            Input::Message(_) | Input::ConnectionLost(_) => panic!("nothing of the kind was sent"),
         };
         receiver.iter().map(line).collect()
     }
@@ -271,7 +274,6 @@ mod tests {
         assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b\n", "END"]);
     }
 
-    /// A line over the limit stays one line.
     #[test]
     fn overlong_line_stays_one_line() {
         let mut text = vec![b'x'; LINE_BYTES_MAX * 2];

@@ -29,13 +29,14 @@ pub(crate) fn main() -> ExitCode {
     let mode = match args::parse(std::env::args_os()) {
         Ok(mode) => mode,
         Err(ArgsError::Clap(error)) => {
-            // Help and version also arrive here; they go to standard output.
+            // clap returns the texts of `--help` and `--version` as errors, too. `print` writes
+            // these texts to standard output.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(1));
         }
-        Err(error) => return fail(&format!("pvm: {error}")),
+        Err(error) => return report_failure(&format!("pvm: {error}")),
     };
-    run(mode).unwrap_or_else(|error| {
+    run_mode(mode).unwrap_or_else(|error| {
         // A closed pipe ends the program without a message, like other commands.
         if error.kind() != io::ErrorKind::BrokenPipe {
             Terminal.print_error(&format!("pvm: standard output cannot be written: {error}"));
@@ -44,19 +45,19 @@ pub(crate) fn main() -> ExitCode {
     })
 }
 
-fn fail(line: &str) -> ExitCode {
+fn report_failure(line: &str) -> ExitCode {
     Terminal.print_error(line);
     ExitCode::FAILURE
 }
 
-fn run(mode: Mode) -> io::Result<ExitCode> {
+fn run_mode(mode: Mode) -> io::Result<ExitCode> {
     match mode {
-        Mode::OneShot { words, options } => one_shot::run(&words, options, environment()),
+        Mode::OneShot { words, options } => one_shot::run(&words, options, utf8_environment()),
         Mode::Start(daemon) => Ok(
             match refuse_root().and_then(|()| start_daemon_only(&daemon)) {
                 Ok(true) => ExitCode::SUCCESS,
                 Ok(false) => ExitCode::FAILURE,
-                Err(line) => fail(&line),
+                Err(line) => report_failure(&line),
             },
         ),
         Mode::Console(daemon) => {
@@ -66,15 +67,15 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
             interrupt.add(Signal::SIGINT);
             interrupt.thread_block().map_err(io::Error::from)?;
             match join_or_start(&daemon) {
-                Ok((vm, daemon)) => interactive::run(&vm, daemon, environment()),
-                Err(line) => Ok(fail(&line)),
+                Ok((vm, daemon)) => interactive::run(&vm, daemon, utf8_environment()),
+                Err(line) => Ok(report_failure(&line)),
             }
         }
     }
 }
 
-/// Joins the virtual machine, and starts it if it does not run. `args` are the arguments for its
-/// daemon.
+/// Joins the virtual machine. If no virtual machine runs, starts a daemon with the arguments
+/// `args`.
 ///
 /// # Errors
 /// Fails if the virtual machine cannot be started or joined; the text is for the user.
@@ -93,14 +94,15 @@ fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), String> {
     Ok((
         vm,
         LocalDaemon {
-            lock: lock_path()?,
+            lock_path: lock_path()?,
             child,
         },
     ))
 }
 
-/// Returns a copy of the environment without entries that are not UTF-8, which cannot be exported.
-fn environment() -> BTreeMap<String, String> {
+/// Returns a copy of the environment. Entries that are not UTF-8 are omitted, because they cannot
+/// be exported.
+fn utf8_environment() -> BTreeMap<String, String> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect()

@@ -1,10 +1,10 @@
-//! Executes one command from the command line. The exit status is zero only if every part of it
-//! succeeded.
+//! Executes one command from the command line. The exit status is zero only if all parts of the
+//! command succeed.
 
 use super::execute;
 use crate::command::{LocalContext, ParsedCommand, ShellOptions, VmCommand};
 use crate::commands::{COMMANDS, parse};
-use crate::daemon::halt::{LocalDaemon, halt};
+use crate::daemon::halt::{LocalDaemon, halt_and_wait};
 use crate::daemon::process::DaemonProcess;
 use crate::daemon::running::{enroll_error_line, lock_path, refuse_root};
 use crate::outcome::AfterCommand;
@@ -26,13 +26,13 @@ pub(crate) fn run(
     env: BTreeMap<String, String>,
 ) -> io::Result<ExitCode> {
     let command = match parse(words) {
-        Ok(Some(ParsedCommand::OnVm(command))) => command,
+        Ok(Some(ParsedCommand::Vm(command))) => command,
         Ok(Some(ParsedCommand::Local(command))) => {
             let outcome = command.run(&LocalContext {
                 commands: COMMANDS,
-                json: options.json,
+                prints_json: options.prints_json,
             });
-            Terminal.print_oneshot(&outcome, options.json)?;
+            Terminal.print_oneshot(&outcome, options.prints_json)?;
             return Ok(exit_code(!outcome.failed));
         }
         Ok(None) => return Ok(ExitCode::SUCCESS),
@@ -42,25 +42,28 @@ pub(crate) fn run(
         }
     };
     if let Some(outcome) = command.run_before_joining(options)? {
-        Terminal.print_oneshot(&outcome, options.json)?;
+        Terminal.print_oneshot(&outcome, options.prints_json)?;
         return Ok(exit_code(!outcome.failed));
     }
-    let lock = match refuse_root().and_then(|()| lock_path()) {
-        Ok(lock) => lock,
+    let lock_file = match refuse_root().and_then(|()| lock_path()) {
+        Ok(lock_file) => lock_file,
         Err(line) => {
             Terminal.print_error(&line);
             return Ok(ExitCode::FAILURE);
         }
     };
-    let daemon = DaemonProcess::from_lock_file(lock.clone());
+    let daemon = DaemonProcess::from_lock_file(lock_file.clone());
     match Vm::enroll() {
         Ok(vm) => {
-            let daemon = LocalDaemon { lock, child: None };
+            let daemon = LocalDaemon {
+                lock_path: lock_file,
+                child: None,
+            };
             let name = words.first().map_or("", String::as_str);
             run_on_vm(&vm, daemon, env, (name, &*command), options)
         }
         // Another process is halting the virtual machine at the same time.
-        Err(error) if command.halts_vm() && daemon.is_shutting_down(&error) => {
+        Err(error) if command.halts_vm() && daemon.wait_if_shutting_down(&error) => {
             Ok(ExitCode::SUCCESS)
         }
         Err(error) => {
@@ -70,16 +73,16 @@ pub(crate) fn run(
     }
 }
 
-fn exit_code(good: bool) -> ExitCode {
-    if good {
+fn exit_code(succeeded: bool) -> ExitCode {
+    if succeeded {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     }
 }
 
-/// Executes a command, given with its name. If the command starts a job whose output is collected
-/// here, waits for the end of the job.
+/// Executes `command`, whose name is `name`. If the command starts a job whose output this process
+/// collects, waits for the end of the job.
 ///
 /// # Errors
 /// Fails if standard output cannot be written.
@@ -91,17 +94,17 @@ fn run_on_vm(
     options: ShellOptions,
 ) -> io::Result<ExitCode> {
     if let Some(outcome) = command.run_for_shell(vm, options)? {
-        Terminal.print_oneshot(&outcome, options.json)?;
+        Terminal.print_oneshot(&outcome, options.prints_json)?;
         return Ok(exit_code(!outcome.failed));
     }
     let session: &mut Session = &mut Session::new(vm.clone(), env);
     let outcome = execute::run_command(session, name, command);
-    Terminal.print_oneshot(&outcome, options.json)?;
+    Terminal.print_oneshot(&outcome, options.prints_json)?;
     if outcome.after_command == AfterCommand::Halt {
-        return Ok(halt(vm, &mut daemon));
+        return Ok(halt_and_wait(vm, &mut daemon));
     }
     while session.has_jobs() {
-        match virtual_machine::receive(vm) {
+        match virtual_machine::wait_for_message(vm) {
             Ok(message) => Terminal.print(&session.handle_message(&message))?,
             Err(error) => {
                 Terminal.print_error(&format!(

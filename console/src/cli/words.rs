@@ -3,13 +3,14 @@
 //! Whitespace separates words, `'…'` and `"…"` quote, `\` outside quotes takes the next character
 //! literally, and `#` at the beginning of a word starts a comment.
 
-/// Longest line in bytes. PVM's console allows 1023.
+/// Maximum length of a line in bytes. PVM's console allows 1023.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
-/// Why a line cannot be split.
+/// Reason why a line cannot be split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LineError {
-    /// The line has an unclosed quote, or ends with a backslash.
+    /// The line has an unclosed quote, or ends with a backslash. Contains the quote or the
+    /// backslash.
     #[error("unmatched {0}")]
     Unmatched(char),
     /// The line is longer than [`LINE_BYTES_MAX`].
@@ -17,7 +18,7 @@ pub(crate) enum LineError {
     TooLong,
 }
 
-/// Returns the words of a line; none for an empty line or a comment.
+/// Returns the words of a line. An empty line or a comment has no words.
 pub(crate) fn split_words(line: &str) -> Result<Vec<String>, LineError> {
     if line.len() > LINE_BYTES_MAX {
         return Err(LineError::TooLong);
@@ -53,29 +54,27 @@ pub(crate) fn split_words(line: &str) -> Result<Vec<String>, LineError> {
 mod tests {
     use super::*;
 
-    /// Quotes, backslashes and comments work as in PVM.
     #[test]
     fn quoting_matches_pvm() {
-        let ok = |line: &str| split_words(line).expect(line);
+        let words_of = |line: &str| split_words(line).expect(line);
         assert_eq!(
-            ok(r#"echo "a   b" c\ d 'x"y'"#),
+            words_of(r#"echo "a   b" c\ d 'x"y'"#),
             ["echo", "a   b", "c d", "x\"y"]
         );
         assert_eq!(
-            ok("add 'h2 ep=/x wd=/y'  h3\t"),
+            words_of("add 'h2 ep=/x wd=/y'  h3\t"),
             ["add", "h2 ep=/x wd=/y", "h3"]
         );
-        assert_eq!(ok("conf # all of them"), ["conf"]);
-        assert_eq!(ok("echo a#b \\#c"), ["echo", "a#b", "#c"]);
+        assert_eq!(words_of("conf # all of them"), ["conf"]);
+        assert_eq!(words_of("echo a#b \\#c"), ["echo", "a#b", "#c"]);
         assert_eq!(
-            ok(r#"'a\b'"#),
+            words_of(r#"'a\b'"#),
             [r"a\b"],
             "inside quotes a backslash is a backslash"
         );
-        assert_eq!(ok("'' \"\""), ["", ""]);
+        assert_eq!(words_of("'' \"\""), ["", ""]);
     }
 
-    /// Empty lines and comments have no words.
     #[test]
     fn comments_have_no_words() {
         for line in ["", "   \t", "# nothing", "  # 'unclosed"] {

@@ -1,6 +1,6 @@
 //! `add`: adds hosts to the virtual machine.
 
-use crate::arguments::one_or_more;
+use crate::arguments::require_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::json;
@@ -14,37 +14,43 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "Add hosts to the virtual machine",
     detail: "Syntax:  add host ...\n  or     add 'host option=value ...' ...\n\
                  Options: lo=user dx=daemon ep=path wd=dir sp=speed ip=address bx=debugger\n",
-    parse: |args| one_or_more("add", args).map(|lines| ParsedCommand::on_vm(AddCommand { lines })),
+    parse: |args| {
+        require_args("add", args)
+            .map(|lines| ParsedCommand::vm_command(AddCommand { host_lines: lines }))
+    },
     ..CommandSpec::DEFAULT
 };
 
 #[derive(Debug)]
 struct AddCommand {
     /// One line in host-file format for each host.
-    lines: Vec<String>,
+    host_lines: Vec<String>,
 }
 
 impl VmCommand for AddCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let lines = &self.lines;
-        let results = session.vm.add(lines)?;
-        let mut outcome =
-            Outcome::with_values(text(lines, &results), value(lines, &results), false);
-        for (line, added) in lines.iter().zip(&results) {
-            match &added.result {
+        let lines = &self.host_lines;
+        let results = session.vm.add_hosts(lines)?;
+        let mut outcome = Outcome::with_json(
+            results_text(lines, &results),
+            results_json(lines, &results),
+            false,
+        );
+        for (line, add_result) in lines.iter().zip(&results) {
+            match &add_result.result {
                 Ok(host) => {
                     session.skip_announcement(host.id);
                 }
                 Err(error) => {
                     outcome.failed = true;
-                    let reason = if added.reason.is_empty() {
+                    let reason = if add_result.reason.is_empty() {
                         error.text()
                     } else {
-                        &added.reason
+                        &add_result.reason
                     };
                     outcome
                         .errors
-                        .push(format!("add {}: {reason}", host_of_line(line)));
+                        .push(format!("add {}: {reason}", host_name_in_line(line)));
                 }
             }
         }
@@ -53,19 +59,22 @@ impl VmCommand for AddCommand {
 }
 
 /// Returns the name of the host in a host-file line.
-fn host_of_line(line: &str) -> &str {
+fn host_name_in_line(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or(line)
 }
 
 /// Formats the output of `add`.
-fn text(lines: &[String], results: &[AddedHost]) -> String {
+fn results_text(lines: &[String], results: &[AddedHost]) -> String {
     let mut out = format!(
         "{} successful\n",
-        results.iter().filter(|added| added.result.is_ok()).count()
+        results
+            .iter()
+            .filter(|add_result| add_result.result.is_ok())
+            .count()
     );
     out += &format!("{:>24} {:>8}\n", "HOST", "DTID");
-    for (line, added) in lines.iter().zip(results) {
-        out += &match &added.result {
+    for (line, add_result) in lines.iter().zip(results) {
+        out += &match &add_result.result {
             Ok(host) => format!("{:>24} {:>8x}\n", host.name, host.id.tid()),
             Err(error) => format!("{line:>24} {:>8}\n", error.text()),
         };
@@ -73,13 +82,15 @@ fn text(lines: &[String], results: &[AddedHost]) -> String {
     out
 }
 
-/// Returns the value of `add`.
-fn value(lines: &[String], results: &[AddedHost]) -> Value {
-    let one = |(line, added): (&String, &AddedHost)| match &added.result {
+/// Returns the output of `add` as JSON.
+fn results_json(lines: &[String], results: &[AddedHost]) -> Value {
+    let result_json = |(line, add_result): (&String, &AddedHost)| match &add_result.result {
         Ok(entry) => json!({ "line": line, "host": json::host(entry) }),
-        Err(code) => json!({ "line": line, "error": json::error(*code), "reason": added.reason }),
+        Err(code) => {
+            json!({ "line": line, "error": json::error(*code), "reason": add_result.reason })
+        }
     };
-    json!({ "results": lines.iter().zip(results).map(one).collect::<Vec<_>>() })
+    json!({ "results": lines.iter().zip(results).map(result_json).collect::<Vec<_>>() })
 }
 
 #[cfg(test)]
@@ -88,15 +99,14 @@ mod tests {
     use crate::fixtures::host;
     use sempa_proto::PvmError;
 
-    /// `add` has the columns of PVM.
     #[test]
     fn add_layout_matches_pvm() {
         let lines: Vec<String> = ["ha2 sp=2000", "ha3", "nohost"].map(String::from).to_vec();
-        let ok = |index, name| AddedHost {
+        let added_host = |index, name| AddedHost {
             result: Ok(host(index, name)),
             reason: String::new(),
         };
-        let failed = AddedHost {
+        let failed_host = AddedHost {
             result: Err(PvmError::NoHost),
             reason: "no such name".into(),
         };
@@ -108,20 +118,22 @@ mod tests {
                   nohost No such host
 ";
         assert_eq!(
-            text(&lines, &[ok(2, "ha2"), ok(3, "ha3"), failed]),
+            results_text(
+                &lines,
+                &[added_host(2, "ha2"), added_host(3, "ha3"), failed_host]
+            ),
             expected
         );
     }
 
-    /// A failure has code, text and reason.
     #[test]
     fn failure_has_code_text_and_reason() {
-        let failed = AddedHost {
+        let failed_host = AddedHost {
             result: Err(PvmError::CantStart),
             reason: "ssh: no route".into(),
         };
-        let added = value(&["h9".to_string()], &[failed]);
-        assert_eq!(added["results"][0]["error"]["code"], -29);
-        assert_eq!(added["results"][0]["reason"], "ssh: no route");
+        let results = results_json(&["h9".to_string()], &[failed_host]);
+        assert_eq!(results["results"][0]["error"]["code"], -29);
+        assert_eq!(results["results"][0]["reason"], "ssh: no route");
     }
 }

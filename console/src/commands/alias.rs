@@ -1,6 +1,6 @@
 //! `alias` and `unalias`: short names for commands.
 
-use crate::arguments::one_or_more;
+use crate::arguments::require_args;
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::session::Session;
@@ -11,9 +11,9 @@ pub(crate) const ALIAS: CommandSpec = CommandSpec {
     name: "alias",
     summary: "Define a short name for a command, or list them",
     detail: "Syntax:  alias [ name command [ arg ... ] ]\n",
-    parse: |args| Ok(ParsedCommand::on_vm(parse(args))),
-    own_words: |args| args.len().min(1),
-    completion: Completion::ByWords(|args, _| {
+    parse: |args| Ok(ParsedCommand::vm_command(parse(args))),
+    own_word_count: |args| args.len().min(1),
+    completion: Completion::WordDependent(|args, _| {
         let kind = if args.len() == 1 {
             WordKind::Command
         } else {
@@ -29,8 +29,8 @@ pub(crate) const UNALIAS: CommandSpec = CommandSpec {
     summary: "Remove aliases",
     detail: "Syntax:  unalias name ...\n",
     parse: |args| {
-        let names = one_or_more("unalias", args)?;
-        Ok(ParsedCommand::on_vm(UnaliasCommand { names }))
+        let names = require_args("unalias", args)?;
+        Ok(ParsedCommand::vm_command(UnaliasCommand { aliases: names }))
     },
     has_json: false,
     completion: Completion::EveryWord(WordKind::Alias),
@@ -45,7 +45,7 @@ enum AliasCommand {
 
 #[derive(Debug)]
 struct UnaliasCommand {
-    names: Vec<String>,
+    aliases: Vec<String>,
 }
 
 fn parse(args: &[String]) -> AliasCommand {
@@ -61,18 +61,18 @@ fn parse(args: &[String]) -> AliasCommand {
 impl VmCommand for AliasCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         match self {
-            AliasCommand::Define { name, words } => {
+            Self::Define { name, words } => {
                 session.aliases.insert(name.clone(), words.clone());
                 Ok(Outcome::default())
             }
-            AliasCommand::List => {
+            Self::List => {
                 let text = session
                     .aliases
                     .iter()
                     .map(|(name, words)| format!("{name}\t{}\n", words.join(" ")))
                     .collect();
-                let value = json!({ "aliases": session.aliases });
-                Ok(Outcome::with_values(text, value, false))
+                let json_output = json!({ "aliases": session.aliases });
+                Ok(Outcome::with_json(text, json_output, false))
             }
         }
     }
@@ -80,7 +80,9 @@ impl VmCommand for AliasCommand {
 
 impl VmCommand for UnaliasCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        session.aliases.retain(|name, _| !self.names.contains(name));
+        session
+            .aliases
+            .retain(|name, _| !self.aliases.contains(name));
         Ok(Outcome::default())
     }
 }

@@ -20,8 +20,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              Asks all hosts, or only this one. The task is neither migrated nor paused.\n\
              The hosts are listed by distance. A migration asks again, because the answer may change.\n\
              If the task would not migrate by CRIU, the engine is shown: its own checkpoint, or restart (SEMPA_ENGINE).\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|args, _| match args {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|args, _| match args {
         [] => (0, WordKind::Tid),
         [_] => (0, WordKind::Host),
         _ => (0, WordKind::Unknown),
@@ -32,50 +32,50 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 #[derive(Debug)]
 struct CanMigrateCommand {
     tid: Tid,
-    /// The only host to ask. `None` for all hosts.
-    to: Option<String>,
+    /// Name of the only host to query. `None` queries all hosts.
+    target: Option<String>,
 }
 
 fn parse(args: &[String]) -> Result<CanMigrateCommand, ParseError> {
-    let (tid, to) = match args {
+    let (tid, target) = match args {
         [tid] => (tid, None),
         [tid, host] => (tid, Some(host.clone())),
         _ => return Err(ParseError::WrongArgs(SPEC.name)),
     };
     let tid = parse_task_tid(SPEC.name, tid)?;
-    Ok(CanMigrateCommand { tid, to })
+    Ok(CanMigrateCommand { tid, target })
 }
 
 impl VmCommand for CanMigrateCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
-        let targets = session.vm.can_migrate(self.tid, self.to.as_deref())?;
-        let failed = targets.nearest().is_none();
-        Ok(Outcome::with_values(
-            text(&table, &targets),
-            value(&table, &targets),
+        let targets = session.vm.can_migrate(self.tid, self.target.as_deref())?;
+        let failed = targets.nearest_host().is_none();
+        Ok(Outcome::with_json(
+            targets_text(&table, &targets),
+            targets_json(&table, &targets),
             failed,
         ))
     }
 }
 
-fn text(table: &HostTable, targets: &MigrationTargets) -> String {
-    let name = |host: HostId| host_name(table, host);
+fn targets_text(table: &HostTable, targets: &MigrationTargets) -> String {
+    let name_of = |host: HostId| host_name(table, host);
     let width = targets
         .verdicts
         .iter()
-        .map(|(host, _)| name(*host).len())
+        .map(|(host, _)| name_of(*host).len())
         .max()
         .unwrap_or(0);
     let mut out = format!(
         "{} is on {}, {} KiB\n",
         targets.tid,
-        name(targets.from),
-        targets.resident_bytes.div_ceil(1024)
+        name_of(targets.from),
+        targets.memory_bytes.div_ceil(1024)
     );
     for (host, verdict) in &targets.verdicts {
         let engine = targets.engine(*host);
-        let host = name(*host);
+        let host = name_of(*host);
         match verdict.split_first() {
             None if engine == Engine::Criu => out += &format!("{host:width$}  yes\n"),
             None => out += &format!("{host:width$}  yes, by {engine}\n"),
@@ -86,23 +86,23 @@ fn text(table: &HostTable, targets: &MigrationTargets) -> String {
             }
         }
     }
-    out + &match targets.nearest() {
-        Some(host) => format!("nearest host that accepts it: {}\n", name(host)),
+    out + &match targets.nearest_host() {
+        Some(host) => format!("nearest host that accepts it: {}\n", name_of(host)),
         None if targets.verdicts.is_empty() => "no other host was asked\n".to_string(),
         None => "no host accepts it\n".to_string(),
     }
 }
 
-/// Returns the refusals of each host, as records and as text.
-fn value(table: &HostTable, targets: &MigrationTargets) -> Value {
-    let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
-    let one = |(host, verdict): &(HostId, Verdict)| {
+/// Returns the refusals of each host as JSON, as records and as text.
+fn targets_json(table: &HostTable, targets: &MigrationTargets) -> Value {
+    let name_of = |host: HostId| table.get(host).map(|entry| entry.name.clone());
+    let host_json = |(host, verdict): &(HostId, Verdict)| {
         let reasons: Vec<String> = verdict.iter().map(ToString::to_string).collect();
         let engine = verdict
             .is_empty()
             .then(|| targets.engine(*host).to_string());
         json!({
-            "host": name(*host),
+            "host": name_of(*host),
             "takes": verdict.is_empty(),
             "by": engine,
             "reasons": reasons,
@@ -111,9 +111,9 @@ fn value(table: &HostTable, targets: &MigrationTargets) -> Value {
     };
     json!({
         "tid": targets.tid.to_string(),
-        "host": name(targets.from),
-        "resident_bytes": targets.resident_bytes,
-        "hosts": targets.verdicts.iter().map(one).collect::<Vec<_>>(),
-        "nearest": targets.nearest().and_then(name),
+        "host": name_of(targets.from),
+        "resident_bytes": targets.memory_bytes,
+        "hosts": targets.verdicts.iter().map(host_json).collect::<Vec<_>>(),
+        "nearest": targets.nearest_host().and_then(name_of),
     })
 }

@@ -1,12 +1,12 @@
 //! `checkpoint`: writes a checkpoint of a job to the store on the master's host, once or
 //! periodically.
 
-use crate::arguments::{option_value, parse_duration, parse_tid, unknown_option};
+use crate::arguments::{parse_duration, parse_option_value, parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::unexpected_reply;
+use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
 use sempa_proto::checkpoint::{CheckpointFailure, CheckpointReport, CheckpointSchedule};
 use sempa_proto::task::{Reply, Request};
@@ -14,7 +14,7 @@ use sempa_proto::{Micros, Tid};
 use serde_json::json;
 use std::time::Duration;
 
-/// Longest accepted checkpoint interval; a longer one is a typing error.
+/// Maximum checkpoint interval. A longer interval is refused as a typing error.
 const INTERVAL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -29,7 +29,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              With --end the job ends when its checkpoint is complete; 'restart' restarts it.\n\
              Tasks that CRIU cannot dump may write their own state (SEMPA_ENGINE=own, SEMPA_STATE).\n\
              The store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
 };
@@ -39,66 +39,71 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct CheckpointCommand {
     /// The first task of the job.
     job: Tid,
-    /// New schedule of the job's periodic checkpoints. `None` keeps the present schedule.
+    /// New schedule of the job's periodic checkpoints. `None` does not change the schedule.
     schedule: Option<CheckpointSchedule>,
-    /// Ends the job when its checkpoint is complete.
+    /// True if the job ends when its checkpoint is complete.
     ends_job: bool,
 }
 
 /// Parses the words after `checkpoint`.
 fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
     const COMMAND: &str = "checkpoint";
-    let wrong = || ParseError::WrongArgs(COMMAND);
-    let (mut job, mut schedule, mut end) = (None, None, false);
+    let wrong_args = || ParseError::WrongArgs(COMMAND);
+    let (mut job, mut schedule, mut end_requested) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let mut timed = None;
-        for (name, kind) in [
+        let mut schedule_option = None;
+        for (name, schedule_of) in [
             (
                 "--every",
-                CheckpointSchedule::Every as fn(Micros) -> CheckpointSchedule,
+                CheckpointSchedule::Interval as fn(Micros) -> CheckpointSchedule,
             ),
             ("--loss", CheckpointSchedule::MaxLoss),
         ] {
-            timed =
-                timed.or(option_value(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
+            schedule_option = schedule_option
+                .or(parse_option_value(COMMAND, name, arg, &mut rest)?
+                    .map(|value| (schedule_of, value)));
         }
-        match timed {
-            Some((kind, value)) => {
-                let wanted = "a time such as 30s, 5m or 2h";
-                let not = || ParseError::WrongType {
+        match schedule_option {
+            Some((schedule_of, value)) => {
+                let expected_type = "a time such as 30s, 5m or 2h";
+                let wrong_type = || ParseError::WrongType {
                     command: COMMAND,
                     word: value.into(),
-                    expected: wanted,
+                    expected: expected_type,
                 };
-                let span = parse_duration(value)
-                    .filter(|span| *span <= INTERVAL_MAX)
-                    .ok_or_else(not)?;
-                schedule = Some(kind(Micros(span.as_micros() as u64)));
+                let interval = parse_duration(value)
+                    .filter(|interval| *interval <= INTERVAL_MAX)
+                    .ok_or_else(wrong_type)?;
+                schedule = Some(schedule_of(Micros(interval.as_micros() as u64)));
             }
-            None if arg == "--stop" => schedule = Some(CheckpointSchedule::Never),
-            None if arg == "--end" => end = true,
+            None if arg == "--stop" => schedule = Some(CheckpointSchedule::Disabled),
+            None if arg == "--end" => end_requested = true,
             None if arg.starts_with('-') => {
-                return Err(unknown_option(arg));
+                return Err(unknown_option_error(arg));
             }
             None if job.is_none() => {
-                let not = || ParseError::WrongType {
+                let wrong_type = || ParseError::WrongType {
                     command: COMMAND,
                     word: arg.clone(),
                     expected: "a task's tid",
                 };
-                job = Some(parse_tid(arg).filter(|tid| tid.is_task()).ok_or_else(not)?);
+                job = Some(
+                    parse_tid(arg)
+                        .filter(|tid| tid.is_task())
+                        .ok_or_else(wrong_type)?,
+                );
             }
-            None => return Err(wrong()),
+            None => return Err(wrong_args()),
         }
     }
-    if end && schedule.is_some() {
-        return Err(wrong());
+    if end_requested && schedule.is_some() {
+        return Err(wrong_args());
     }
     Ok(CheckpointCommand {
-        job: job.ok_or_else(wrong)?,
+        job: job.ok_or_else(wrong_args)?,
         schedule,
-        ends_job: end,
+        ends_job: end_requested,
     })
 }
 
@@ -109,46 +114,46 @@ impl VmCommand for CheckpointCommand {
             job,
             schedule: self.schedule,
             end_job: self.ends_job,
-            wait: true,
+            wait_for_end: true,
         })? {
             Reply::Done => {
                 let text = format!(
                     "periodic checkpoints of {job} are stopped; existing checkpoints are kept\n"
                 );
-                Ok(Outcome::with_values(
+                Ok(Outcome::with_json(
                     text,
                     json!({ "job": job.to_string(), "every_s": null, "loss_s": null }),
                     false,
                 ))
             }
-            Reply::Checkpointed(Ok(report)) => Ok(self.success(&report)),
+            Reply::Checkpointed(Ok(report)) => Ok(self.success_outcome(&report)),
             Reply::Checkpointed(Err(why)) => {
                 let job = job.to_string();
-                let value = json!({ "job": job, "failed": why.to_string() });
+                let json_output = json!({ "job": job, "failed": why.to_string() });
                 Ok(Outcome {
-                    json: vec![value],
-                    ..Outcome::error(format!(
+                    json_values: vec![json_output],
+                    ..Outcome::from_error(format!(
                         "no checkpoint of {job}: {why}{}",
-                        job_after_failure(&why, "the job")
+                        job_state_clause(&why, "the job")
                     ))
                 })
             }
-            _ => Err(unexpected_reply()),
+            _ => Err(unexpected_reply_error()),
         }
     }
 }
 
 impl CheckpointCommand {
-    fn success(&self, report: &CheckpointReport) -> Outcome {
-        let CheckpointCommand {
+    fn success_outcome(&self, report: &CheckpointReport) -> Outcome {
+        let Self {
             job,
             schedule,
             ends_job,
         } = self;
         let (every, loss) = match schedule {
-            Some(CheckpointSchedule::Every(every)) => (Some(every.0 / 1_000_000), None),
+            Some(CheckpointSchedule::Interval(every)) => (Some(every.0 / 1_000_000), None),
             Some(CheckpointSchedule::MaxLoss(bound)) => (None, Some(bound.0 / 1_000_000)),
-            Some(CheckpointSchedule::Never) | None => (None, None),
+            Some(CheckpointSchedule::Disabled) | None => (None, None),
         };
         let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
         let task_count = if tasks.len() == 1 {
@@ -156,20 +161,20 @@ impl CheckpointCommand {
         } else {
             format!("{} tasks", tasks.len())
         };
-        let frozen = report.frozen.0 as f64 / 1e3;
-        let own: Vec<String> = report
-            .self_checkpointed
+        let frozen_ms = report.frozen_time.0 as f64 / 1e3;
+        let self_checkpointed: Vec<String> = report
+            .self_checkpointed_tasks
             .iter()
             .map(Tid::to_string)
             .collect();
-        let by_own = match own.len() {
+        let self_checkpoint_text = match self_checkpointed.len() {
             0 => String::new(),
             all if all == tasks.len() => " by their own checkpoints".into(),
             some => format!(", {some} of them by their own checkpoints"),
         };
-        let (set, bytes) = (&report.name, report.bytes);
+        let (checkpoint_name, bytes) = (&report.name, report.stored_bytes);
         let mut text = format!(
-            "{set}: {task_count} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n"
+            "{checkpoint_name}: {task_count} of job {job}{self_checkpoint_text}, {bytes} bytes, frozen {frozen_ms:.1} ms\n"
         );
         if let Some(every) = every {
             text.push_str(&format!(
@@ -182,25 +187,27 @@ impl CheckpointCommand {
             ));
         }
         if *ends_job {
-            text.push_str(&format!("and ended; 'restart {set}' restarts it\n"));
+            text.push_str(&format!(
+                "and ended; 'restart {checkpoint_name}' restarts it\n"
+            ));
         }
-        let value = json!({
-            "set": set, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": bytes,
-            "own": own, "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
+        let json_output = json!({
+            "set": checkpoint_name, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": bytes,
+            "own": self_checkpointed, "frozen_us": report.frozen_time.0, "every_s": every, "loss_s": loss,
         });
-        Outcome::with_values(text, value, false)
+        Outcome::with_json(text, json_output, false)
     }
 }
 
-/// Returns a clause that says what happens to a job whose checkpoint failed. `job_word` stands for
+/// Returns a clause that says what happens to a job whose checkpoint failed. `job_noun` stands for
 /// the job in that clause, such as "the job" or "it".
-pub(crate) fn job_after_failure(why: &CheckpointFailure, job_word: &str) -> String {
-    match why {
+pub(crate) fn job_state_clause(failure: &CheckpointFailure, job_noun: &str) -> String {
+    match failure {
         CheckpointFailure::NoSuchJob(_) => String::new(),
         CheckpointFailure::HostLost(_) => format!(
-            "; with its tasks there; {job_word} rolls back to its newest checkpoint, if it has one and is checkpointed periodically"
+            "; with its tasks there; {job_noun} rolls back to its newest checkpoint, if it has one and is checkpointed periodically"
         ),
-        _ => format!("; {job_word} continues"),
+        _ => format!("; {job_noun} continues"),
     }
 }
 
@@ -210,7 +217,6 @@ mod tests {
     use crate::fixtures::words;
     use sempa_proto::HostId;
 
-    /// Job and options of `checkpoint` are accepted in any order.
     #[test]
     fn checkpoint_arguments_parse_in_any_order() {
         let command = |schedule, ends_job| {
@@ -220,27 +226,27 @@ mod tests {
                 ends_job,
             })
         };
-        let every = |seconds| Some(CheckpointSchedule::Every(Micros::from_secs(seconds)));
+        let every = |seconds| Some(CheckpointSchedule::Interval(Micros::from_secs(seconds)));
         let loss = Some(CheckpointSchedule::MaxLoss(Micros::from_secs(60)));
-        for (line, parsed) in [
+        for (line, expected) in [
             ("t40002", command(None, false)),
             ("--every 5m t40002", command(every(300), false)),
             ("t40002 --every=2h", command(every(7200), false)),
             (
                 "t40002 --stop",
-                command(Some(CheckpointSchedule::Never), false),
+                command(Some(CheckpointSchedule::Disabled), false),
             ),
             ("t40002 --loss 1m", command(loss, false)),
             ("--end t40002", command(None, true)),
         ] {
-            assert_eq!(parse(&words(line)), parsed, "{line}");
+            assert_eq!(parse(&words(line)), expected, "{line}");
         }
     }
 
-    /// Errors of `checkpoint` name what is wrong: the number of words, a value or an option.
+    /// The error is about the number of words, a value or an option, depending on what is wrong.
     #[test]
     fn wrong_checkpoint_arguments_are_refused() {
-        let read = |line: &str| parse(&words(line));
+        let parse_line = |line: &str| parse(&words(line));
         for line in [
             "",
             "t40002 t40003",
@@ -251,7 +257,7 @@ mod tests {
             "--end --every 5m t40002",
         ] {
             assert_eq!(
-                read(line),
+                parse_line(line),
                 Err(ParseError::WrongArgs("checkpoint")),
                 "{line}"
             );
@@ -259,7 +265,7 @@ mod tests {
         for line in ["t40002 --every 0s", "t40002 --every soon", "t80000", "x"] {
             assert!(
                 matches!(
-                    read(line),
+                    parse_line(line),
                     Err(ParseError::WrongType {
                         command: "checkpoint",
                         ..
@@ -268,25 +274,28 @@ mod tests {
                 "{line}"
             );
         }
-        assert_eq!(read("-f t40002"), Err(ParseError::UnknownFlag("f".into())));
+        assert_eq!(
+            parse_line("-f t40002"),
+            Err(ParseError::UnknownFlag("f".into()))
+        );
     }
 
-    /// The text about a job whose checkpoint failed depends on the cause.
     #[test]
     fn failure_text_depends_on_cause() {
         let job = Tid::from_raw(0x40002);
         assert_eq!(
-            job_after_failure(&CheckpointFailure::NoSuchJob(job), "it"),
+            job_state_clause(&CheckpointFailure::NoSuchJob(job), "it"),
             ""
         );
         assert_eq!(
-            job_after_failure(&CheckpointFailure::InProgress, "the job"),
+            job_state_clause(&CheckpointFailure::InProgress, "the job"),
             "; the job continues"
         );
-        let lost = job_after_failure(&CheckpointFailure::HostLost(HostId::MASTER), "it");
+        let host_lost_text = job_state_clause(&CheckpointFailure::HostLost(HostId::MASTER), "it");
         assert!(
-            lost.contains("it rolls back to its newest checkpoint") && !lost.contains("continues"),
-            "{lost}"
+            host_lost_text.contains("it rolls back to its newest checkpoint")
+                && !host_lost_text.contains("continues"),
+            "{host_lost_text}"
         );
     }
 }

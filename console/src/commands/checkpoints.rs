@@ -1,12 +1,12 @@
 //! `checkpoints`: lists or removes checkpoints in the store on the master's host.
 
-use crate::arguments::{option_value, parse_tid, unknown_option};
+use crate::arguments::{parse_option_value, parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
-use crate::output::time::time;
+use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::{VirtualMachine, unexpected_reply};
+use crate::virtual_machine::{VirtualMachine, unexpected_reply_error};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CheckpointEntry, RemovalResults, RemovalSelection};
 use sempa_proto::task::{Reply, Request};
@@ -20,7 +20,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              removed first, then the oldest ones, but never the newest one of a job that may still need it.\n\
              --remove removes the named checkpoints, --remove-job all of a job, except those that are being restarted\n\
              and those that a job would roll back to. --any includes checkpoints of your other virtual machines.\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     ..CommandSpec::DEFAULT
 };
 
@@ -31,8 +31,8 @@ enum CheckpointsCommand {
     List,
     /// Removes checkpoints from the store.
     Remove {
-        which: RemovalSelection,
-        /// Also removes checkpoints of other virtual machines.
+        selection: RemovalSelection,
+        /// True to remove also checkpoints that other virtual machines made.
         include_foreign: bool,
     },
 }
@@ -40,49 +40,49 @@ enum CheckpointsCommand {
 /// Parses the words after `checkpoints`.
 fn parse(args: &[String]) -> Result<CheckpointsCommand, ParseError> {
     const COMMAND: &str = "checkpoints";
-    let wrong = || ParseError::WrongArgs(COMMAND);
-    let (mut names, mut job, mut any) = (None::<Vec<String>>, None, false);
+    let wrong_args = || ParseError::WrongArgs(COMMAND);
+    let (mut names, mut job, mut with_foreign) = (None::<Vec<String>>, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        if let Some(word) = option_value(COMMAND, "--remove-job", arg, &mut rest)? {
-            let not = || ParseError::WrongType {
+        if let Some(word) = parse_option_value(COMMAND, "--remove-job", arg, &mut rest)? {
+            let wrong_type = || ParseError::WrongType {
                 command: COMMAND,
                 word: word.into(),
                 expected: "a task's tid",
             };
             let tid = parse_tid(word)
                 .filter(|tid| tid.is_task())
-                .ok_or_else(not)?;
-            job.replace(tid).map_or(Ok(()), |_| Err(wrong()))?;
-        } else if let Some(name) = option_value(COMMAND, "--remove", arg, &mut rest)? {
+                .ok_or_else(wrong_type)?;
+            job.replace(tid).map_or(Ok(()), |_| Err(wrong_args()))?;
+        } else if let Some(name) = parse_option_value(COMMAND, "--remove", arg, &mut rest)? {
             names.get_or_insert_default().push(name.to_string());
         } else if arg == "--any" {
-            any = true;
+            with_foreign = true;
         } else if arg.starts_with('-') {
-            return Err(unknown_option(arg));
+            return Err(unknown_option_error(arg));
         } else {
-            // A name after an earlier `--remove` selects a further checkpoint.
-            names.as_mut().ok_or_else(wrong)?.push(arg.clone());
+            // More names may follow the name after `--remove`.
+            names.as_mut().ok_or_else(wrong_args)?.push(arg.clone());
         }
     }
     match (names, job) {
-        (None, None) if !any => Ok(CheckpointsCommand::List),
+        (None, None) if !with_foreign => Ok(CheckpointsCommand::List),
         (Some(names), None) => Ok(CheckpointsCommand::Remove {
-            which: RemovalSelection::Checkpoints(names),
-            include_foreign: any,
+            selection: RemovalSelection::Checkpoints(names),
+            include_foreign: with_foreign,
         }),
         (None, Some(job)) => Ok(CheckpointsCommand::Remove {
-            which: RemovalSelection::Job(job),
-            include_foreign: any,
+            selection: RemovalSelection::Job(job),
+            include_foreign: with_foreign,
         }),
-        _ => Err(wrong()),
+        _ => Err(wrong_args()),
     }
 }
 
 impl VmCommand for CheckpointsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let CheckpointsCommand::Remove {
-            which,
+        let Self::Remove {
+            selection: which,
             include_foreign,
         } = self
         else {
@@ -92,77 +92,81 @@ impl VmCommand for CheckpointsCommand {
             selection: which.clone(),
             include_foreign: *include_foreign,
         })? {
-            Reply::CheckpointsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
+            Reply::CheckpointsRemoved(Ok(results)) => Ok(removal_outcome(which, &results)),
             Reply::CheckpointsRemoved(Err(why)) => {
-                Ok(Outcome::error(format!("checkpoints: {why}")))
+                Ok(Outcome::from_error(format!("checkpoints: {why}")))
             }
-            _ => Err(unexpected_reply()),
+            _ => Err(unexpected_reply_error()),
         }
     }
 }
 
-fn removal_outcome(which: &RemovalSelection, all: &RemovalResults) -> Outcome {
-    if let (RemovalSelection::Job(job), []) = (which, &all[..]) {
+fn removal_outcome(selection: &RemovalSelection, results: &RemovalResults) -> Outcome {
+    if let (RemovalSelection::Job(job), []) = (selection, &results[..]) {
         return Outcome {
-            json: vec![json!({ "removed": [], "kept": [] })],
-            ..Outcome::error(format!(
+            json_values: vec![json!({ "removed": [], "kept": [] })],
+            ..Outcome::from_error(format!(
                 "there is no checkpoint of job {job} that this virtual machine has made"
             ))
         };
     }
-    let (mut text, mut removed, mut kept) = (String::new(), Vec::new(), Vec::new());
-    for (set, result) in all {
+    let (mut text, mut removed_json, mut kept_json) = (String::new(), Vec::new(), Vec::new());
+    for (checkpoint_name, result) in results {
         match result {
             Ok(bytes) => {
-                text.push_str(&format!("{set} removed, {bytes} bytes\n"));
-                removed.push(json!({ "set": set, "bytes": bytes }));
+                text.push_str(&format!("{checkpoint_name} removed, {bytes} bytes\n"));
+                removed_json.push(json!({ "set": checkpoint_name, "bytes": bytes }));
             }
-            Err(why) => {
-                text.push_str(&format!("{set} is kept: {why}\n"));
-                kept.push(json!({ "set": set, "why": why.to_string() }));
+            Err(reason) => {
+                text.push_str(&format!("{checkpoint_name} is kept: {reason}\n"));
+                kept_json.push(json!({ "set": checkpoint_name, "why": reason.to_string() }));
             }
         }
     }
-    let failed = !kept.is_empty();
-    Outcome::with_values(text, json!({ "removed": removed, "kept": kept }), failed)
+    let failed = !kept_json.is_empty();
+    Outcome::with_json(
+        text,
+        json!({ "removed": removed_json, "kept": kept_json }),
+        failed,
+    )
 }
 
 /// Lists the checkpoints in the store.
 fn list_checkpoints(machine: &dyn VirtualMachine) -> Result<Outcome, Error> {
     match machine.ask(Request::ListCheckpoints)? {
-        Reply::Checkpoints(Ok(sets)) => {
-            let value: Vec<Value> = sets.iter().map(entry_value).collect();
-            Ok(Outcome::with_values(
-                list_text(&sets),
-                json!({ "sets": value }),
+        Reply::Checkpoints(Ok(checkpoints)) => {
+            let json_output: Vec<Value> = checkpoints.iter().map(entry_json).collect();
+            Ok(Outcome::with_json(
+                checkpoints_text(&checkpoints),
+                json!({ "sets": json_output }),
                 false,
             ))
         }
-        Reply::Checkpoints(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
-        _ => Err(unexpected_reply()),
+        Reply::Checkpoints(Err(why)) => Ok(Outcome::from_error(format!("checkpoints: {why}"))),
+        _ => Err(unexpected_reply_error()),
     }
 }
 
-fn entry_value(checkpoint: &CheckpointEntry) -> Value {
+fn entry_json(checkpoint: &CheckpointEntry) -> Value {
     match &checkpoint.unusable_reason {
-        Some(why) => json!({ "set": checkpoint.name, "broken": why }),
+        Some(reason) => json!({ "set": checkpoint.name, "broken": reason }),
         None => json!({
-            "set": checkpoint.name, "job": checkpoint.job.to_string(), "made_us": checkpoint.created.0, "tasks": checkpoint.tasks, "bytes": checkpoint.bytes,
+            "set": checkpoint.name, "job": checkpoint.job.to_string(), "made_us": checkpoint.created_at.0, "tasks": checkpoint.task_count, "bytes": checkpoint.stored_bytes,
             "ended_us": checkpoint.job_ended_at.map(|ended| ended.0), "copies": checkpoint.copy_hosts,
         }),
     }
 }
 
-/// Heading of the column with the names of checkpoints.
+/// Heading of the column of checkpoint names.
 const NAME_HEADER: &str = "CHECKPOINT";
 
-fn list_text(checkpoints: &[CheckpointEntry]) -> String {
+fn checkpoints_text(checkpoints: &[CheckpointEntry]) -> String {
     if checkpoints.is_empty() {
         return "no checkpoints\n".into();
     }
     let width = checkpoints
         .iter()
-        .map(|set| set.name.len())
+        .map(|checkpoint_name| checkpoint_name.name.len())
         .max()
         .unwrap_or_default()
         .max(NAME_HEADER.len());
@@ -171,31 +175,31 @@ fn list_text(checkpoints: &[CheckpointEntry]) -> String {
         "JOB", "MADE", "TASKS", "BYTES"
     );
     for CheckpointEntry {
-        name: set,
+        name: checkpoint_name,
         job,
-        created: made,
-        tasks,
-        bytes,
-        unusable_reason: broken,
-        job_ended_at: ended,
-        copy_hosts: copies,
+        created_at,
+        task_count: tasks,
+        stored_bytes: bytes,
+        unusable_reason: reason,
+        job_ended_at: job_end,
+        copy_hosts: copies_text,
     } in checkpoints
     {
-        text.push_str(&match broken {
-            Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
+        text.push_str(&match reason {
+            Some(reason_text) => format!("{checkpoint_name:width$}  cannot be used: {reason_text}\n"),
             None => {
-                let ended = ended
-                    .map(|at| format!("  the job ended {}", time(at)))
+                let job_end = job_end
+                    .map(|end_time| format!("  the job ended {}", format_utc(end_time)))
                     .unwrap_or_default();
-                let copies = if copies.is_empty() {
+                let copies_text = if copies_text.is_empty() {
                     String::new()
                 } else {
-                    format!("  copies: {}", copies.join(" "))
+                    format!("  copies: {}", copies_text.join(" "))
                 };
                 let job = job.to_string();
                 format!(
-                    "{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies}{ended}\n",
-                    time(*made)
+                    "{checkpoint_name:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies_text}{job_end}\n",
+                    format_utc(*created_at)
                 )
             }
         });
@@ -214,32 +218,32 @@ mod tests {
     #[test]
     fn list_shows_usable_and_broken_checkpoints() {
         let job = Tid::from_raw(0x40002);
-        let (broken, ended, copies) = (None, None, Vec::new());
-        let whole = CheckpointEntry {
+        let (unusable, job_end, no_copies) = (None, None, Vec::new());
+        let usable = CheckpointEntry {
             name: "a-1".into(),
             job,
-            created: Micros(0),
-            tasks: 3,
-            bytes: 4096,
-            unusable_reason: broken,
-            job_ended_at: ended,
-            copy_hosts: copies,
+            created_at: Micros(0),
+            task_count: 3,
+            stored_bytes: 4096,
+            unusable_reason: unusable,
+            job_ended_at: job_end,
+            copy_hosts: no_copies,
         };
-        let copied = CheckpointEntry {
+        let with_copies = CheckpointEntry {
             copy_hosts: vec!["h2".into(), "h3".into()],
-            ..whole.clone()
+            ..usable.clone()
         };
-        let broken = CheckpointEntry {
+        let unusable = CheckpointEntry {
             name: "b".into(),
             unusable_reason: Some("another key".into()),
-            ..whole.clone()
+            ..usable.clone()
         };
-        let over = CheckpointEntry {
+        let of_ended_job = CheckpointEntry {
             job_ended_at: Some(Micros(0)),
-            ..whole.clone()
+            ..usable.clone()
         };
-        assert_eq!(entry_value(&copied)["copies"], json!(["h2", "h3"]));
-        let text = list_text(&[whole, broken, over, copied]);
+        assert_eq!(entry_json(&with_copies)["copies"], json!(["h2", "h3"]));
+        let text = checkpoints_text(&[usable, unusable, of_ended_job, with_copies]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 5);
         assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");
@@ -255,27 +259,32 @@ mod tests {
         assert_eq!(lines[2], "b           cannot be used: another key");
     }
 
-    /// Checkpoints to remove are selected by name or by job.
     #[test]
     fn removal_selects_by_name_or_job() {
-        let read = |line: &str| parse(&words(line));
-        let sets = |names: &[&str], any| {
-            let which =
+        let parse_line = |line: &str| parse(&words(line));
+        let remove_command = |names: &[&str], with_foreign| {
+            let selected =
                 RemovalSelection::Checkpoints(names.iter().map(|name| name.to_string()).collect());
             Ok(CheckpointsCommand::Remove {
-                which,
-                include_foreign: any,
+                selection: selected,
+                include_foreign: with_foreign,
             })
         };
-        assert_eq!(read(""), Ok(CheckpointsCommand::List));
-        assert_eq!(read("--remove a"), sets(&["a"], false));
-        assert_eq!(read("--remove a b --any c"), sets(&["a", "b", "c"], true));
-        assert_eq!(read("--remove=a --remove b"), sets(&["a", "b"], false));
+        assert_eq!(parse_line(""), Ok(CheckpointsCommand::List));
+        assert_eq!(parse_line("--remove a"), remove_command(&["a"], false));
+        assert_eq!(
+            parse_line("--remove a b --any c"),
+            remove_command(&["a", "b", "c"], true)
+        );
+        assert_eq!(
+            parse_line("--remove=a --remove b"),
+            remove_command(&["a", "b"], false)
+        );
         let job = RemovalSelection::Job(Tid::from_raw(0x40002));
         assert_eq!(
-            read("--remove-job t40002"),
+            parse_line("--remove-job t40002"),
             Ok(CheckpointsCommand::Remove {
-                which: job,
+                selection: job,
                 include_foreign: false
             })
         );
@@ -289,30 +298,34 @@ mod tests {
             "--remove-job t40002 --remove-job t40003",
         ] {
             assert_eq!(
-                read(line),
+                parse_line(line),
                 Err(ParseError::WrongArgs("checkpoints")),
                 "{line}"
             );
         }
         assert!(matches!(
-            read("--remove-job x"),
+            parse_line("--remove-job x"),
             Err(ParseError::WrongType {
                 command: "checkpoints",
                 ..
             })
         ));
-        assert_eq!(read("--all"), Err(ParseError::UnknownFlag("all".into())));
+        assert_eq!(
+            parse_line("--all"),
+            Err(ParseError::UnknownFlag("all".into()))
+        );
     }
 
-    /// The report of a removal lists the removed checkpoints, and the kept ones with reasons.
+    /// The report of a removal lists the removed checkpoints, and for each other checkpoint the
+    /// reason why it was not removed.
     #[test]
     fn removal_reports_each_checkpoint() {
         let job = Tid::from_raw(0x40002);
-        let all: RemovalResults = vec![
+        let results: RemovalResults = vec![
             ("a".into(), Ok(7)),
             ("b".into(), Err(RemovalRefusal::OnlyRestartPoint(job))),
         ];
-        let outcome = removal_outcome(&RemovalSelection::Job(job), &all);
+        let outcome = removal_outcome(&RemovalSelection::Job(job), &results);
         assert!(
             outcome.failed
                 && outcome.text.starts_with(
@@ -320,11 +333,11 @@ mod tests {
                 )
         );
         assert_eq!(
-            outcome.json[0]["removed"],
+            outcome.json_values[0]["removed"],
             json!([{ "set": "a", "bytes": 7 }])
         );
-        assert_eq!(outcome.json[0]["kept"][0]["set"], "b");
-        assert!(!removal_outcome(&RemovalSelection::Job(job), &all[..1].to_vec()).failed);
+        assert_eq!(outcome.json_values[0]["kept"][0]["set"], "b");
+        assert!(!removal_outcome(&RemovalSelection::Job(job), &results[..1].to_vec()).failed);
         assert!(
             removal_outcome(&RemovalSelection::Job(job), &Vec::new()).failed,
             "no checkpoint of the job exists"

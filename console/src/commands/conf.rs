@@ -1,10 +1,10 @@
 //! `conf`: shows the host table.
 
-use crate::arguments::no_args;
+use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::json;
-use crate::output::tables::plural;
+use crate::output::tables::plural_ending;
 use crate::session::Session;
 use libpvm::Error;
 use sempa_proto::table::HostTable;
@@ -20,7 +20,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              ARCH    its architecture\n  \
              SPEED   its relative speed, as given when it was added\n  \
              DSIG    its data format\n",
-    parse: |args| no_args("conf", args, ParsedCommand::on_vm(ConfCommand)),
+    parse: |args| require_no_args("conf", args, ParsedCommand::vm_command(ConfCommand)),
     ..CommandSpec::DEFAULT
 };
 
@@ -30,16 +30,20 @@ struct ConfCommand;
 impl VmCommand for ConfCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
-        Ok(Outcome::with_values(text(&table), value(&table), false))
+        Ok(Outcome::with_json(
+            table_text(&table),
+            table_json(&table),
+            false,
+        ))
     }
 }
 
-fn text(table: &HostTable) -> String {
-    let (hosts, formats) = (table.hosts.len(), table.data_format_count());
+fn table_text(table: &HostTable) -> String {
+    let (host_count, format_count) = (table.hosts.len(), table.data_format_count());
     let mut out = format!(
-        "{hosts} host{}, {formats} data format{}\n",
-        plural(hosts),
-        plural(formats)
+        "{host_count} host{}, {format_count} data format{}\n",
+        plural_ending(host_count),
+        plural_ending(format_count)
     );
     out += &format!(
         "{:>24} {:>8} {:>8}{:>8}       DSIG\n",
@@ -58,7 +62,7 @@ fn text(table: &HostTable) -> String {
     out
 }
 
-fn value(table: &HostTable) -> Value {
+fn table_json(table: &HostTable) -> Value {
     json!({
         "epoch": table.epoch.0,
         "formats": table.data_format_count(),
@@ -71,7 +75,6 @@ mod tests {
     use super::*;
     use crate::fixtures::table;
 
-    /// `conf` has the columns of PVM.
     #[test]
     fn conf_layout_matches_pvm() {
         let expected = "\
@@ -81,17 +84,16 @@ mod tests {
                      ha2    80000  LINUX64    1000 0x00408c41
                      ha3    c0000  LINUX64    1000 0x00408c41
 ";
-        assert_eq!(text(&table()), expected);
-        let mut two = table();
-        two.hosts.truncate(1);
-        two.hosts[0].dsig = 1;
-        assert!(text(&two).starts_with("1 host, 1 data format\n"));
+        assert_eq!(table_text(&table()), expected);
+        let mut two_formats = table();
+        two_formats.hosts.truncate(1);
+        two_formats.hosts[0].dsig = 1;
+        assert!(table_text(&two_formats).starts_with("1 host, 1 data format\n"));
     }
 
-    /// The host table becomes a JSON value.
     #[test]
     fn host_table_becomes_json() {
-        let conf = value(&table());
+        let conf = table_json(&table());
         assert_eq!(conf["hosts"][1]["name"], "ha2");
         assert_eq!(conf["hosts"][1]["dtid"], "t80000");
     }

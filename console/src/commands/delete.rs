@@ -1,6 +1,6 @@
 //! `delete`: removes hosts from the virtual machine.
 
-use crate::arguments::one_or_more;
+use crate::arguments::require_args;
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::json;
@@ -15,7 +15,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  delete host ...\n\
              Tasks that run there are ended.\n",
     parse: |args| {
-        one_or_more("delete", args).map(|names| ParsedCommand::on_vm(DeleteCommand { names }))
+        require_args("delete", args)
+            .map(|names| ParsedCommand::vm_command(DeleteCommand { host_names: names }))
     },
     completion: Completion::EveryWord(WordKind::Host),
     ..CommandSpec::DEFAULT
@@ -24,25 +25,30 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 #[derive(Debug)]
 struct DeleteCommand {
     /// Names of the hosts.
-    names: Vec<String>,
+    host_names: Vec<String>,
 }
 
 impl VmCommand for DeleteCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let names = &self.names;
+        let names = &self.host_names;
         let hosts = session.vm.hosts()?;
-        let here = hosts.get(session.vm.local_host());
-        // Only the console's own commands accept `.` for the local host.
-        let named = |name: &String| {
-            here.filter(|_| name == ".")
+        let local_host = hosts.get(session.vm.local_host());
+        // The daemon does not accept `.`, so the console replaces `.` by the name of the local
+        // host.
+        let resolve_name = |name: &String| {
+            local_host
+                .filter(|_| name == ".")
                 .map_or(name, |host| &host.name)
                 .clone()
         };
         let results = session
             .vm
-            .delete(&names.iter().map(named).collect::<Vec<_>>())?;
-        let mut outcome =
-            Outcome::with_values(text(names, &results), value(names, &results), false);
+            .delete_hosts(&names.iter().map(resolve_name).collect::<Vec<_>>())?;
+        let mut outcome = Outcome::with_json(
+            results_text(names, &results),
+            results_json(names, &results),
+            false,
+        );
         for (name, error) in names
             .iter()
             .zip(&results)
@@ -57,7 +63,7 @@ impl VmCommand for DeleteCommand {
     }
 }
 
-/// Explains why a host was not deleted and what the user can do.
+/// Returns the reason why a host was not deleted, and what the user can do.
 fn delete_error_text(error: PvmError) -> &'static str {
     match error {
         PvmError::NoHost => "there is no such host in the virtual machine; 'conf' lists them",
@@ -67,7 +73,7 @@ fn delete_error_text(error: PvmError) -> &'static str {
     }
 }
 
-fn text(names: &[String], results: &[Result<(), PvmError>]) -> String {
+fn results_text(names: &[String], results: &[Result<(), PvmError>]) -> String {
     let mut out = format!(
         "{} successful\n",
         results.iter().filter(|result| result.is_ok()).count()
@@ -82,19 +88,18 @@ fn text(names: &[String], results: &[Result<(), PvmError>]) -> String {
     out
 }
 
-fn value(names: &[String], results: &[Result<(), PvmError>]) -> Value {
-    let one = |(name, result): (&String, &Result<(), PvmError>)| match result {
+fn results_json(names: &[String], results: &[Result<(), PvmError>]) -> Value {
+    let result_json = |(name, result): (&String, &Result<(), PvmError>)| match result {
         Ok(()) => json!({ "name": name, "deleted": true }),
         Err(code) => json!({ "name": name, "deleted": false, "error": json::error(*code) }),
     };
-    json!({ "results": names.iter().zip(results).map(one).collect::<Vec<_>>() })
+    json!({ "results": names.iter().zip(results).map(result_json).collect::<Vec<_>>() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// `delete` has the columns of PVM.
     #[test]
     fn delete_layout_matches_pvm() {
         let names: Vec<String> = ["ha3", "nohost"].map(String::from).to_vec();
@@ -104,6 +109,9 @@ mod tests {
                      ha3  deleted
                   nohost  No such host
 ";
-        assert_eq!(text(&names, &[Ok(()), Err(PvmError::NoHost)]), expected);
+        assert_eq!(
+            results_text(&names, &[Ok(()), Err(PvmError::NoHost)]),
+            expected
+        );
     }
 }

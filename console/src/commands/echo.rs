@@ -10,7 +10,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "Print the arguments",
     detail: "Syntax:  echo [ word ... ]\n",
     parse: |args| {
-        Ok(ParsedCommand::on_vm(EchoCommand {
+        Ok(ParsedCommand::vm_command(EchoCommand {
             words: args.to_vec(),
         }))
     },

@@ -1,5 +1,5 @@
-//! `setenv`, `export` and `unexport`: the console's environment variables, and which of them
-//! spawned tasks get.
+//! `setenv`, `export` and `unexport`: the console's environment variables, and the list of
+//! variables that spawned tasks receive.
 
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
@@ -13,7 +13,9 @@ pub(crate) const EXPORT: CommandSpec = CommandSpec {
     detail: "Syntax:  export [ variable ... ]\n",
     parse: |args| {
         let names = args.to_vec();
-        Ok(ParsedCommand::on_vm(ExportCommand { names }))
+        Ok(ParsedCommand::vm_command(ExportCommand {
+            variables: names,
+        }))
     },
     completion: Completion::EveryWord(WordKind::Variable),
     ..CommandSpec::DEFAULT
@@ -25,7 +27,9 @@ pub(crate) const UNEXPORT: CommandSpec = CommandSpec {
     detail: "Syntax:  unexport variable ...\n",
     parse: |args| {
         let names = args.to_vec();
-        Ok(ParsedCommand::on_vm(UnexportCommand { names }))
+        Ok(ParsedCommand::vm_command(UnexportCommand {
+            variables: names,
+        }))
     },
     has_json: false,
     completion: Completion::EveryWord(WordKind::Variable),
@@ -36,22 +40,22 @@ pub(crate) const SETENV: CommandSpec = CommandSpec {
     name: "setenv",
     summary: "Show or set the console's environment variables",
     detail: "Syntax:  setenv [ name [ value ... ] ]\nA variable reaches spawned tasks when it is exported.\n",
-    parse: |args| Ok(ParsedCommand::on_vm(parse_setenv(args))),
-    own_words: |args| args.len().min(1),
+    parse: |args| Ok(ParsedCommand::vm_command(parse_setenv(args))),
+    own_word_count: |args| args.len().min(1),
     completion: Completion::FirstWord(WordKind::Variable),
     ..CommandSpec::DEFAULT
 };
 
-/// Adds variables to the exported ones. Shows the exported ones if the list is empty.
+/// Adds `names` to the exported variables. If `names` is empty, shows the exported variables.
 #[derive(Debug)]
 struct ExportCommand {
-    names: Vec<String>,
+    variables: Vec<String>,
 }
 
-/// Removes variables from the exported ones.
+/// Removes `names` from the exported variables.
 #[derive(Debug)]
 struct UnexportCommand {
-    names: Vec<String>,
+    variables: Vec<String>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -69,14 +73,14 @@ fn parse_setenv(args: &[String]) -> SetenvCommand {
     };
     // Splits as the C library's `putenv` does: the first `=` ends the name.
     let (name, value) = match name.split_once('=') {
-        Some((name, more)) => (name.to_string(), format!("{more}={value}")),
+        Some((name, value_start)) => (name.to_string(), format!("{value_start}={value}")),
         None => (name.clone(), value),
     };
     SetenvCommand::Set { name, value }
 }
 
-/// Returns the value of `PVM_EXPORT`, and the variables that it lists.
-fn exported(session: &Session) -> (String, Vec<String>) {
+/// Returns the value of `PVM_EXPORT`, and the names of the variables in that value.
+fn export_list(session: &Session) -> (String, Vec<String>) {
     let exported = session.env.get("PVM_EXPORT").cloned().unwrap_or_default();
     let names = exported
         .split(':')
@@ -86,7 +90,7 @@ fn exported(session: &Session) -> (String, Vec<String>) {
     (exported, names)
 }
 
-fn set_exported(session: &mut Session, names: &[String]) {
+fn set_export_list(session: &mut Session, names: &[String]) {
     session
         .env
         .insert("PVM_EXPORT".to_string(), names.join(":"));
@@ -94,29 +98,29 @@ fn set_exported(session: &mut Session, names: &[String]) {
 
 impl VmCommand for ExportCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let (exported, mut list) = exported(session);
-        if self.names.is_empty() {
-            return Ok(Outcome::with_values(
+        let (exported, mut exported_names) = export_list(session);
+        if self.variables.is_empty() {
+            return Ok(Outcome::with_json(
                 format!("PVM_EXPORT={exported}\n"),
-                json!({ "exported": list }),
+                json!({ "exported": exported_names }),
                 false,
             ));
         }
-        for name in &self.names {
-            if !list.contains(name) {
-                list.push(name.clone());
+        for name in &self.variables {
+            if !exported_names.contains(name) {
+                exported_names.push(name.clone());
             }
         }
-        set_exported(session, &list);
+        set_export_list(session, &exported_names);
         Ok(Outcome::default())
     }
 }
 
 impl VmCommand for UnexportCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let (_, mut list) = exported(session);
-        list.retain(|name| !self.names.contains(name));
-        set_exported(session, &list);
+        let (_, mut exported_names) = export_list(session);
+        exported_names.retain(|name| !self.variables.contains(name));
+        set_export_list(session, &exported_names);
         Ok(Outcome::default())
     }
 }
@@ -124,31 +128,34 @@ impl VmCommand for UnexportCommand {
 impl VmCommand for SetenvCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let env = &mut session.env;
-        let (text, value) = match self {
-            SetenvCommand::Set { name, value } => {
-                env.insert(name.clone(), value.clone());
+        let (text, json_output) = match self {
+            Self::Set {
+                name,
+                value: json_output,
+            } => {
+                env.insert(name.clone(), json_output.clone());
                 return Ok(Outcome::default());
             }
-            SetenvCommand::Show { name } => {
+            Self::Show { name } => {
                 let text = env
                     .get(name)
-                    .map_or_else(String::new, |value| format!("{value}\n"));
-                (text, variables(env.get_key_value(name)))
+                    .map_or_else(String::new, |json_output| format!("{json_output}\n"));
+                (text, variables_json(env.get_key_value(name)))
             }
-            SetenvCommand::ShowAll => {
+            Self::ShowAll => {
                 let text = env
                     .iter()
-                    .map(|(name, value)| format!("{name}={value}\n"))
+                    .map(|(name, json_output)| format!("{name}={json_output}\n"))
                     .collect();
-                (text, variables(env.iter()))
+                (text, variables_json(env.iter()))
             }
         };
-        Ok(Outcome::with_values(text, value, false))
+        Ok(Outcome::with_json(text, json_output, false))
     }
 }
 
-/// Returns variables as JSON, values by name.
-fn variables<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> Value {
+/// Returns variables as a JSON object with a key for each variable.
+fn variables_json<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> Value {
     let variables: Map<String, Value> = variables
         .into_iter()
         .map(|(name, value)| (name.clone(), json!(value)))
@@ -160,7 +167,7 @@ fn variables<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) 
 mod tests {
     use super::*;
 
-    /// A variable's value is everything that follows its name.
+    /// The value of a variable consists of all words after its name.
     #[test]
     fn setenv_joins_remaining_words() {
         let parse = |words: &[&str]| {
@@ -171,12 +178,15 @@ mod tests {
                     .collect::<Vec<_>>(),
             )
         };
-        let set = |name: &str, value: &str| SetenvCommand::Set {
+        let set_command = |name: &str, value: &str| SetenvCommand::Set {
             name: name.into(),
             value: value.into(),
         };
-        assert_eq!(parse(&["A", "b", "c", "d  e"]), set("A", "b c d  e"));
-        assert_eq!(parse(&["A", ""]), set("A", ""));
-        assert_eq!(parse(&["A=1", "2"]), set("A", "1=2"));
+        assert_eq!(
+            parse(&["A", "b", "c", "d  e"]),
+            set_command("A", "b c d  e")
+        );
+        assert_eq!(parse(&["A", ""]), set_command("A", ""));
+        assert_eq!(parse(&["A=1", "2"]), set_command("A", "1=2"));
     }
 }

@@ -1,10 +1,10 @@
 //! `events`: shows the event log, and with `--follow` prints events as they occur.
 
-use crate::arguments::{option_value, parse_number, unknown_option};
+use crate::arguments::{parse_number, parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, ShellOptions, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::terminal::Terminal;
-use crate::output::time::time;
+use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::{Error, Match, Vm};
@@ -18,7 +18,7 @@ use std::io;
 
 /// Tag of messages that carry events.
 const TAG_EVENTS: i32 = 2;
-/// Events fetched by one request.
+/// Maximum number of events in the reply to one request.
 const EVENTS_BATCH_MAX: u32 = 1000;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -27,52 +27,61 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  events [ --from number ] [ --follow ]\n\
              One line for each event: time (UTC), host, what happened.\n\
              --follow continues until it is interrupted (only as `pvm events --follow`).\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     ..CommandSpec::DEFAULT
 };
 
 #[derive(Debug, PartialEq, Eq)]
 struct EventsCommand {
     /// Number of the first event to show.
-    from: u64,
-    /// Prints further events as they occur, until interrupted.
+    first_event: u64,
+    /// True to print further events as they occur, until the command is interrupted.
     follow: bool,
 }
 
 fn parse(args: &[String]) -> Result<EventsCommand, ParseError> {
-    let (mut from, mut follow) = (0, false);
+    let (mut first_number, mut follow) = (0, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match option_value("events", "--from", arg, &mut rest)? {
-            Some(value) => from = parse_number("events", value)?,
+        match parse_option_value("events", "--from", arg, &mut rest)? {
+            Some(value) => first_number = parse_number("events", value)?,
             None if arg == "--follow" || arg == "-f" => follow = true,
-            None if arg.starts_with('-') => return Err(unknown_option(arg)),
+            None if arg.starts_with('-') => return Err(unknown_option_error(arg)),
             None => return Err(ParseError::WrongArgs("events")),
         }
     }
-    Ok(EventsCommand { from, follow })
+    Ok(EventsCommand {
+        first_event: first_number,
+        follow,
+    })
 }
 
 impl VmCommand for EventsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         if self.follow {
-            return Ok(Outcome::error(
+            return Ok(Outcome::from_error(
                 "events: --follow runs until it is interrupted: use it from a shell, as 'pvm events --follow'",
             ));
         }
         let mut names = HostNames::default();
-        names.learn_table(&session.vm.hosts()?);
-        let (mut all, mut from) = (Vec::new(), self.from);
+        names.add_table_names(&session.vm.hosts()?);
+        let (mut shown_events, mut next_event) = (Vec::new(), self.first_event);
         loop {
-            let events = session.vm.events(from, EVENTS_BATCH_MAX)?;
+            let events = session.vm.events(next_event, EVENTS_BATCH_MAX)?;
             let Some(last) = events.last() else { break };
-            from = last.number + 1;
-            events.iter().for_each(|event| names.learn_event(event));
-            all.extend(events);
+            next_event = last.number + 1;
+            events.iter().for_each(|event| names.add_event_name(event));
+            shown_events.extend(events);
         }
         Ok(Outcome {
-            text: all.iter().map(|event| text(&names, event)).collect(),
-            json: all.iter().map(|event| value(&names, event)).collect(),
+            text: shown_events
+                .iter()
+                .map(|event| event_text(&names, event))
+                .collect(),
+            json_values: shown_events
+                .iter()
+                .map(|event| event_json(&names, event))
+                .collect(),
             ..Outcome::default()
         })
     }
@@ -83,22 +92,22 @@ impl VmCommand for EventsCommand {
         }
         let error = EventFollower {
             vm,
-            names: HostNames::default(),
-            next: self.from,
-            json: options.json,
+            host_names: HostNames::default(),
+            next_event: self.first_event,
+            prints_json: options.prints_json,
         }
         .run()?;
-        Ok(Some(Outcome::error(format!("events: {error}"))))
+        Ok(Some(Outcome::from_error(format!("events: {error}"))))
     }
 }
 
 /// Prints events as they occur.
 struct EventFollower<'a> {
     vm: &'a Vm,
-    names: HostNames,
+    host_names: HostNames,
     /// Number of the next event to print.
-    next: u64,
-    json: bool,
+    next_event: u64,
+    prints_json: bool,
 }
 
 impl EventFollower<'_> {
@@ -107,7 +116,7 @@ impl EventFollower<'_> {
     /// # Errors
     /// Fails if standard output cannot be written.
     fn run(mut self) -> io::Result<Error> {
-        // Subscribes before it reads the log, so that no event is missed in between.
+        // The subscription precedes the reading of the log, so that no event is missed.
         if let Err(error) = self.vm.subscribe_events(CTX_BASE, TAG_EVENTS) {
             return Ok(error);
         }
@@ -121,18 +130,18 @@ impl EventFollower<'_> {
             };
             if let Some(event) = Vm::decode_event(&message)
                 && message.src.is_daemon()
-                && event.number == self.next
+                && event.number == self.next_event
             {
                 self.print_event(&event)?;
             }
         }
     }
 
-    /// Prints all logged events from `next` on. The outer error is one of standard output, the
-    /// inner error one of the virtual machine.
+    /// Prints all logged events from `next` on. The outer error means that standard output cannot
+    /// be written. The inner error is the failure of the virtual machine.
     fn print_backlog(&mut self) -> io::Result<Result<(), Error>> {
         loop {
-            let events = match self.vm.events(self.next, EVENTS_BATCH_MAX) {
+            let events = match self.vm.events(self.next_event, EVENTS_BATCH_MAX) {
                 Ok(events) => events,
                 Err(error) => return Ok(Err(error)),
             };
@@ -141,7 +150,7 @@ impl EventFollower<'_> {
             }
             events
                 .iter()
-                .for_each(|event| self.names.learn_event(event));
+                .for_each(|event| self.host_names.add_event_name(event));
             for event in events {
                 self.print_event(&event)?;
             }
@@ -149,17 +158,17 @@ impl EventFollower<'_> {
     }
 
     fn print_event(&mut self, event: &Event) -> io::Result<()> {
-        self.names.learn_event(event);
-        if self.names.get(event.host).is_none()
+        self.host_names.add_event_name(event);
+        if self.host_names.get(event.host).is_none()
             && let Ok(table) = self.vm.config()
         {
-            self.names.learn_table(&table);
+            self.host_names.add_table_names(&table);
         }
-        self.next = event.number + 1;
-        let line = if self.json {
-            format!("{}\n", value(&self.names, event))
+        self.next_event = event.number + 1;
+        let line = if self.prints_json {
+            format!("{}\n", event_json(&self.host_names, event))
         } else {
-            text(&self.names, event)
+            event_text(&self.host_names, event)
         };
         Terminal.print(line.as_bytes())
     }
@@ -171,13 +180,13 @@ struct HostNames(BTreeMap<HostId, String>);
 
 impl HostNames {
     /// Adds the names of a host table.
-    fn learn_table(&mut self, table: &HostTable) {
+    fn add_table_names(&mut self, table: &HostTable) {
         self.0
             .extend(table.hosts.iter().map(|host| (host.id, host.name.clone())));
     }
 
-    /// Adds the name that an event contains, if any.
-    fn learn_event(&mut self, event: &Event) {
+    /// Adds the host name that an event contains. An event without a host name changes nothing.
+    fn add_event_name(&mut self, event: &Event) {
         if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } =
             &event.kind
         {
@@ -185,30 +194,30 @@ impl HostNames {
         }
     }
 
-    /// Returns the name of a host, if it is known.
+    /// Returns the name of a host, or `None` if the name is unknown.
     fn get(&self, host: HostId) -> Option<&str> {
         self.0.get(&host).map(String::as_str)
     }
 }
 
 /// Formats one event: time, host, text.
-fn text(names: &HostNames, event: &Event) -> String {
+fn event_text(names: &HostNames, event: &Event) -> String {
     let host = names
         .get(event.host)
         .map_or_else(|| event.host.to_string(), str::to_string);
     format!(
         "{} {host} {}\n",
-        time(event.at),
+        format_utc(event.at),
         event.kind.with_host_names(|host| names.get(host))
     )
 }
 
-/// Returns the value of an event. The key `kind` has the event record as daemons exchange it.
-fn value(names: &HostNames, event: &Event) -> Value {
+/// Returns an event as JSON. The key `kind` contains the event record as daemons exchange it.
+fn event_json(names: &HostNames, event: &Event) -> Value {
     json!({
         "number": event.number,
         "at_us": event.at.0,
-        "time": time(event.at),
+        "time": format_utc(event.at),
         "host": names.get(event.host),
         "host_index": event.host.index(),
         "text": event.kind.with_host_names(|host| names.get(host)),
@@ -225,14 +234,13 @@ mod tests {
 
     fn host_names() -> HostNames {
         let mut names = HostNames::default();
-        names.learn_table(&table());
+        names.add_table_names(&table());
         names
     }
 
-    /// `events` accepts a start number and `--follow`.
     #[test]
     fn events_options_parse() {
-        let read = |words: &[&str]| {
+        let parse_words = |words: &[&str]| {
             parse(
                 &words
                     .iter()
@@ -241,77 +249,80 @@ mod tests {
             )
             .map_err(|error| error.to_string())
         };
-        let events = |from, follow| Ok(EventsCommand { from, follow });
-        assert_eq!(read(&[]), events(0, false));
-        assert_eq!(read(&["--from", "7", "--follow"]), events(7, true));
-        assert_eq!(read(&["--from=7"]), events(7, false));
-        assert_eq!(read(&["--from"]), Err("events: wrong #args".into()));
+        let events = |from, follow| {
+            Ok(EventsCommand {
+                first_event: from,
+                follow,
+            })
+        };
+        assert_eq!(parse_words(&[]), events(0, false));
+        assert_eq!(parse_words(&["--from", "7", "--follow"]), events(7, true));
+        assert_eq!(parse_words(&["--from=7"]), events(7, false));
+        assert_eq!(parse_words(&["--from"]), Err("events: wrong #args".into()));
         assert_eq!(
-            read(&["--from", "x"]),
+            parse_words(&["--from", "x"]),
             Err("events: x is not a number".into())
         );
     }
 
     #[test]
     fn event_is_one_line() {
-        let (from, to) = (HostId::MASTER, HostId::new(3).expect("3"));
+        let (source, target) = (HostId::MASTER, HostId::new(3).expect("3"));
         let kind = EventKind::MigrationFailed {
             id: sempa_proto::MigrationId(4),
             tid: Tid::from_raw(0x40002),
-            from,
-            to,
+            from: source,
+            to: target,
             cause: MigrationCause::Requested {
                 requested_by: Tid::from_raw(0x40001),
             },
             step: Step::Dump,
             why: Failure::Killed { signal: 9 },
         };
-        let happened = Event {
+        let event = Event {
             number: 7,
             at: Micros(1_795_253_641_123_456),
-            host: from,
+            host: source,
             kind,
         };
         assert_eq!(
-            text(&host_names(), &happened),
+            event_text(&host_names(), &event),
             "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not migrated from ha1 to ha3 (requested by t40001): dump failed: \
              the engine was killed by signal 9\n"
         );
     }
 
-    /// A host that has left keeps its name in the log.
     #[test]
     fn departed_host_keeps_name_in_log() {
         let id = HostId::new(7).expect("7");
-        let gone = EventKind::HostGone {
+        let host_gone = EventKind::HostGone {
             host: id,
             name: "h7".into(),
             why: "deleted".into(),
         };
-        let before = Event {
+        let earlier_event = Event {
             number: 1,
             at: Micros(0),
             host: id,
             kind: EventKind::HostVacated { host: id },
         };
         let mut names = host_names();
-        assert!(text(&names, &before).starts_with("1970-01-01T00:00:00.000Z host 7 "));
-        names.learn_event(&Event {
+        assert!(event_text(&names, &earlier_event).starts_with("1970-01-01T00:00:00.000Z host 7 "));
+        names.add_event_name(&Event {
             number: 2,
             at: Micros(0),
             host: HostId::MASTER,
-            kind: gone,
+            kind: host_gone,
         });
-        assert!(text(&names, &before).starts_with("1970-01-01T00:00:00.000Z h7 "));
+        assert!(event_text(&names, &earlier_event).starts_with("1970-01-01T00:00:00.000Z h7 "));
     }
 
-    /// An event has its text and its record.
     #[test]
     fn events_have_text_and_record() {
         let kind = EventKind::HostVacated {
             host: HostId::MASTER,
         };
-        let value = value(
+        let value = event_json(
             &host_names(),
             &Event {
                 number: 1,

@@ -1,6 +1,6 @@
 //! `halt`: ends the virtual machine.
 
-use crate::arguments::no_args;
+use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::{AfterCommand, Outcome};
 use crate::session::Session;
@@ -11,7 +11,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "End the virtual machine: all tasks, all daemons",
     detail: "Syntax:  halt\n\
              Returns when the daemon of this host has exited.\n",
-    parse: |args| no_args("halt", args, ParsedCommand::on_vm(HaltCommand)),
+    parse: |args| require_no_args("halt", args, ParsedCommand::vm_command(HaltCommand)),
     has_json: false,
     ..CommandSpec::DEFAULT
 };

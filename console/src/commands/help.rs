@@ -1,4 +1,4 @@
-//! `help`: explains one command, or lists all.
+//! `help`: explains one command, or lists all commands.
 
 use crate::command::{
     CommandSpec, CommandTable, Completion, LocalCommand, LocalContext, ParsedCommand, WordKind,
@@ -10,7 +10,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "help",
     summary: "Explain a command",
     detail: "Syntax:  help [ command ]\n",
-    parse: |args| parse(args).map(ParsedCommand::local),
+    parse: |args| parse(args).map(ParsedCommand::local_command),
     has_json: false,
     completion: Completion::FirstWord(WordKind::Command),
     ..CommandSpec::DEFAULT
@@ -19,24 +19,26 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 #[derive(Debug)]
 struct HelpCommand {
     /// The command to explain.
-    name: String,
+    command_name: String,
 }
 
 fn parse(args: &[String]) -> Result<HelpCommand, ParseError> {
     match args {
         [] => Ok(HelpCommand {
-            name: SPEC.name.to_string(),
+            command_name: SPEC.name.to_string(),
         }),
-        [name] => Ok(HelpCommand { name: name.clone() }),
+        [name] => Ok(HelpCommand {
+            command_name: name.clone(),
+        }),
         _ => Err(ParseError::WrongArgs(SPEC.name)),
     }
 }
 
 impl LocalCommand for HelpCommand {
     fn run(&self, context: &LocalContext) -> Outcome {
-        match help_text(context.commands, &self.name) {
+        match help_text(context.commands, &self.command_name) {
             Some(text) => Outcome::from_text(text),
-            None => Outcome::refused(ParseError::NotFound(self.name.clone())),
+            None => Outcome::from_refusal(ParseError::NotFound(self.command_name.clone())),
         }
     }
 }
@@ -64,7 +66,6 @@ fn command_list(commands: CommandTable) -> String {
 mod tests {
     use super::*;
 
-    /// The help texts have the layout of PVM's.
     #[test]
     fn help_layout_matches_pvm() {
         const UNLISTED: CommandSpec = CommandSpec {

@@ -1,6 +1,6 @@
 //! `id`: shows the console's own tid.
 
-use crate::arguments::no_args;
+use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::session::Session;
@@ -11,7 +11,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "id",
     summary: "Print the console's own tid",
     detail: "Syntax:  id\n",
-    parse: |args| no_args("id", args, ParsedCommand::on_vm(IdCommand)),
+    parse: |args| require_no_args("id", args, ParsedCommand::vm_command(IdCommand)),
     ..CommandSpec::DEFAULT
 };
 
@@ -21,7 +21,7 @@ struct IdCommand;
 impl VmCommand for IdCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let tid = session.vm.tid();
-        Ok(Outcome::with_values(
+        Ok(Outcome::with_json(
             format!("{tid}\n"),
             json!({ "tid": tid.to_string() }),
             false,

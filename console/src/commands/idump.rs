@@ -13,7 +13,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "Show how much memory the console uses",
     detail: "Syntax:  idump [ how ]\n",
     parse: |args| match args {
-        [] | [_] => Ok(ParsedCommand::on_vm(IdumpCommand)),
+        [] | [_] => Ok(ParsedCommand::vm_command(IdumpCommand)),
         _ => Err(ParseError::WrongArgs("idump")),
     },
     is_listed: false,

@@ -2,22 +2,23 @@
 //!
 //! A job is a top-level task and all its descendants, as recorded by the resource manager.
 
-use crate::arguments::{option_value, parse_task_tid, parse_user};
+use crate::arguments::{parse_option_value, parse_task_tid, parse_user};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
-use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_value};
-use crate::output::time::time;
+use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_json};
+use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::Tid;
-use sempa_proto::rm::{JobUsage, RmQuery, RmReply, SuspensionInfo, TaskUsage, WaitingSpawn};
+use sempa_proto::rm::{JobUsage, RmQuery, RmReply, SuspensionStart, TaskUsage, WaitingSpawn};
 use sempa_proto::task::Request;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Time to wait for the end of a job. Its tasks have ten seconds to exit before they are killed.
+/// Time limit for the end of a killed job. A task that does not exit within ten seconds is sent
+/// SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(40);
 /// Interval for polling the resource manager during a kill.
 const KILL_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -36,8 +37,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              Tasks of a suspended job are paused, including those that it spawns meanwhile, and can still be migrated.\n\
              Tasks started from a command line continue. With '--task' only this task is suspended or resumed.\n\
              The resource manager knows the jobs.\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|args, _| {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|args, _| {
         let kind = if args.len() == 1 || args.last() == Some(&"--task") {
             WordKind::Tid
         } else {
@@ -74,29 +75,29 @@ enum JobCommand {
     },
 }
 
-/// Parses the words after the command.
+/// Parses the words after `job`.
 fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
-    let wrong = Err(ParseError::WrongArgs("job"));
-    let Some((what, args)) = args.split_first() else {
-        return wrong;
+    let wrong_args = Err(ParseError::WrongArgs("job"));
+    let Some((subcommand, args)) = args.split_first() else {
+        return wrong_args;
     };
-    let only_tid = || match args {
+    let parse_single_tid = || match args {
         [job] => parse_task_tid("job", job),
         _ => Err(ParseError::WrongArgs("job")),
     };
-    match what.as_str() {
+    match subcommand.as_str() {
         "list" => {
             let (mut user, mut rest) = (None, args.iter());
             while let Some(arg) = rest.next() {
-                match option_value("job", "--user", arg, &mut rest)? {
+                match parse_option_value("job", "--user", arg, &mut rest)? {
                     Some(word) => user = Some(parse_user("job", word)?),
-                    None => return wrong,
+                    None => return wrong_args,
                 }
             }
             Ok(JobCommand::List { user })
         }
-        "status" => only_tid().map(JobCommand::Status),
-        "kill" => only_tid().map(JobCommand::Kill),
+        "status" => parse_single_tid().map(JobCommand::Status),
+        "kill" => parse_single_tid().map(JobCommand::Kill),
         word @ ("suspend" | "resume") => {
             let suspend = word == "suspend";
             match args {
@@ -105,12 +106,12 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
                     suspend,
                 }),
                 _ => Ok(JobCommand::Suspend {
-                    job: only_tid()?,
+                    job: parse_single_tid()?,
                     suspend,
                 }),
             }
         }
-        _ => wrong,
+        _ => wrong_args,
     }
 }
 
@@ -118,37 +119,39 @@ impl VmCommand for JobCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let machine = &session.vm;
         match self {
-            JobCommand::List { user } => list_jobs(machine, *user),
-            JobCommand::Status(tid) => job_status(machine, "job status", *tid),
-            JobCommand::Kill(tid) => kill_job(machine, *tid),
-            JobCommand::Suspend { job, suspend } => suspend_job(machine, *job, *suspend),
-            JobCommand::SuspendTask { tid, suspend } => suspend_task(machine, *tid, *suspend),
+            Self::List { user } => list_jobs(machine, *user),
+            Self::Status(tid) => job_status(machine, "job status", *tid),
+            Self::Kill(tid) => kill_and_wait(machine, *tid),
+            Self::Suspend { job, suspend } => suspend_job(machine, *job, *suspend),
+            Self::SuspendTask { tid, suspend } => suspend_task(machine, *tid, *suspend),
         }
     }
 }
 
 fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome, Error> {
     let RmReply::Jobs(jobs) = machine.ask_rm(&RmQuery::Jobs { user })? else {
-        return Ok(Outcome::error(
+        return Ok(Outcome::from_error(
             "job list: the resource manager knows no jobs",
         ));
     };
-    let RmReply::WaitingSpawns(waiting) = machine.ask_rm(&RmQuery::WaitingSpawns { user })? else {
-        return Ok(Outcome::error(
+    let RmReply::WaitingSpawns(waiting_spawns) =
+        machine.ask_rm(&RmQuery::WaitingSpawns { user })?
+    else {
+        return Ok(Outcome::from_error(
             "job list: the resource manager does not report waiting spawns",
         ));
     };
     let lines = jobs
         .iter()
         .map(job_line)
-        .chain(waiting.iter().map(waiting_line));
-    let value = json!({
-        "jobs": jobs.iter().map(job_value).collect::<Vec<_>>(),
-        "waiting": waiting.iter().map(waiting_value).collect::<Vec<_>>(),
+        .chain(waiting_spawns.iter().map(waiting_line));
+    let json_output = json!({
+        "jobs": jobs.iter().map(job_json).collect::<Vec<_>>(),
+        "waiting": waiting_spawns.iter().map(waiting_json).collect::<Vec<_>>(),
     });
-    Ok(Outcome::with_values(
+    Ok(Outcome::with_json(
         jobs_header() + &lines.collect::<String>(),
-        value,
+        json_output,
         false,
     ))
 }
@@ -158,29 +161,29 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
 fn waiting_line(spawn: &WaitingSpawn) -> String {
     let WaitingSpawn {
         program,
-        count,
+        task_count: count,
         job,
         user,
-        queue_position: turn,
-        why,
+        queue_position: position,
+        last_result: why,
         ..
     } = spawn;
-    let since = time(spawn.since);
+    let since = format_utc(spawn.since);
     format!(
-        "waiting: {count} of {program} for job {job}, user {user}, since {since}, number {turn} in turn: {why}\n"
+        "waiting: {count} of {program} for job {job}, user {user}, since {since}, number {position} in turn: {why}\n"
     )
 }
 
-fn waiting_value(spawn: &WaitingSpawn) -> Value {
+fn waiting_json(spawn: &WaitingSpawn) -> Value {
     json!({
         "program": spawn.program,
-        "count": spawn.count,
+        "count": spawn.task_count,
         "by": spawn.requested_by.to_string(),
         "job": spawn.job.to_string(),
         "user": spawn.user,
         "since_us": spawn.since.0,
         "turn": spawn.queue_position,
-        "why": spawn.why,
+        "why": spawn.last_result,
     })
 }
 
@@ -197,67 +200,70 @@ fn job_line(job: &JobUsage) -> String {
     } else {
         &job.program
     };
-    let (tid, began) = (job.job.to_string(), time(job.started));
-    let state = match (job.ended, &job.suspension) {
+    let (tid, start_time) = (job.job.to_string(), format_utc(job.started_at));
+    let state = match (job.ended_at, &job.suspension) {
         (Some(_), _) => "ended",
         (None, Some(_)) => "suspended",
         (None, None) => "runs",
     };
     format!(
-        "{tid:>9} {:>8} {} {began:24} {state:9} {program}\n",
+        "{tid:>9} {:>8} {} {start_time:24} {state:9} {program}\n",
         job.user,
         totals_columns(&job.totals)
     )
 }
 
-fn suspended_value(suspended: Option<&SuspensionInfo>) -> Value {
-    suspended.map_or(
+fn suspension_json(suspension: Option<&SuspensionStart>) -> Value {
+    suspension.map_or(
         Value::Null,
         |s| json!({ "since_us": s.since.0, "why": s.to_string() }),
     )
 }
 
 /// Returns a line such as "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
-fn suspended_since(what: impl std::fmt::Display, suspended: &SuspensionInfo) -> String {
-    format!("{what}: {suspended} since {}\n", time(suspended.since))
+fn suspension_line(subject: impl std::fmt::Display, suspension: &SuspensionStart) -> String {
+    format!(
+        "{subject}: {suspension} since {}\n",
+        format_utc(suspension.since)
+    )
 }
 
-fn job_value(job: &JobUsage) -> Value {
+fn job_json(job: &JobUsage) -> Value {
     json!({
         "job": job.job.to_string(),
         "user": job.user,
         "program": job.program,
-        "began_us": job.started.0,
-        "ended_us": job.ended.map(|at| at.0),
-        "sums": totals_value(&job.totals),
-        "suspended": suspended_value(job.suspension.as_ref()),
+        "began_us": job.started_at.0,
+        "ended_us": job.ended_at.map(|end_time| end_time.0),
+        "sums": totals_json(&job.totals),
+        "suspended": suspension_json(job.suspension.as_ref()),
     })
 }
 
 /// Returns a task as JSON.
-pub(crate) fn task_value(task: &TaskUsage) -> Value {
-    let status = task.ended.map(|(_, how)| how.to_string());
+pub(crate) fn task_json(task: &TaskUsage) -> Value {
+    let status = task.end.map(|(_, outcome)| outcome.to_string());
     json!({
         "tid": task.tid.to_string(),
         "job": task.job.to_string(),
         "user": task.user,
         "program": task.program,
         "host": task.host,
-        "began_us": task.started.0,
-        "ended_us": task.ended.map(|(at, _)| at.0),
+        "began_us": task.started_at.0,
+        "ended_us": task.end.map(|(end_time, _)| end_time.0),
         "end": status,
-        "user_us": task.used.user.0,
-        "system_us": task.used.system.0,
-        "resident_max_bytes": task.used.resident_max_bytes,
+        "user_us": task.usage.user.0,
+        "system_us": task.usage.system.0,
+        "resident_max_bytes": task.usage.resident_max_bytes,
         "moves": task.migrations,
         "evictions": task.evictions,
-        "suspended": suspended_value(task.suspension.as_ref()),
-        "suspended_before_us": task.suspended_total.0,
+        "suspended": suspension_json(task.suspension.as_ref()),
+        "suspended_before_us": task.suspended_time.0,
     })
 }
 
-fn unknown_job(command: &str, tid: Tid) -> Outcome {
-    Outcome::error(format!(
+fn unknown_job_outcome(command: &str, tid: Tid) -> Outcome {
+    Outcome::from_error(format!(
         "{command}: the resource manager knows no job of {tid}; 'job list' shows those that it has seen"
     ))
 }
@@ -269,7 +275,7 @@ pub(crate) fn job_status(
     tid: Tid,
 ) -> Result<Outcome, Error> {
     let RmReply::Job { job, tasks } = machine.ask_rm(&RmQuery::Job(tid))? else {
-        return Ok(unknown_job(command, tid));
+        return Ok(unknown_job_outcome(command, tid));
     };
     let mut text = jobs_header() + &job_line(&job);
     text += &format!(
@@ -277,38 +283,41 @@ pub(crate) fn job_status(
         "TID", "HOST", "CPU S", "RSS MIB", "MOVED", "END"
     );
     text.extend(tasks.iter().map(task_line));
-    let running = job.suspension.iter().filter(|_| job.ended.is_none());
+    let active_suspension = job.suspension.iter().filter(|_| job.ended_at.is_none());
     text.extend(
-        running.map(|suspended| suspended_since(format_args!("job {}", job.job), suspended)),
+        active_suspension
+            .map(|suspension| suspension_line(format_args!("job {}", job.job), suspension)),
     );
     text.extend(
         tasks
             .iter()
-            .filter_map(|task| Some(suspended_since(task.tid, task.suspension.as_ref()?))),
+            .filter_map(|task| Some(suspension_line(task.tid, task.suspension.as_ref()?))),
     );
-    let value = json!({ "job": job_value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
-    Ok(Outcome::with_values(text, value, false))
+    let json_output =
+        json!({ "job": job_json(&job), "tasks": tasks.iter().map(task_json).collect::<Vec<_>>() });
+    Ok(Outcome::with_json(text, json_output, false))
 }
 
 fn task_line(task: &TaskUsage) -> String {
-    let now = if task.suspension.is_some() {
+    let current_state = if task.suspension.is_some() {
         "suspended"
     } else {
         "runs"
     };
-    let end = task
-        .ended
-        .map_or_else(|| now.to_string(), |(_, how)| how.to_string());
-    let known = task.ended.is_some();
-    let cpu = (task.used.user + task.used.system).0 as f64 / 1e6;
-    let cpu = if known {
+    let end = task.end.map_or_else(
+        || current_state.to_string(),
+        |(_, outcome)| outcome.to_string(),
+    );
+    let has_ended = task.end.is_some();
+    let cpu = (task.usage.user + task.usage.system).0 as f64 / 1e6;
+    let cpu = if has_ended {
         format!("{cpu:.2}")
     } else {
         "-".to_string()
     };
-    let mib = task.used.resident_max_bytes as f64 / f64::from(1 << 20);
-    let mib = if known {
-        format!("{mib:.1}")
+    let resident_mib = task.usage.resident_max_bytes as f64 / f64::from(1 << 20);
+    let resident_mib = if has_ended {
+        format!("{resident_mib:.1}")
     } else {
         "-".to_string()
     };
@@ -319,23 +328,23 @@ fn task_line(task: &TaskUsage) -> String {
     };
     let (tid, host) = (task.tid.to_string(), &task.host);
     format!(
-        "{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n",
+        "{tid:>9} {host:>12} {cpu:>10} {resident_mib:>9} {:>5}  {end:24} {program}\n",
         task.migrations
     )
 }
 
 /// Suspends or resumes a job through the resource manager.
 fn suspend_job(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
-    let word = if suspend { "suspend" } else { "resume" };
+    let subcommand = if suspend { "suspend" } else { "resume" };
     let RmReply::Suspended {
         job,
         tasks,
-        unchanged: others,
+        unchanged_tasks,
     } = machine.ask_rm(&RmQuery::Suspend { job: tid, suspend })?
     else {
-        return Ok(unknown_job(&format!("job {word}"), tid));
+        return Ok(unknown_job_outcome(&format!("job {subcommand}"), tid));
     };
-    let list: Vec<String> = tasks.iter().map(Tid::to_string).collect();
+    let tid_texts: Vec<String> = tasks.iter().map(Tid::to_string).collect();
     let verb = if suspend {
         "are suspended"
     } else {
@@ -343,27 +352,26 @@ fn suspend_job(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<
     };
     let mut text = format!(
         "{} tasks of job {job} {verb}: {}\n",
-        list.len(),
-        list.join(" ")
+        tid_texts.len(),
+        tid_texts.join(" ")
     );
-    if list.is_empty() {
+    if tid_texts.is_empty() {
         text = format!(
-            "no task of job {job} was {word}{}\n",
+            "no task of job {job} was {subcommand}{}\n",
             if suspend { "ed" } else { "d" }
         );
     }
     text.extend(
-        others
+        unchanged_tasks
             .iter()
-            .map(|(tid, why)| format!("{tid} is unchanged: {why}\n")),
+            .map(|(tid, reason)| format!("{tid} is unchanged: {reason}\n")),
     );
-    let others: Vec<Value> = others
+    let unchanged_tasks: Vec<Value> = unchanged_tasks
         .iter()
-        .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+        .map(|(tid, reason)| json!({ "tid": tid.to_string(), "why": reason }))
         .collect();
-    let value =
-        json!({ "job": job.to_string(), "suspend": suspend, "tasks": list, "others": others });
-    Ok(Outcome::with_values(text, value, false))
+    let json_output = json!({ "job": job.to_string(), "suspend": suspend, "tasks": tid_texts, "others": unchanged_tasks });
+    Ok(Outcome::with_json(text, json_output, false))
 }
 
 /// Suspends or resumes one task through the daemon. No resource manager is needed.
@@ -381,51 +389,57 @@ fn suspend_task(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result
             "is resumed"
         }
     );
-    Ok(Outcome::with_values(
+    Ok(Outcome::with_json(
         text,
         json!({ "tid": tid.to_string(), "suspend": suspend }),
         false,
     ))
 }
 
-/// Kills all tasks of a job, including those it spawns meanwhile, and waits until none is left.
-fn kill_job(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
-    let (mut answer, started) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
-    // Asked after the kill, so that a job that is being vacated at this moment is found, too.
-    let vacated = cancel_vacated(machine, tid)?;
+/// Kills all tasks of a job, also those that the job spawns during the kill. Waits up to
+/// [`KILL_TIMEOUT`] until no task remains.
+fn kill_and_wait(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
+    let (mut reply, started) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
+    // This request follows the kill, so that a job that is being vacated at this moment is found,
+    // too.
+    let vacated_outcome = cancel_vacated(machine, tid)?;
     loop {
-        match answer {
-            RmReply::KillProgress { left, .. } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
+        match reply {
+            RmReply::KillProgress {
+                remaining_tasks: left,
+                ..
+            } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
             RmReply::KillProgress {
                 job,
-                asked,
-                forced,
-                left,
-                failed,
+                exit_requests: asked,
+                forced_kills: forced,
+                remaining_tasks: left,
+                signal_failures: failed,
             } => {
-                let nothing = asked == 0 && left == 0;
-                if let Some(outcome) = vacated.filter(|_| nothing) {
+                let has_no_tasks = asked == 0 && left == 0;
+                if let Some(outcome) = vacated_outcome.filter(|_| has_no_tasks) {
                     return Ok(outcome);
                 }
                 return Ok(kill_outcome(job, (asked, forced, left), &failed));
             }
-            _ => return Ok(vacated.unwrap_or_else(|| unknown_job("job kill", tid))),
+            _ => return Ok(vacated_outcome.unwrap_or_else(|| unknown_job_outcome("job kill", tid))),
         }
         std::thread::sleep(KILL_POLL_INTERVAL);
-        answer = machine.ask_rm(&RmQuery::KillStatus(tid))?;
-        if answer == RmReply::NotFound {
+        reply = machine.ask_rm(&RmQuery::KillStatus(tid))?;
+        if reply == RmReply::NotFound {
             // A new resource manager does not know about the kill, so the kill is requested again.
-            answer = machine.ask_rm(&RmQuery::Kill(tid))?;
+            reply = machine.ask_rm(&RmQuery::Kill(tid))?;
         }
     }
 }
 
-/// Returns the outcome of a kill. The numbers count the tasks that were asked to exit, were sent
-/// SIGKILL, and still exist. `failed` lists tasks whose kill failed, with reasons.
+/// Returns the outcome of a kill. The three numbers count the tasks that were asked to exit, the
+/// tasks that were sent SIGKILL, and the tasks that still exist. `failures` lists tasks that could
+/// not be killed, with reasons.
 fn kill_outcome(
     job: Tid,
     (asked_to_exit, killed_by_signal, remaining): (u32, u32, u32),
-    failed: &[(Tid, String)],
+    failures: &[(Tid, String)],
 ) -> Outcome {
     let mut text = match asked_to_exit {
         0 => format!("job {job} has no tasks\n"),
@@ -440,18 +454,18 @@ fn kill_outcome(
             ),
         };
     }
-    let complaints: Vec<String> = failed
+    let error_lines: Vec<String> = failures
         .iter()
-        .map(|(tid, why)| format!("job kill: {tid}: {why}"))
+        .map(|(tid, reason)| format!("job kill: {tid}: {reason}"))
         .collect();
-    let failed: Vec<Value> = failed
+    let failures: Vec<Value> = failures
         .iter()
-        .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+        .map(|(tid, reason)| json!({ "tid": tid.to_string(), "why": reason }))
         .collect();
-    let value = json!({ "job": job.to_string(), "asked": asked_to_exit, "forced": killed_by_signal, "left": remaining, "failed": failed });
+    let json_output = json!({ "job": job.to_string(), "asked": asked_to_exit, "forced": killed_by_signal, "left": remaining, "failed": failures });
     Outcome {
-        errors: complaints,
-        ..Outcome::with_values(text, value, remaining > 0)
+        errors: error_lines,
+        ..Outcome::with_json(text, json_output, remaining > 0)
     }
 }
 
@@ -460,23 +474,26 @@ fn kill_outcome(
 fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outcome>, Error> {
     let RmReply::VacatedCancelled {
         job,
-        checkpoint: set,
-        starting,
+        checkpoint: checkpoint_name,
+        restart_started: starting,
     } = machine.ask_rm(&RmQuery::CancelVacated(tid))?
     else {
         return Ok(None);
     };
-    let mut value = json!({ "job": job.to_string(), "set": set, "parked": false });
+    let mut json_output =
+        json!({ "job": job.to_string(), "set": checkpoint_name, "parked": false });
     let text = if starting {
-        value["parked"] = json!(true);
-        format!("job {job} is being restarted from checkpoint {set}: kill it when it runs\n")
+        json_output["parked"] = json!(true);
+        format!(
+            "job {job} is being restarted from checkpoint {checkpoint_name}: kill it when it runs\n"
+        )
     } else {
         format!(
-            "job {job} was vacated to checkpoint {set} and waited for hosts: its restart is cancelled\n\
-             pvm restart {set} restarts it; pvm checkpoints --remove {set} removes it\n"
+            "job {job} was vacated to checkpoint {checkpoint_name} and waited for hosts: its restart is cancelled\n\
+             pvm restart {checkpoint_name} restarts it; pvm checkpoints --remove {checkpoint_name} removes it\n"
         )
     };
-    Ok(Some(Outcome::with_values(text, value, starting)))
+    Ok(Some(Outcome::with_json(text, json_output, starting)))
 }
 
 #[cfg(test)]
@@ -488,7 +505,6 @@ mod tests {
         parse(&words(line))
     }
 
-    /// All forms of `job` are parsed; any task of a job selects it.
     #[test]
     fn job_arguments_parse() {
         let tid = Tid::from_raw(0x40001);

@@ -16,7 +16,7 @@ pub(crate) const NAMES: CommandSpec = CommandSpec {
     name: "names",
     summary: "List the mailbox of the virtual machine",
     detail: "Syntax:  names [ pattern ]\n",
-    parse: |args| parse_names(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_names(args).map(ParsedCommand::vm_command),
     ..CommandSpec::DEFAULT
 };
 
@@ -24,14 +24,14 @@ pub(crate) const PUT: CommandSpec = CommandSpec {
     name: "put",
     summary: "Put an empty entry into the mailbox",
     detail: "Syntax:  put name flags\n",
-    parse: |args| parse_put(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_put(args).map(ParsedCommand::vm_command),
     has_json: false,
     ..CommandSpec::DEFAULT
 };
 
 #[derive(Debug)]
 struct NamesCommand {
-    /// Pattern for the names of the classes. An empty pattern matches all.
+    /// Pattern for the names of the classes. An empty pattern matches all classes.
     pattern: String,
 }
 
@@ -68,7 +68,11 @@ fn parse_put(args: &[String]) -> Result<PutCommand, ParseError> {
 impl VmCommand for NamesCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let classes = mailbox_classes(&session.vm, &self.pattern)?;
-        Ok(Outcome::with_values(text(&classes), value(&classes), false))
+        Ok(Outcome::with_json(
+            classes_text(&classes),
+            classes_json(&classes),
+            false,
+        ))
     }
 }
 
@@ -84,7 +88,7 @@ impl VmCommand for PutCommand {
     }
 }
 
-fn text(classes: &[MailboxClass]) -> String {
+fn classes_text(classes: &[MailboxClass]) -> String {
     let mut out = String::new();
     for class in classes {
         out += &format!("<{}>:\n", class.name);
@@ -99,7 +103,7 @@ fn text(classes: &[MailboxClass]) -> String {
     out
 }
 
-fn value(classes: &[MailboxClass]) -> Value {
+fn classes_json(classes: &[MailboxClass]) -> Value {
     let entry = |(index, owner, flags): &(i32, Tid, i32)| json!({ "index": index, "owner": owner.is_task().then(|| owner.to_string()), "flags": flags });
     let class = |class: &MailboxClass| json!({ "name": class.name, "entries": class.entries.iter().map(entry).collect::<Vec<_>>() });
     json!({ "classes": classes.iter().map(class).collect::<Vec<_>>() })
@@ -109,7 +113,6 @@ fn value(classes: &[MailboxClass]) -> Value {
 mod tests {
     use super::*;
 
-    /// `names` has the layout of PVM.
     #[test]
     fn names_layout_matches_pvm() {
         let entries = vec![(0, Tid::from_raw(0x40001), 2)];
@@ -118,7 +121,7 @@ mod tests {
             entries,
         };
         assert_eq!(
-            text(&[class]),
+            classes_text(&[class]),
             "<###_PVM_NO_RESET_###>:\n\tindex=0 owner=0x40001/262145 flags=0x2\n\n"
         );
     }

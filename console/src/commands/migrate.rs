@@ -17,8 +17,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  migrate tid host\n\
              Returns when the task runs there with all its memory, or reports the step that failed and why.\n\
              After a failure the task continues where it was.\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|args, _| match args {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|args, _| match args {
         [] => (0, WordKind::Tid),
         [_] => (0, WordKind::Host),
         _ => (0, WordKind::Unknown),
@@ -30,14 +30,14 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct MigrateCommand {
     tid: Tid,
     /// Name of the target.
-    to: String,
+    target: String,
 }
 
 fn parse(args: &[String]) -> Result<MigrateCommand, ParseError> {
     match args {
         [tid, host] => Ok(MigrateCommand {
             tid: parse_task_tid("migrate", tid)?,
-            to: host.clone(),
+            target: host.clone(),
         }),
         _ => Err(ParseError::WrongArgs("migrate")),
     }
@@ -45,67 +45,68 @@ fn parse(args: &[String]) -> Result<MigrateCommand, ParseError> {
 
 impl VmCommand for MigrateCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        Ok(match session.vm.migrate(self.tid, &self.to) {
-            Ok(report) => self.success(&report),
-            Err(error) => self.failure(&error),
+        Ok(match session.vm.migrate(self.tid, &self.target) {
+            Ok(report) => self.success_outcome(&report),
+            Err(error) => self.failure_outcome(&error),
         })
     }
 }
 
 impl MigrateCommand {
-    fn success(&self, report: &MigrationReport) -> Outcome {
-        let (tid, to) = (self.tid, &self.to);
-        let value = json!({
+    fn success_outcome(&self, report: &MigrationReport) -> Outcome {
+        let (tid, target) = (self.tid, &self.target);
+        let json_output = json!({
             "tid": tid.to_string(),
-            "to": to,
+            "to": target,
             "moved": true,
             "migration": report.id.0,
-            "bytes": report.bytes,
-            "frozen_us": report.frozen.0,
+            "bytes": report.image_bytes,
+            "frozen_us": report.frozen_time.0,
             "by": report.engine.to_string(),
         });
-        Outcome::with_values(text(tid, to, report), value, false)
+        Outcome::with_json(report_text(tid, target, report), json_output, false)
     }
 
-    fn failure(&self, error: &MigrateError) -> Outcome {
-        let (tid, to) = (self.tid, &self.to);
-        // `None` if the migration had not begun.
+    fn failure_outcome(&self, error: &MigrateError) -> Outcome {
+        let (tid, target) = (self.tid, &self.target);
+        // `None` if the migration was refused before its first step.
         let step = match error {
             MigrateError::Failed(error) => Some(error.step.to_string()),
             MigrateError::Refused(_) => None,
         };
-        let value = json!({
+        let json_output = json!({
             "tid": tid.to_string(),
-            "to": to,
+            "to": target,
             "moved": false,
             "step": step,
             "reason": error.to_string(),
         });
         let line = match error {
-            // The virtual machine ended, and the task with it; on which host is unknown.
+            // The virtual machine and the task have ended. The host on which the task ran last is
+            // unknown.
             MigrateError::Refused(Error {
                 code: PvmError::SysErr,
                 reason,
             }) => {
-                format!("the virtual machine ended before {tid} was on {to}: {reason}")
+                format!("the virtual machine ended before {tid} was on {target}: {reason}")
             }
-            _ => format!("{tid} was not migrated to {to}: {error}"),
+            _ => format!("{tid} was not migrated to {target}: {error}"),
         };
         Outcome {
-            json: vec![value],
-            ..Outcome::error(line)
+            json_values: vec![json_output],
+            ..Outcome::from_error(line)
         }
     }
 }
 
-fn text(tid: Tid, to: &str, report: &MigrationReport) -> String {
-    let ms = (report.frozen.0 + 500) / 1000;
+fn report_text(tid: Tid, target: &str, report: &MigrationReport) -> String {
+    let frozen_ms = (report.frozen_time.0 + 500) / 1000;
     match report.engine {
         Engine::Criu => format!(
-            "{tid} migrated to {to}: {} bytes, frozen {ms} ms\n",
-            report.bytes
+            "{tid} migrated to {target}: {} bytes, frozen {frozen_ms} ms\n",
+            report.image_bytes
         ),
-        engine => format!("{tid} migrated to {to} by {engine}: interrupted {ms} ms\n"),
+        engine => format!("{tid} migrated to {target} by {engine}: interrupted {frozen_ms} ms\n"),
     }
 }
 
@@ -114,27 +115,26 @@ mod tests {
     use super::*;
     use sempa_proto::Micros;
 
-    /// The report of a migration is one line.
     #[test]
     fn report_is_one_line() {
         let id = sempa_proto::MigrationId(1);
         let report = MigrationReport {
             id,
-            bytes: 1234,
-            frozen: Micros(98_400),
+            image_bytes: 1234,
+            frozen_time: Micros(98_400),
             engine: Engine::Criu,
         };
         assert_eq!(
-            text(Tid::from_raw(0x40002), "h3", &report),
+            report_text(Tid::from_raw(0x40002), "h3", &report),
             "t40002 migrated to h3: 1234 bytes, frozen 98 ms\n"
         );
         let report = MigrationReport {
-            bytes: 0,
+            image_bytes: 0,
             engine: Engine::Restart { timeout_s: 5 },
             ..report
         };
         assert_eq!(
-            text(Tid::from_raw(0x40002), "h3", &report),
+            report_text(Tid::from_raw(0x40002), "h3", &report),
             "t40002 migrated to h3 by restart: interrupted 98 ms\n"
         );
     }

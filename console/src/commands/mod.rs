@@ -1,4 +1,5 @@
-//! The commands of the console: one file for each command or small family, and the table of all.
+//! The commands of the console: a file for each command or small family of commands, and the table
+//! of all commands.
 
 mod add;
 mod alias;
@@ -87,17 +88,17 @@ pub(crate) const COMMANDS: CommandTable = &[
     &why::SPEC,
 ];
 
-/// Returns the command with this name.
-pub(crate) fn find(name: &str) -> Option<&'static CommandSpec> {
+/// Returns the table entry of the command with this name.
+pub(crate) fn find_command(name: &str) -> Option<&'static CommandSpec> {
     COMMANDS.iter().copied().find(|spec| spec.name == name)
 }
 
-/// Parses words into a command. Returns `None` for no words.
+/// Parses words into a command. Returns `None` if there are no words.
 pub(crate) fn parse(words: &[String]) -> Result<Option<ParsedCommand>, ParseError> {
     let Some((name, args)) = words.split_first() else {
         return Ok(None);
     };
-    match find(name) {
+    match find_command(name) {
         Some(spec) => (spec.parse)(args).map(Some),
         None => Err(ParseError::NotFound(name.clone())),
     }
@@ -106,24 +107,27 @@ pub(crate) fn parse(words: &[String]) -> Result<Option<ParsedCommand>, ParseErro
 /// True if the command has JSON output. Also true for an unknown command, whose error is reported
 /// later.
 pub(crate) fn has_json(command: &str) -> bool {
-    find(command).is_none_or(|spec| spec.has_json)
+    find_command(command).is_none_or(|spec| spec.has_json)
 }
 
-/// Removes `--json` from a command's own words; true if it was there.
+/// Removes `--json` if it is one of the command's own words. Returns true if it was removed.
 pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     let Some((command, args)) = words.split_first().filter(|(name, _)| has_json(name)) else {
         return false;
     };
-    let own_args = find(command).map_or(args.len(), |spec| (spec.own_words)(args));
-    let found = words[..=own_args].iter().position(|word| word == "--json");
-    found.map(|at| words.remove(at)).is_some()
+    let own_arg_count =
+        find_command(command).map_or(args.len(), |spec| (spec.own_word_count)(args));
+    let json_index = words[..=own_arg_count]
+        .iter()
+        .position(|word| word == "--json");
+    json_index.map(|index| words.remove(index)).is_some()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn error(line: &str) -> String {
+    fn error_text(line: &str) -> String {
         let words: Vec<String> = line.split(' ').map(String::from).collect();
         parse(&words).expect_err(line).to_string()
     }
@@ -136,29 +140,32 @@ mod tests {
             assert!(spec.detail.starts_with("Syntax:  "), "{}", spec.name);
             assert!(spec.detail.ends_with('\n'), "{}", spec.name);
             assert!(!spec.summary.is_empty(), "{}", spec.name);
-            let parsed = parse(&[spec.name.to_string()]);
+            let result = parse(&[spec.name.to_string()]);
             assert!(
-                parsed
+                result
                     .as_ref()
                     .err()
                     .is_none_or(|error| *error == ParseError::WrongArgs(spec.name)
                         || *error == ParseError::OnlyOptions),
-                "{parsed:?}"
+                "{result:?}"
             );
         }
         assert!(parse(&[]).is_ok_and(|command| command.is_none()));
     }
 
-    /// Errors have the texts of PVM's console.
     #[test]
     fn error_texts_match_pvm() {
-        assert_eq!(error("foo"), "foo: not found");
-        assert_eq!(error("con"), "con: not found", "names must be complete");
+        assert_eq!(error_text("foo"), "foo: not found");
+        assert_eq!(
+            error_text("con"),
+            "con: not found",
+            "names must be complete"
+        );
         for name in [
             "add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle",
             "unalias",
         ] {
-            assert_eq!(error(name), format!("{name}: wrong #args"));
+            assert_eq!(error_text(name), format!("{name}: wrong #args"));
         }
         for line in [
             "conf x",
@@ -172,26 +179,26 @@ mod tests {
             "ps -h 40000",
         ] {
             let name = line.split(' ').next().expect("a word");
-            assert_eq!(error(line), format!("{name}: wrong #args"));
+            assert_eq!(error_text(line), format!("{name}: wrong #args"));
         }
-        assert_eq!(error("kill -q t40005"), "unknown flag -q");
-        assert_eq!(error("ps -az"), "unknown flag -z");
-        assert_eq!(error("kill -c"), "incorrect arg count");
-        assert_eq!(error("kill -"), "incorrect arg count");
+        assert_eq!(error_text("kill -q t40005"), "unknown flag -q");
+        assert_eq!(error_text("ps -az"), "unknown flag -z");
+        assert_eq!(error_text("kill -c"), "incorrect arg count");
+        assert_eq!(error_text("kill -"), "incorrect arg count");
         assert_eq!(
-            error("kill t40005 -c"),
+            error_text("kill t40005 -c"),
             "kill: -c is not a task id: write it as t40001"
         );
         for line in ["reset bogus", "reset bogus twice"] {
-            assert_eq!(error(line), "\"bogus\" arg to reset not valid");
+            assert_eq!(error_text(line), "\"bogus\" arg to reset not valid");
         }
-        assert_eq!(error("reset info a 1 2"), "reset: wrong #args");
-        assert_eq!(error("tickle"), "tickle: wrong #args");
-        assert_eq!(error("tickle x"), "tickle: x is not a number");
-        assert_eq!(error("reset info a b"), "reset: b is not a number");
-        assert_eq!(error("migrate t40001"), "migrate: wrong #args");
+        assert_eq!(error_text("reset info a 1 2"), "reset: wrong #args");
+        assert_eq!(error_text("tickle"), "tickle: wrong #args");
+        assert_eq!(error_text("tickle x"), "tickle: x is not a number");
+        assert_eq!(error_text("reset info a b"), "reset: b is not a number");
+        assert_eq!(error_text("migrate t40001"), "migrate: wrong #args");
         assert_eq!(
-            error("migrate 80000 h3"),
+            error_text("migrate 80000 h3"),
             "migrate: 80000 is not a task id: write it as t40001"
         );
     }

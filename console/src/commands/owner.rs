@@ -1,5 +1,5 @@
-//! `owner`: records the directives of this machine's owner for all virtual machines on it, and
-//! shows who uses it.
+//! `owner`: records the directives of this machine's owner, which apply to all virtual machines on
+//! the machine, and shows who uses the machine.
 //!
 //! The command needs neither a virtual machine nor rights in one. Directives are files that only
 //! this user can write, so load watchers trust them. Load watchers answer status queries of any
@@ -17,8 +17,8 @@ use pvm_load_watcher::owner_override::{
     OwnerOverride, Presence, overrides_dir,
 };
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
-use pvm_load_watcher::published_policy::{self, PolicyRejection};
-use pvm_load_watcher::status::{GuestStatus, Status, query_all};
+use pvm_load_watcher::published_policy::{self, PublishedPolicyError};
+use pvm_load_watcher::status::{GuestStatus, WatcherStatus, query_all};
 use sempa_proto::Micros;
 use serde_json::json;
 use std::fs::File;
@@ -45,7 +45,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              limit   at most this number of their tasks, on as many processors\n\
              policy  use the rules in a file, such as docs/owner.toml; without a file, show them\n\
              Your own virtual machines also read ~/.config/sempa/owner.toml.\n",
-    parse: |args| parse(args).map(ParsedCommand::local),
+    parse: |args| parse(args).map(ParsedCommand::local_command),
     ..CommandSpec::DEFAULT
 };
 
@@ -57,39 +57,39 @@ enum OwnerCommand {
         state: Presence,
         duration: Option<Duration>,
     },
-    /// Removes the declared presence. Load watchers detect the owner's presence again.
+    /// Removes the declared presence, so that load watchers detect the owner's presence again.
     DetectPresence,
     /// Admits no guests at these times. An empty list removes the rule.
     ClosedHours(Vec<WeeklyHours>),
     /// Limits the number of guest tasks; `None` removes the limit.
     TaskLimit(Option<u32>),
-    /// Shows, publishes or withdraws a policy file.
+    /// Shows, publishes or withdraws the owner's policy.
     Policy(PolicyAction),
-    /// Shows who uses this machine, since when, and why.
+    /// Shows who uses this machine, since when, and what guests may do.
     Status,
 }
 
-/// Action on the owner's policy.
+/// Action on the owner's published policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum PolicyAction {
     Show,
-    /// Copies this file as the policy in force.
+    /// Makes the contained file the policy in force, by copying the file.
     Publish(PathBuf),
     Withdraw,
 }
 
-fn wrong_type(word: &str, wanted: &'static str) -> ParseError {
+fn wrong_type_error(word: &str, expected_type: &'static str) -> ParseError {
     ParseError::WrongType {
         command: "owner",
         word: word.to_string(),
-        expected: wanted,
+        expected: expected_type,
     }
 }
 
-/// Parses the words after the command.
+/// Parses the words after `owner`.
 fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    let state = |word: &str| {
+    let presence_of = |word: &str| {
         if word == "here" {
             Presence::Here
         } else {
@@ -98,50 +98,50 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     };
     let bounded_duration = |text: &str| {
         parse_duration(text)
-            .filter(|span| *span <= OVERRIDE_DURATION_MAX)
+            .filter(|duration| *duration <= OVERRIDE_DURATION_MAX)
             .map(Some)
-            .ok_or_else(|| wrong_type(text, "a time such as 2h or 30m, up to 7d"))
+            .ok_or_else(|| wrong_type_error(text, "a time such as 2h or 30m, up to 7d"))
     };
     match words[..] {
         [] | ["status"] => Ok(OwnerCommand::Status),
         ["auto"] => Ok(OwnerCommand::DetectPresence),
         [word @ ("here" | "away")] => Ok(OwnerCommand::DeclarePresence {
-            state: state(word),
+            state: presence_of(word),
             duration: None,
         }),
         [word @ ("here" | "away"), "--for", text] => Ok(OwnerCommand::DeclarePresence {
-            state: state(word),
+            state: presence_of(word),
             duration: bounded_duration(text)?,
         }),
         [word @ ("here" | "away"), option] if option.starts_with("--for=") => {
             Ok(OwnerCommand::DeclarePresence {
-                state: state(word),
+                state: presence_of(word),
                 duration: bounded_duration(option.trim_start_matches("--for="))?,
             })
         }
         ["never", "none"] => Ok(OwnerCommand::ClosedHours(Vec::new())),
         ["never", _, ..] => {
-            let parts = words[1..]
+            let hour_texts = words[1..]
                 .split(|word| *word == "and")
                 .map(|part| part.join(" "));
-            let hours = |part: String| {
+            let parse_hours = |part: String| {
                 part.parse().map_err(|_| {
-                    wrong_type(
+                    wrong_type_error(
                         &part,
                         "a time of the week such as 9-17, 'mon-fri 9-17:30' or always",
                     )
                 })
             };
-            parts
-                .map(hours)
+            hour_texts
+                .map(parse_hours)
                 .collect::<Result<_, _>>()
                 .map(OwnerCommand::ClosedHours)
         }
         ["limit", "none"] => Ok(OwnerCommand::TaskLimit(None)),
-        ["limit", number] | ["limit", number, "core" | "cores"] => number
+        ["limit", core_count] | ["limit", core_count, "core" | "cores"] => core_count
             .parse()
-            .map(|number| OwnerCommand::TaskLimit(Some(number)))
-            .map_err(|_| wrong_type(number, "a number of cores")),
+            .map(|core_count| OwnerCommand::TaskLimit(Some(core_count)))
+            .map_err(|_| wrong_type_error(core_count, "a number of cores")),
         ["policy"] => Ok(OwnerCommand::Policy(PolicyAction::Show)),
         ["policy", "none"] => Ok(OwnerCommand::Policy(PolicyAction::Withdraw)),
         ["policy", file] => Ok(OwnerCommand::Policy(PolicyAction::Publish(file.into()))),
@@ -149,24 +149,28 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     }
 }
 
-/// Returns the directives `current` as changed by the command at time `now`.
-fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) -> OwnerOverride {
+/// Returns the directives `old_directives` with the change that the command makes at time `now`.
+fn apply_command(
+    old_directives: OwnerOverride,
+    command: &OwnerCommand,
+    now: Micros,
+) -> OwnerOverride {
     let OwnerOverride {
-        presence: mut said,
+        presence: mut declared_presence,
         mut policy,
-    } = current;
+    } = old_directives;
     match command {
         OwnerCommand::DeclarePresence { state, duration } => {
             let until =
                 now + Micros::from_secs(duration.unwrap_or(OVERRIDE_DURATION_DEFAULT).as_secs());
-            said = Some(DeclaredPresence {
+            declared_presence = Some(DeclaredPresence {
                 state: *state,
-                at: now,
-                until,
+                declared_at: now,
+                expires_at: until,
                 ends_with_visit: duration.is_none(),
             });
         }
-        OwnerCommand::DetectPresence => said = None,
+        OwnerCommand::DetectPresence => declared_presence = None,
         OwnerCommand::ClosedHours(hours) => {
             policy.forbidden_hours = (!hours.is_empty()).then(|| hours.clone())
         }
@@ -174,7 +178,7 @@ fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) ->
         OwnerCommand::Policy(_) | OwnerCommand::Status => {}
     }
     OwnerOverride {
-        presence: said,
+        presence: declared_presence,
         policy,
     }
 }
@@ -184,8 +188,8 @@ fn describe_override(directives: &OwnerOverride) -> String {
     let mut parts = Vec::new();
     if let Some(DeclaredPresence {
         state,
-        until,
-        ends_with_visit: visit,
+        expires_at: until,
+        ends_with_visit: visit_clause,
         ..
     }) = directives.presence
     {
@@ -194,16 +198,19 @@ fn describe_override(directives: &OwnerOverride) -> String {
         } else {
             "away"
         };
-        let visit = if visit {
+        let visit_clause = if visit_clause {
             ", or until the next login or logout"
         } else {
             ""
         };
-        parts.push(format!("{state} until {}{visit}", format_utc_time(until)));
+        parts.push(format!(
+            "{state} until {}{visit_clause}",
+            format_utc_time(until)
+        ));
     }
     if let Some(hours) = &directives.policy.forbidden_hours {
-        let all: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
-        parts.push(format!("no guests {}", all.join(" and ")));
+        let hour_texts: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
+        parts.push(format!("no guests {}", hour_texts.join(" and ")));
     }
     parts.extend(
         directives
@@ -219,23 +226,25 @@ fn describe_override(directives: &OwnerOverride) -> String {
 }
 
 fn override_json(directives: &OwnerOverride) -> serde_json::Value {
-    let state = directives.presence.map(|said| {
-        if said.state == Presence::Here {
+    let state = directives.presence.map(|presence| {
+        if presence.state == Presence::Here {
             "here"
         } else {
             "away"
         }
     });
-    let never: Vec<String> = directives
+    let closed_hours: Vec<String> = directives
         .policy
         .forbidden_hours
         .iter()
         .flatten()
         .map(|hours| hours.to_string())
         .collect();
-    let until = directives.presence.map(|said| said.until.0);
-    let visit = directives.presence.is_some_and(|said| said.ends_with_visit);
-    json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": directives.policy.cores })
+    let until = directives.presence.map(|presence| presence.expires_at.0);
+    let ends_with_visit = directives
+        .presence
+        .is_some_and(|presence| presence.ends_with_visit);
+    json!({ "said": state, "until_us": until, "until_visit": ends_with_visit, "never": closed_hours, "cores": directives.policy.cores })
 }
 
 impl LocalCommand for OwnerCommand {
@@ -244,8 +253,8 @@ impl LocalCommand for OwnerCommand {
         let dir = overrides_dir(std::env::var_os(OVERRIDES_DIR_VAR).map(Into::into));
         let uid = nix::unistd::geteuid().as_raw();
         match self {
-            OwnerCommand::Status => status(&dir, uid),
-            OwnerCommand::Policy(action) => run_policy(&dir, uid, action),
+            Self::Status => status_outcome(&dir, uid),
+            Self::Policy(action) => run_policy(&dir, uid, action),
             _ => write_override(&dir, uid, self),
         }
     }
@@ -255,12 +264,13 @@ impl LocalCommand for OwnerCommand {
 fn read_policy(file: &Path) -> Result<String, String> {
     let name = file.display().to_string();
     let mut text = String::new();
-    let read = File::open(file).and_then(|file| {
+    let read_result = File::open(file).and_then(|file| {
         file.take(POLICY_BYTES_MAX as u64 + 1)
             .read_to_string(&mut text)
     });
-    read.map_err(|error| format!("owner: {name} cannot be read: {error}; nothing has changed"))?;
-    match Policy::parse_own(&name, &text) {
+    read_result
+        .map_err(|error| format!("owner: {name} cannot be read: {error}; nothing has changed"))?;
+    match Policy::parse_without_owners(&name, &text) {
         Ok(_) => Ok(text),
         Err(error) => Err(format!("owner: {error}; nothing has changed")),
     }
@@ -268,41 +278,41 @@ fn read_policy(file: &Path) -> Result<String, String> {
 
 fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
     let path = published_policy::policy_file(dir, uid);
-    let place = path.display();
+    let path_text = path.display();
     let text = match action {
         PolicyAction::Show => match published_policy::read(dir, uid) {
-            Ok(read) => read.map(|(text, _)| text),
-            Err(PolicyRejection::Untrusted(sentence)) => {
-                return Outcome::refused(format!("owner: {sentence}"));
+            Ok(policy) => policy.map(|(text, _)| text),
+            Err(PublishedPolicyError::Untrusted(reason)) => {
+                return Outcome::from_refusal(format!("owner: {reason}"));
             }
-            Err(PolicyRejection::Malformed(error)) => {
-                return Outcome::refused(format!(
+            Err(PublishedPolicyError::Malformed(error)) => {
+                return Outcome::from_refusal(format!(
                     "owner: {error}; load watchers keep the previous policy, and admit no guests if there was none"
                 ));
             }
         },
         PolicyAction::Publish(file) => match read_policy(file) {
             Ok(text) => Some(text),
-            Err(sentence) => return Outcome::refused(sentence),
+            Err(reason) => return Outcome::from_refusal(reason),
         },
         PolicyAction::Withdraw => None,
     };
-    let changes = *action != PolicyAction::Show;
-    if changes && let Err(error) = published_policy::write(dir, uid, text.as_deref()) {
+    let is_change = *action != PolicyAction::Show;
+    if is_change && let Err(error) = published_policy::write(dir, uid, text.as_deref()) {
         let advice = format!(
             "nothing has changed; check the file, or set another folder with {OVERRIDES_DIR_VAR}"
         );
-        return Outcome::refused(format!(
-            "owner: {place} cannot be written: {error}; {advice}"
+        return Outcome::from_refusal(format!(
+            "owner: {path_text} cannot be written: {error}; {advice}"
         ));
     }
     let json = json!({ "policy": text, "file": path });
-    let text_out = match text {
-        Some(text) if changes => format!("your policy is in force ({place}):\n{text}"),
+    let output_text = match text {
+        Some(text) if is_change => format!("your policy is in force ({path_text}):\n{text}"),
         Some(text) => text,
         None => "you have no policy here; 'owner policy FILE' publishes one\n".into(),
     };
-    Outcome::with_values(text_out, json, false)
+    Outcome::with_json(output_text, json, false)
 }
 
 fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
@@ -313,7 +323,7 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
         unix_micros(),
     );
     match owner_override::write(dir, uid, &updated) {
-        Ok(()) => Outcome::with_values(
+        Ok(()) => Outcome::with_json(
             format!("your directives: {}\n", describe_override(&updated)),
             override_json(&updated),
             false,
@@ -323,7 +333,7 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
             let advice = format!(
                 "nothing has changed; check the file, or set {OVERRIDES_DIR_VAR} for you and the load watchers"
             );
-            Outcome::refused(format!(
+            Outcome::from_refusal(format!(
                 "owner: {} cannot be written: {error}; {advice}",
                 path.display()
             ))
@@ -331,42 +341,46 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
     }
 }
 
-fn status(dir: &Path, uid: u32) -> Outcome {
-    let (all, unanswered) = match query_all() {
+fn status_outcome(dir: &Path, uid: u32) -> Outcome {
+    let (statuses, unanswered) = match query_all() {
         Ok(answers) => answers,
         Err(error) => {
-            return Outcome::refused(format!("owner: load watchers cannot be found: {error}"));
+            return Outcome::from_refusal(format!("owner: load watchers cannot be found: {error}"));
         }
     };
-    let (said, wrong) = match owner_override::read(dir, uid) {
-        Ok(word) => (word, None),
-        Err(sentence) => (OwnerOverride::default(), Some(sentence)),
+    let (directives, file_error) = match owner_override::read(dir, uid) {
+        Ok(read_directives) => (read_directives, None),
+        Err(reason) => (OwnerOverride::default(), Some(reason)),
     };
     let mut text = String::new();
-    if !said.is_empty() {
-        text.push_str(&format!("your directives: {}\n", describe_override(&said)));
+    if !directives.is_empty() {
+        text.push_str(&format!(
+            "your directives: {}\n",
+            describe_override(&directives)
+        ));
     }
-    all.iter()
+    statuses
+        .iter()
         .for_each(|status| text.push_str(&status_text(status)));
-    if all.is_empty() && unanswered.is_empty() {
+    if statuses.is_empty() && unanswered.is_empty() {
         text.push_str("no virtual machine with a load watcher uses this machine\n");
     }
     let failed = !unanswered.is_empty();
-    let complaints = unanswered
+    let error_lines = unanswered
         .into_iter()
-        .chain(wrong)
+        .chain(file_error)
         .map(|line| format!("owner: {line}"))
         .collect();
-    let json = json!({ "you": override_json(&said), "virtual_machines": all });
+    let json = json!({ "you": override_json(&directives), "virtual_machines": statuses });
     Outcome {
-        errors: complaints,
-        ..Outcome::with_values(text, json, failed)
+        errors: error_lines,
+        ..Outcome::with_json(text, json, failed)
     }
 }
 
 /// Formats the report of one load watcher.
-fn status_text(status: &Status) -> String {
-    let Status {
+fn status_text(status: &WatcherStatus) -> String {
+    let WatcherStatus {
         vm,
         user,
         host,
@@ -425,27 +439,30 @@ fn status_text(status: &Status) -> String {
     out
 }
 
-/// Formats the lines of a report about what guests may do, and how they are stopped.
-fn guests_text(status: &Status) -> String {
-    let leave = match (status.leave_at_us, status.then.as_deref()) {
+/// Formats the lines of a report about what guests may do, and how guests are stopped.
+fn guests_text(status: &WatcherStatus) -> String {
+    let leave_text = match (status.leave_at_us, status.then.as_deref()) {
         (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
         (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
         (None, Some(_)) => "; they are paused until guests are welcome again".into(),
         (None, None) => String::new(),
     };
-    let why = if status.guests_why.is_empty() {
+    let reason_text = if status.guests_why.is_empty() {
         String::new()
     } else {
         format!(": {}", status.guests_why)
     };
-    let mut out = format!("  guests    {}{why}{leave}\n", status.guests);
+    let mut out = format!("  guests    {}{reason_text}{leave_text}\n", status.guests);
     if !status.stopped_by.is_empty() {
-        let why = if status.stopped_by_why.is_empty() {
+        let reason_text = if status.stopped_by_why.is_empty() {
             String::new()
         } else {
             format!(": {}", status.stopped_by_why)
         };
-        out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
+        out.push_str(&format!(
+            "  stopped   by {}{reason_text}\n",
+            status.stopped_by
+        ));
     }
     out
 }
@@ -454,7 +471,7 @@ fn guests_text(status: &Status) -> String {
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<OwnerCommand, ParseError> {
+    fn parse_line(line: &str) -> Result<OwnerCommand, ParseError> {
         parse(
             &line
                 .split_whitespace()
@@ -463,60 +480,67 @@ mod tests {
         )
     }
 
-    /// All forms of `owner` are parsed.
     #[test]
     fn owner_arguments_parse() {
-        let say = |state, seconds: Option<u64>| {
+        let declare = |state, seconds: Option<u64>| {
             Ok(OwnerCommand::DeclarePresence {
                 state,
                 duration: seconds.map(Duration::from_secs),
             })
         };
-        assert_eq!(words(""), Ok(OwnerCommand::Status));
-        assert_eq!(words("status"), Ok(OwnerCommand::Status));
-        assert_eq!(words("away"), say(Presence::Away, None));
-        assert_eq!(words("here --for 2h"), say(Presence::Here, Some(7200)));
-        assert_eq!(words("away --for=30m"), say(Presence::Away, Some(1800)));
-        assert_eq!(words("auto"), Ok(OwnerCommand::DetectPresence));
+        assert_eq!(parse_line(""), Ok(OwnerCommand::Status));
+        assert_eq!(parse_line("status"), Ok(OwnerCommand::Status));
+        assert_eq!(parse_line("away"), declare(Presence::Away, None));
+        assert_eq!(
+            parse_line("here --for 2h"),
+            declare(Presence::Here, Some(7200))
+        );
+        assert_eq!(
+            parse_line("away --for=30m"),
+            declare(Presence::Away, Some(1800))
+        );
+        assert_eq!(parse_line("auto"), Ok(OwnerCommand::DetectPresence));
         let hours = |text: &str| text.parse::<WeeklyHours>().expect("good");
         assert_eq!(
-            words("never 9-17"),
+            parse_line("never 9-17"),
             Ok(OwnerCommand::ClosedHours(vec![hours("9-17")]))
         );
         assert_eq!(
-            words("never mon-fri 9-17 and sat"),
+            parse_line("never mon-fri 9-17 and sat"),
             Ok(OwnerCommand::ClosedHours(vec![
                 hours("mon-fri 9-17"),
                 hours("sat")
             ]))
         );
         assert_eq!(
-            words("never none"),
+            parse_line("never none"),
             Ok(OwnerCommand::ClosedHours(Vec::new()))
         );
-        assert_eq!(words("limit 2 cores"), Ok(OwnerCommand::TaskLimit(Some(2))));
-        assert_eq!(words("limit 1"), Ok(OwnerCommand::TaskLimit(Some(1))));
-        assert_eq!(words("limit none"), Ok(OwnerCommand::TaskLimit(None)));
         assert_eq!(
-            words("policy"),
+            parse_line("limit 2 cores"),
+            Ok(OwnerCommand::TaskLimit(Some(2)))
+        );
+        assert_eq!(parse_line("limit 1"), Ok(OwnerCommand::TaskLimit(Some(1))));
+        assert_eq!(parse_line("limit none"), Ok(OwnerCommand::TaskLimit(None)));
+        assert_eq!(
+            parse_line("policy"),
             Ok(OwnerCommand::Policy(PolicyAction::Show))
         );
         assert_eq!(
-            words("policy none"),
+            parse_line("policy none"),
             Ok(OwnerCommand::Policy(PolicyAction::Withdraw))
         );
         assert_eq!(
-            words("policy ./mine.toml"),
+            parse_line("policy ./mine.toml"),
             Ok(OwnerCommand::Policy(PolicyAction::Publish(
                 "./mine.toml".into()
             )))
         );
     }
 
-    /// Errors name the wrong word.
     #[test]
     fn errors_name_the_wrong_word() {
-        for (line, says) in [
+        for (line, expected_text) in [
             ("never", "owner: wrong #args"),
             ("gone", "owner: wrong #args"),
             ("here now", "owner: wrong #args"),
@@ -527,8 +551,8 @@ mod tests {
             ("away --for 8d", "owner: 8d is not a time such as"),
             ("away --for 0h", "owner: 0h is not a time such as"),
         ] {
-            let error = words(line).expect_err(line).to_string();
-            assert!(error.starts_with(says), "{line}: {error}");
+            let error = parse_line(line).expect_err(line).to_string();
+            assert!(error.starts_with(expected_text), "{line}: {error}");
         }
     }
 
@@ -537,65 +561,69 @@ mod tests {
     fn directives_accumulate_and_can_be_removed() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
-        let say = |line: &str| write_override(dir.path(), uid, &words(line).expect(line)).text;
+        let apply_line =
+            |line: &str| write_override(dir.path(), uid, &parse_line(line).expect(line)).text;
         assert!(
-            say("never mon-fri 9-17").starts_with("your directives: no guests mon-fri 9:00-17:00")
+            apply_line("never mon-fri 9-17")
+                .starts_with("your directives: no guests mon-fri 9:00-17:00")
         );
         assert!(
-            say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks")
+            apply_line("limit 2 cores")
+                .contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks")
         );
-        let here = say("here");
+        let here_text = apply_line("here");
         assert!(
-            here.contains("or until the next login or logout") && here.contains("at most 2"),
-            "{here}"
+            here_text.contains("or until the next login or logout")
+                && here_text.contains("at most 2"),
+            "{here_text}"
         );
-        assert!(!say("here --for 1h").contains("logout"));
-        assert!(!say("auto").contains("here"));
-        say("never none");
+        assert!(!apply_line("here --for 1h").contains("logout"));
+        assert!(!apply_line("auto").contains("here"));
+        apply_line("never none");
         assert_eq!(
-            say("limit none"),
+            apply_line("limit none"),
             "your directives: none; your presence is detected\n"
         );
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 
-    /// A policy can be published, shown and withdrawn; an invalid one changes nothing.
+    /// A policy can be published, shown and withdrawn. An invalid policy file changes nothing.
     #[test]
     fn invalid_policy_changes_nothing() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
-        let (file, shown) = (dir.path().join("mine.toml"), || {
+        let (file, show_policy) = (dir.path().join("mine.toml"), || {
             run_policy(dir.path(), uid, &PolicyAction::Show).text
         });
         let publish = |text: &str| {
             std::fs::write(&file, text).expect("the test's own file");
             run_policy(dir.path(), uid, &PolicyAction::Publish(file.clone()))
         };
-        assert!(shown().starts_with("you have no policy here"));
-        let done = publish("leave_after = 30\n");
+        assert!(show_policy().starts_with("you have no policy here"));
+        let outcome = publish("leave_after = 30\n");
         assert!(
-            !done.failed
-                && done.text.starts_with("your policy is in force (")
-                && done.text.contains("leave_after = 30")
+            !outcome.failed
+                && outcome.text.starts_with("your policy is in force (")
+                && outcome.text.contains("leave_after = 30")
         );
-        let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
+        let syntax_refusal = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
         assert!(
-            wrong.contains("mine.toml, line 3: duplicate key")
-                && wrong.ends_with("; nothing has changed"),
-            "{wrong}"
+            syntax_refusal.contains("mine.toml, line 3: duplicate key")
+                && syntax_refusal.ends_with("; nothing has changed"),
+            "{syntax_refusal}"
         );
-        let long = publish(&"#".repeat(POLICY_BYTES_MAX + 1))
+        let size_refusal = publish(&"#".repeat(POLICY_BYTES_MAX + 1))
             .refusal
             .expect("refused");
-        assert!(long.contains("longer than"), "{long}");
-        assert_eq!(shown(), "leave_after = 30\n");
+        assert!(size_refusal.contains("longer than"), "{size_refusal}");
+        assert_eq!(show_policy(), "leave_after = 30\n");
         assert!(
             run_policy(dir.path(), uid, &PolicyAction::Publish("/nowhere/x".into()))
                 .refusal
                 .is_some()
         );
         run_policy(dir.path(), uid, &PolicyAction::Withdraw);
-        assert!(shown().starts_with("you have no policy here"));
+        assert!(show_policy().starts_with("you have no policy here"));
     }
 
     /// If directives cannot be written, the refusal is one line.
@@ -611,10 +639,9 @@ mod tests {
         );
     }
 
-    /// The status names the user, the times and the reasons.
     #[test]
     fn status_names_user_time_and_reason() {
-        let status = Status {
+        let status = WatcherStatus {
             vm: "pvm".into(),
             user: "alice".into(),
             host: "h2".into(),
@@ -627,7 +654,7 @@ mod tests {
             then: Some("move".into()),
             stopped_by: "signals".into(),
             stopped_by_why: "SEMPA_FREEZER=off".into(),
-            ..Status::default()
+            ..WatcherStatus::default()
         };
         let text = status_text(&status);
         for part in [

@@ -25,8 +25,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  FLAG values:\n  f   started by the virtual machine\n  c   connected to its daemon\n  \
                  a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
                  H   hoster\n  R   resource manager\n  T   tasker\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|_, word| match word.get(..2) {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|_, word| match word.get(..2) {
         Some("-n") => (2, WordKind::Host),
         Some("-h") => (2, WordKind::Tid),
         _ => (0, WordKind::Unknown),
@@ -34,24 +34,24 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
-/// Which tasks `ps` shows and how.
+/// The tasks that `ps` shows, and the columns that it shows for them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct PsCommand {
     scope: PsScope,
-    /// Also shows parent and process id.
-    long: bool,
-    /// Also shows the console itself and tasks without flags.
+    /// True to show also the parent and the process id.
+    is_long: bool,
+    /// True to show also the console itself and tasks without flags.
     all_tasks: bool,
 }
 
-/// Which hosts `ps` asks.
+/// The hosts, or the task, that `ps` shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 enum PsScope {
     /// The console's own host.
     #[default]
-    Here,
-    Everywhere,
-    /// The host with this tid, or this one task.
+    LocalHost,
+    AllHosts,
+    /// The host with this tid, or the task with this tid.
     Tid(Tid),
     /// The host with this name.
     Host(String),
@@ -63,11 +63,11 @@ fn parse(args: &[String]) -> Result<PsCommand, ParseError> {
         let Some(letters) = arg.strip_prefix('-') else {
             return Err(ParseError::WrongArgs("ps"));
         };
-        for (at, letter) in letters.char_indices() {
-            let rest = &letters[at + letter.len_utf8()..];
+        for (letter_index, letter) in letters.char_indices() {
+            let rest = &letters[letter_index + letter.len_utf8()..];
             match letter {
-                'a' => options.scope = PsScope::Everywhere,
-                'l' => options.long = true,
+                'a' => options.scope = PsScope::AllHosts,
+                'l' => options.is_long = true,
                 'x' => options.all_tasks = true,
                 'h' if rest.is_empty() => return Err(ParseError::WrongArgs("ps")),
                 'h' => {
@@ -89,48 +89,48 @@ impl VmCommand for PsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
         let selector = match &self.scope {
-            PsScope::Here => session.vm.local_host().tid(),
-            PsScope::Everywhere => Tid::NONE,
+            PsScope::LocalHost => session.vm.local_host().tid(),
+            PsScope::AllHosts => Tid::NONE,
             PsScope::Tid(tid) => *tid,
             PsScope::Host(name) if name == "." => session.vm.local_host().tid(),
-            PsScope::Host(name) => match table.by_name(name) {
+            PsScope::Host(name) => match table.find_by_name(name) {
                 Some(host) => host.id.tid(),
-                None => return Ok(Outcome::refused(format!("unknown host {name}"))),
+                None => return Ok(Outcome::from_refusal(format!("unknown host {name}"))),
             },
         };
         let console = session.vm.tid();
         let mut tasks = session.vm.tasks(selector)?;
         // Explains an empty table: the birth host in the tid may have left the virtual machine,
-        // also if the task still runs on another host.
+        // even if the task still runs on another host.
         if tasks.is_empty()
             && selector
                 .birth_host()
                 .is_some_and(|home| table.get(home).is_none())
         {
-            return Ok(Outcome::error(format!(
+            return Ok(Outcome::from_error(format!(
                 "ps: {selector} is on no host of the virtual machine; 'conf' lists them"
             )));
         }
         tasks.retain(|task| self.all_tasks || (task.tid != console && task.flags != 0));
         tasks.sort_by_key(|task| (task.host, task.tid));
-        Ok(Outcome::with_values(
-            text(&table, &tasks, console, self.long),
-            value(&table, &tasks),
+        Ok(Outcome::with_json(
+            tasks_text(&table, &tasks, console, self.is_long),
+            tasks_json(&table, &tasks),
             false,
         ))
     }
 }
 
 /// Formats the output of `ps` for tasks sorted by host and tid.
-fn text(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool) -> String {
-    let mut out = ps_header(long);
+fn tasks_text(table: &HostTable, tasks: &[TaskInfo], console: Tid, is_long: bool) -> String {
+    let mut out = ps_header(is_long);
     tasks
         .iter()
-        .for_each(|task| out.push_str(&ps_row(table, task, console, long)));
+        .for_each(|task| out.push_str(&ps_row(table, task, console, is_long)));
     out
 }
 
-fn value(table: &HostTable, tasks: &[TaskInfo]) -> Value {
+fn tasks_json(table: &HostTable, tasks: &[TaskInfo]) -> Value {
     let task = |task: &TaskInfo| {
         json!({
             "tid": task.tid.to_string(),
@@ -156,31 +156,30 @@ mod tests {
 
     #[test]
     fn ps_options_combine() {
-        let read = |line: &str| {
+        let parse_line = |line: &str| {
             let words: Vec<String> = line.split(' ').skip(1).map(String::from).collect();
             parse(&words)
         };
-        let ps = |line: &str| read(line).expect(line);
-        assert_eq!(ps("ps"), PsCommand::default());
-        let long = PsCommand {
-            scope: PsScope::Everywhere,
-            long: true,
+        let parse_valid = |line: &str| parse_line(line).expect(line);
+        assert_eq!(parse_valid("ps"), PsCommand::default());
+        let long_command = PsCommand {
+            scope: PsScope::AllHosts,
+            is_long: true,
             all_tasks: true,
         };
-        assert_eq!(ps("ps -alx"), long);
-        assert_eq!(ps("ps -a -l -x"), long);
-        assert_eq!(ps("ps -lnh2").scope, PsScope::Host("h2".into()));
+        assert_eq!(parse_valid("ps -alx"), long_command);
+        assert_eq!(parse_valid("ps -a -l -x"), long_command);
+        assert_eq!(parse_valid("ps -lnh2").scope, PsScope::Host("h2".into()));
         assert_eq!(
-            ps("ps -ht80000").scope,
+            parse_valid("ps -ht80000").scope,
             PsScope::Tid(Tid::from_raw(0x80000))
         );
         assert_eq!(
-            read("ps -hzz").expect_err("no tid").to_string(),
+            parse_line("ps -hzz").expect_err("no tid").to_string(),
             "ps: zz is not a task id: write it as t40001"
         );
     }
 
-    /// `ps` has the columns of PVM.
     #[test]
     fn ps_layout_matches_pvm() {
         let console = Tid::from_raw(0x40001);
@@ -194,19 +193,18 @@ mod tests {
                      ha1    40004     6/c,f /opt/t/sleeper
                      ha3    c0003   104/c,R rm          
 ";
-        assert_eq!(text(&table(), &tasks, console, false), expected);
+        assert_eq!(tasks_text(&table(), &tasks, console, false), expected);
         let expected = "                    HOST      TID     PTID    PID   FLAG 0x COMMAND
                      ha1   (cons)        -  11690       4/c -           
                      ha1    40004 ffffffdd  16853     6/c,f /opt/t/sleeper
                      ha3    c0003    40004  16854   104/c,R rm          
 ";
-        assert_eq!(text(&table(), &tasks, console, true), expected);
+        assert_eq!(tasks_text(&table(), &tasks, console, true), expected);
     }
 
-    /// The list of tasks becomes a JSON value.
     #[test]
     fn tasks_become_json() {
-        let ps = value(
+        let ps = tasks_json(
             &table(),
             &[
                 task(0x40004, -35, 9, 6, "x"),

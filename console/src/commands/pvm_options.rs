@@ -9,14 +9,14 @@ use libpvm::Error;
 use serde_json::{Map, Value, json};
 
 const OPTION_COMPLETION: Completion = Completion::FirstWord(WordKind::OneOf(|| {
-    options::names().map(String::from).collect()
+    options::option_names().map(String::from).collect()
 }));
 
 pub(crate) const GETOPT: CommandSpec = CommandSpec {
     name: "getopt",
     summary: "Show options of the console's own task",
     detail: "Syntax:  getopt [ option ]\n",
-    parse: |args| parse_getopt(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_getopt(args).map(ParsedCommand::vm_command),
     completion: OPTION_COMPLETION,
     ..CommandSpec::DEFAULT
 };
@@ -25,28 +25,28 @@ pub(crate) const SETOPT: CommandSpec = CommandSpec {
     name: "setopt",
     summary: "Set options of the console's own task",
     detail: "Syntax:  setopt option value\n",
-    parse: |args| parse_setopt(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_setopt(args).map(ParsedCommand::vm_command),
     completion: OPTION_COMPLETION,
     ..CommandSpec::DEFAULT
 };
 
 #[derive(Debug)]
 struct GetoptCommand {
-    /// The only option to show. `None` for all.
-    name: Option<String>,
+    /// Name of the only option to show. `None` shows all options.
+    option_name: Option<String>,
 }
 
 #[derive(Debug)]
 struct SetoptCommand {
-    name: String,
+    option_name: String,
     value: i32,
 }
 
 fn parse_getopt(args: &[String]) -> Result<GetoptCommand, ParseError> {
     match args {
-        [] => Ok(GetoptCommand { name: None }),
+        [] => Ok(GetoptCommand { option_name: None }),
         [option] => Ok(GetoptCommand {
-            name: Some(option.clone()),
+            option_name: Some(option.clone()),
         }),
         _ => Err(ParseError::WrongArgs("getopt")),
     }
@@ -55,7 +55,7 @@ fn parse_getopt(args: &[String]) -> Result<GetoptCommand, ParseError> {
 fn parse_setopt(args: &[String]) -> Result<SetoptCommand, ParseError> {
     match args {
         [option, value] => Ok(SetoptCommand {
-            name: option.clone(),
+            option_name: option.clone(),
             value: parse_number("setopt", value)?,
         }),
         _ => Err(ParseError::WrongArgs("setopt")),
@@ -64,9 +64,9 @@ fn parse_setopt(args: &[String]) -> Result<SetoptCommand, ParseError> {
 
 impl VmCommand for GetoptCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let options = match session.options.get(self.name.as_deref()) {
+        let options = match session.options.get(self.option_name.as_deref()) {
             Ok(options) => options,
-            Err(error) => return Ok(Outcome::refused(error)),
+            Err(error) => return Ok(Outcome::from_refusal(error)),
         };
         let text = options
             .iter()
@@ -76,7 +76,7 @@ impl VmCommand for GetoptCommand {
             .iter()
             .map(|(name, value)| (name.to_string(), json!(value)))
             .collect();
-        Ok(Outcome::with_values(
+        Ok(Outcome::with_json(
             text,
             json!({ "options": values }),
             false,
@@ -86,14 +86,17 @@ impl VmCommand for GetoptCommand {
 
 impl VmCommand for SetoptCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let SetoptCommand { name, value } = self;
-        let old = match session.options.set(name, *value) {
-            Ok(old) => old,
-            Err(error) => return Ok(Outcome::refused(error)),
+        let Self {
+            option_name: name,
+            value,
+        } = self;
+        let previous_value = match session.options.set(name, *value) {
+            Ok(previous_value) => previous_value,
+            Err(error) => return Ok(Outcome::from_refusal(error)),
         };
-        Ok(Outcome::with_values(
-            format!("{name} Changed from {old} to {value}\n"),
-            json!({ "option": name, "old": old, "new": value }),
+        Ok(Outcome::with_json(
+            format!("{name} Changed from {previous_value} to {value}\n"),
+            json!({ "option": name, "old": previous_value, "new": value }),
             false,
         ))
     }

@@ -1,6 +1,6 @@
 //! `quit`: leaves the console.
 
-use crate::arguments::no_args;
+use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::{AfterCommand, Outcome};
 use crate::session::Session;
@@ -10,7 +10,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "quit",
     summary: "Leave the console; the virtual machine keeps running",
     detail: "Syntax:  quit\n",
-    parse: |args| no_args("quit", args, ParsedCommand::on_vm(QuitCommand)),
+    parse: |args| require_no_args("quit", args, ParsedCommand::vm_command(QuitCommand)),
     has_json: false,
     ..CommandSpec::DEFAULT
 };

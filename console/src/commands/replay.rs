@@ -16,7 +16,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
     parse: |args| match args {
         [] => Err(ParseError::WrongArgs("replay")),
-        _ => Ok(ParsedCommand::local(ReplayCommand {
+        _ => Ok(ParsedCommand::local_command(ReplayCommand {
             args: args.to_vec(),
         })),
     },
@@ -31,46 +31,47 @@ struct ReplayCommand {
 
 impl LocalCommand for ReplayCommand {
     fn run(&self, context: &LocalContext) -> Outcome {
-        replay(&self.args, context.json)
+        replay(&self.args, context.prints_json)
     }
 }
 
-/// Returns the resource manager's program: in the folder of this one, or from `PATH`.
-fn program() -> PathBuf {
+/// Returns the path of the resource manager's program: in the folder of this program, or the name
+/// alone, which is searched for in `PATH`.
+fn rm_program() -> PathBuf {
     let sibling = std::env::current_exe()
         .ok()
-        .map(|own| own.with_file_name(PROGRAM));
+        .map(|program_path| program_path.with_file_name(PROGRAM));
     sibling
         .filter(|path| path.is_file())
         .unwrap_or_else(|| PROGRAM.into())
 }
 
-/// Runs a replay with these arguments.
-fn replay(words: &[String], json: bool) -> Outcome {
-    let mut command = Command::new(program());
-    command.arg("--replay").args(words);
-    if json {
+/// Runs the resource manager's program with these arguments and returns its output.
+fn replay(rm_args: &[String], prints_json: bool) -> Outcome {
+    let mut command = Command::new(rm_program());
+    command.arg("--replay").args(rm_args);
+    if prints_json {
         command.arg("--json");
     }
     match command.output() {
-        Err(error) => Outcome::error(format!(
+        Err(error) => Outcome::from_error(format!(
             "replay: {PROGRAM} cannot be run: {error}; is it installed next to pvm?"
         )),
         Ok(output) => {
-            let complaints = String::from_utf8_lossy(&output.stderr)
+            let error_lines = String::from_utf8_lossy(&output.stderr)
                 .lines()
                 .map(String::from)
                 .collect();
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            let json = if json {
+            let prints_json = if prints_json {
                 serde_json::from_str(&text).into_iter().collect()
             } else {
                 Vec::new()
             };
             Outcome {
                 text,
-                json,
-                errors: complaints,
+                json_values: prints_json,
+                errors: error_lines,
                 failed: !output.status.success(),
                 ..Outcome::default()
             }

@@ -1,4 +1,4 @@
-//! `reset`: kills all tasks and cleans the mailbox.
+//! `reset`: kills tasks and removes mailbox entries.
 
 use crate::arguments::parse_number;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
@@ -13,16 +13,17 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "End all tasks and clean the mailbox",
     detail: "Syntax:  reset\n\nreset info    only remove mailbox entries without an owner\n\
                  Syntax:  reset info [ class [ index ] ]\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     has_json: false,
     ..CommandSpec::DEFAULT
 };
 
 #[derive(Debug)]
 enum ResetCommand {
-    /// Kills all tasks and cleans the mailbox.
+    /// Kills all tasks and resets the mailbox. The console that requests the reset, all interactive
+    /// consoles and the resource manager are not killed.
     All,
-    /// Removes mailbox entries without an owner: all, those of a class, or one.
+    /// Removes mailbox entries without an owner: in all classes, in one class, or a single entry.
     Mailbox {
         class: Option<String>,
         index: Option<i32>,
@@ -44,7 +45,7 @@ fn parse(args: &[String]) -> Result<ResetCommand, ParseError> {
             class: Some(class.clone()),
             index: Some(parse_number("reset", index)?),
         }),
-        [what, ..] if what != "info" => Err(ParseError::Reset(what.clone())),
+        [what, ..] if what != "info" => Err(ParseError::UnknownResetArg(what.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
     }
 }
@@ -52,8 +53,8 @@ fn parse(args: &[String]) -> Result<ResetCommand, ParseError> {
 impl VmCommand for ResetCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         session.vm.ask(match self {
-            ResetCommand::All => Request::Reset { kill: true },
-            ResetCommand::Mailbox { class, index } => Request::Mailbox(MailboxRequest::Clean {
+            Self::All => Request::Reset { kill_tasks: true },
+            Self::Mailbox { class, index } => Request::Mailbox(MailboxRequest::Clean {
                 name: class.clone().unwrap_or_default(),
                 index: *index,
             }),

@@ -1,12 +1,12 @@
 //! `restart`: restarts a job from a checkpoint.
 
-use crate::arguments::{option_value, unknown_option};
+use crate::arguments::{parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::tables::host_name;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::unexpected_reply;
+use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
 use sempa_proto::task::{Reply, Request};
 use serde_json::{Value, json};
@@ -17,8 +17,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  restart checkpoint [ --on host[,host ...] ]\n\
              They keep their tids and continue from the checkpoint, also in a new virtual machine.\n\
              All of them are restarted, or none.\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|args, _| {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|args, _| {
         let kind = if args.last() == Some(&"--on") {
             WordKind::Host
         } else {
@@ -34,43 +34,43 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct RestartCommand {
     /// Name of the checkpoint in the store.
     checkpoint: String,
-    /// Names of the hosts to use. If empty, any host is used.
-    hosts: Vec<String>,
+    /// Names of the hosts that may be used. If empty, any host may be used.
+    host_names: Vec<String>,
 }
 
 /// Parses the words after `restart`.
 fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
-    let wrong = || ParseError::WrongArgs("restart");
-    let (mut set, mut on) = (None, Vec::new());
+    let wrong_args = || ParseError::WrongArgs("restart");
+    let (mut checkpoint_name, mut host_names) = (None, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match option_value("restart", "--on", arg, &mut rest)? {
-            Some(hosts) => on.extend(
+        match parse_option_value("restart", "--on", arg, &mut rest)? {
+            Some(hosts) => host_names.extend(
                 hosts
                     .split(',')
                     .filter(|name| !name.is_empty())
                     .map(String::from),
             ),
             None if arg.starts_with('-') => {
-                return Err(unknown_option(arg));
+                return Err(unknown_option_error(arg));
             }
-            None if set.is_none() => set = Some(arg.clone()),
-            None => return Err(wrong()),
+            None if checkpoint_name.is_none() => checkpoint_name = Some(arg.clone()),
+            None => return Err(wrong_args()),
         }
     }
     Ok(RestartCommand {
-        checkpoint: set.ok_or_else(wrong)?,
-        hosts: on,
+        checkpoint: checkpoint_name.ok_or_else(wrong_args)?,
+        host_names,
     })
 }
 
 impl VmCommand for RestartCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let set = &self.checkpoint;
+        let checkpoint_name = &self.checkpoint;
         match session.vm.ask(Request::Restart {
-            checkpoint: set.clone(),
-            host_names: self.hosts.clone(),
-            wait: true,
+            checkpoint: checkpoint_name.clone(),
+            host_names: self.host_names.clone(),
+            wait_for_end: true,
         })? {
             Reply::Restarted(Ok(report)) => {
                 let table = session.vm.hosts()?;
@@ -84,22 +84,22 @@ impl VmCommand for RestartCommand {
                     .iter()
                     .map(|(tid, host)| json!({ "tid": tid.to_string(), "host": host_name(&table, *host) }))
                     .collect();
-                Ok(Outcome::with_values(
+                Ok(Outcome::with_json(
                     lines.concat(),
-                    json!({ "set": set, "tasks": tasks }),
+                    json!({ "set": checkpoint_name, "tasks": tasks }),
                     false,
                 ))
             }
             Reply::Restarted(Err(why)) => {
-                let value = json!({ "set": set, "failed": why.to_string() });
+                let json_output = json!({ "set": checkpoint_name, "failed": why.to_string() });
                 Ok(Outcome {
-                    json: vec![value],
-                    ..Outcome::error(format!(
-                        "{set} was not restarted: {why}; none of its tasks is running"
+                    json_values: vec![json_output],
+                    ..Outcome::from_error(format!(
+                        "{checkpoint_name} was not restarted: {why}; none of its tasks is running"
                     ))
                 })
             }
-            _ => Err(unexpected_reply()),
+            _ => Err(unexpected_reply_error()),
         }
     }
 }
@@ -109,21 +109,25 @@ mod tests {
     use super::*;
     use crate::fixtures::words;
 
-    /// `restart` accepts a checkpoint and hosts in any order.
+    /// `restart_on` accepts a checkpoint and hosts in any order.
     #[test]
     fn restart_arguments_parse() {
-        let read = |line: &str| parse(&words(line));
-        let restart = |on: &[&str]| {
+        let parse_line = |line: &str| parse(&words(line));
+        let restart_on = |host_names: &[&str]| {
             Ok(RestartCommand {
                 checkpoint: "s".into(),
-                hosts: on.iter().map(|h| h.to_string()).collect(),
+                host_names: host_names.iter().map(|h| h.to_string()).collect(),
             })
         };
-        assert_eq!(read("s"), restart(&[]));
-        assert_eq!(read("--on h1,h2 s"), restart(&["h1", "h2"]));
-        assert_eq!(read("s --on=h1 --on h2"), restart(&["h1", "h2"]));
+        assert_eq!(parse_line("s"), restart_on(&[]));
+        assert_eq!(parse_line("--on h1,h2 s"), restart_on(&["h1", "h2"]));
+        assert_eq!(parse_line("s --on=h1 --on h2"), restart_on(&["h1", "h2"]));
         for line in ["", "s t", "s --on"] {
-            assert_eq!(read(line), Err(ParseError::WrongArgs("restart")), "{line}");
+            assert_eq!(
+                parse_line(line),
+                Err(ParseError::WrongArgs("restart")),
+                "{line}"
+            );
         }
     }
 }

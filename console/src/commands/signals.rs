@@ -20,7 +20,7 @@ pub(crate) const KILL: CommandSpec = CommandSpec {
     name: "kill",
     summary: "End tasks (SIGTERM)",
     detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
-    parse: |args| parse_kill(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_kill(args).map(ParsedCommand::vm_command),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
 };
@@ -31,11 +31,11 @@ pub(crate) const SIG: CommandSpec = CommandSpec {
     detail: "Syntax:  sig signal tid ...\nThe signal is a number or a name such as TERM.\n",
     parse: |args| match args {
         [signal, tids @ ..] if !tids.is_empty() => {
-            parse_sig(signal, tids).map(ParsedCommand::on_vm)
+            parse_sig(signal, tids).map(ParsedCommand::vm_command)
         }
         _ => Err(ParseError::WrongArgs("sig")),
     },
-    completion: Completion::ByWords(|args, _| {
+    completion: Completion::WordDependent(|args, _| {
         let kind = if args.is_empty() {
             WordKind::OneOf(signal_names)
         } else {
@@ -46,10 +46,10 @@ pub(crate) const SIG: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
-/// Sends SIGTERM to the tasks, or to their children.
+/// Sends SIGTERM to the tasks, or to their children if `children` is true.
 #[derive(Debug, PartialEq, Eq)]
 struct KillCommand {
-    children: bool,
+    targets_children: bool,
     tids: Vec<Tid>,
 }
 
@@ -88,11 +88,14 @@ fn parse_kill(args: &[String]) -> Result<KillCommand, ParseError> {
         });
     }
     let tids = parse_task_tids("kill", tids)?;
-    Ok(KillCommand { children, tids })
+    Ok(KillCommand {
+        targets_children: children,
+        tids,
+    })
 }
 
 fn parse_sig(signal: &str, tids: &[String]) -> Result<SigCommand, ParseError> {
-    let named = || {
+    let signal_by_name = || {
         let name = signal.to_uppercase();
         let name = if name.starts_with("SIG") {
             name
@@ -101,13 +104,13 @@ fn parse_sig(signal: &str, tids: &[String]) -> Result<SigCommand, ParseError> {
         };
         Signal::from_str(&name).ok().map(|signal| signal as i32)
     };
-    let known = signal
+    let signal_number = signal
         .parse::<i32>()
         .ok()
         .filter(|number| (0..=64).contains(number))
-        .or_else(named);
+        .or_else(signal_by_name);
     let expected = "a signal";
-    let signal = known.ok_or_else(|| ParseError::WrongType {
+    let signal = signal_number.ok_or_else(|| ParseError::WrongType {
         command: "sig",
         word: signal.to_string(),
         expected,
@@ -118,7 +121,7 @@ fn parse_sig(signal: &str, tids: &[String]) -> Result<SigCommand, ParseError> {
 
 impl VmCommand for KillCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        if !self.children {
+        if !self.targets_children {
             return Ok(send_signal(&session.vm, &self.tids, SIGTERM, false));
         }
         let tasks = session.vm.tasks(Tid::NONE)?;
@@ -137,7 +140,8 @@ impl VmCommand for SigCommand {
     }
 }
 
-/// Sends a signal to tasks. The console skips itself and prints a note, unless it is included.
+/// Sends a signal to tasks. If `include_self` is false, the console does not send the signal to
+/// itself and prints a note.
 fn send_signal(
     machine: &dyn VirtualMachine,
     tids: &[Tid],
@@ -148,22 +152,23 @@ fn send_signal(
     for tid in tids {
         if *tid == machine.tid() && !include_self {
             outcome.text.push_str(&format!("{tid}: that's me.\n"));
-            values.push(signal_result(*tid, Some("that's me")));
+            values.push(signal_json(*tid, Some("that's me")));
         } else if let Err(error) = machine.ask(Request::Signal { tid: *tid, signal }) {
             outcome.failed = true;
             outcome.errors.push(format!("{tid}: {error}"));
-            values.push(signal_result(*tid, Some(&error.reason)));
+            values.push(signal_json(*tid, Some(&error.reason)));
         } else {
-            values.push(signal_result(*tid, None));
+            values.push(signal_json(*tid, None));
         }
     }
-    outcome.json = vec![results(values)];
+    outcome.json_values = vec![results(values)];
     outcome
 }
 
-/// Returns the result for one task. `why_not` is the reason why the signal was not sent.
-fn signal_result(tid: Tid, why_not: Option<&str>) -> Value {
-    match why_not {
+/// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not sent;
+/// `None` if it was sent.
+fn signal_json(tid: Tid, failure_reason: Option<&str>) -> Value {
+    match failure_reason {
         None => json!({ "tid": tid.to_string(), "sent": true }),
         Some(reason) => json!({ "tid": tid.to_string(), "sent": false, "reason": reason }),
     }
@@ -178,21 +183,19 @@ mod tests {
         Tid::from_raw(raw)
     }
 
-    /// An option letter may be repeated.
     #[test]
     fn repeated_option_letters_are_accepted() {
         for options in ["-cc", "-c -c"] {
             assert_eq!(
                 parse_kill(&words(&format!("{options} t40002 80001"))),
                 Ok(KillCommand {
-                    children: true,
+                    targets_children: true,
                     tids: vec![tid(0x40002), tid(0x80001)]
                 })
             );
         }
     }
 
-    /// Signals are accepted by number and by name.
     #[test]
     fn signals_parse_by_number_and_name() {
         let tids = words("t40001");

@@ -5,7 +5,9 @@ use crate::outcome::Outcome;
 use crate::output::json;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::session::job_output::{JobOutput, Output, TAG_JOBS, TAG_TRACES, TraceOutput, sink};
+use crate::session::job_output::{
+    JobOutput, OutputDestination, TAG_OUTPUT_BASE, TAG_TRACE_BASE, TraceDestination, console_sink,
+};
 use crate::virtual_machine::VirtualMachine;
 use libpvm::spawn::{TC_SIBLINGS, siblings_body};
 use libpvm::{Body, Error};
@@ -41,10 +43,10 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
         if args.is_empty() {
             return Err(ParseError::WrongArgs("spawn"));
         }
-        parse(args).map(ParsedCommand::on_vm)
+        parse(args).map(ParsedCommand::vm_command)
     },
-    own_words: option_count,
-    completion: Completion::ByWords(|args, word| {
+    own_word_count: option_count,
+    completion: Completion::WordDependent(|args, word| {
         if args.iter().all(|arg| arg.starts_with('-')) {
             option_or_program_kind(word)
         } else {
@@ -57,19 +59,19 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 /// A parsed `spawn` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct SpawnCommand {
-    /// Job file with defaults for everything that the command does not set.
+    /// Job file with defaults for all values that the command does not set.
     job_file: Option<String>,
     /// Number of tasks. Defaults to the job file's number, or 1.
-    count: Option<u32>,
+    task_count: Option<u32>,
     /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
     flags: i32,
-    /// Name of a host or an architecture, as `flags` says. Empty if any host may be used.
+    /// Name of a host or of an architecture, depending on `flags`. Empty if any host may be used.
     location: String,
     /// Working directory. Empty for the host's default.
-    directory: String,
-    output: Output,
+    working_dir: String,
+    output: OutputDestination,
     /// Destination of trace records. `None` if the tasks are not traced.
-    trace: Option<TraceOutput>,
+    trace: Option<TraceDestination>,
     /// The program. May be empty if a job file names it.
     program: String,
     args: Vec<String>,
@@ -77,15 +79,15 @@ struct SpawnCommand {
 
 /// Returns how many words after `spawn` are options. The program and its arguments follow them.
 fn option_count(args: &[String]) -> usize {
-    let mut at = 0;
-    while args.get(at).is_some_and(|word| word.starts_with('-')) {
-        at += if args[at] == "--job" { 2 } else { 1 };
+    let mut count = 0;
+    while args.get(count).is_some_and(|word| word.starts_with('-')) {
+        count += if args[count] == "--job" { 2 } else { 1 };
     }
-    at.min(args.len())
+    count.min(args.len())
 }
 
-/// Returns the kind of the name in an option of `spawn`, or in the program, and the number of bytes
-/// in front of the name.
+/// Returns the number of bytes before the name in an option or in the program of `spawn`, and the
+/// kind of the name.
 fn option_or_program_kind(word: &str) -> (usize, WordKind) {
     let prefixes = [
         ("->>", WordKind::File),
@@ -105,26 +107,26 @@ fn option_or_program_kind(word: &str) -> (usize, WordKind) {
 fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
     let mut spawn = SpawnCommand {
         job_file: None,
-        count: None,
+        task_count: None,
         flags: SPAWN_NO_PARENT,
         location: String::new(),
-        directory: String::new(),
-        output: Output::Log,
+        working_dir: String::new(),
+        output: OutputDestination::Log,
         trace: None,
         program: String::new(),
         args: Vec::new(),
     };
     let mut rest = args;
-    while let [first, more @ ..] = rest {
+    while let [first, remaining @ ..] = rest {
         let Some(option) = first.strip_prefix('-') else {
             break;
         };
-        rest = more;
+        rest = remaining;
         if option == "-job" {
-            let [file, more @ ..] = rest else {
+            let [file, remaining @ ..] = rest else {
                 return Err(ParseError::OnlyOptions);
             };
-            (spawn.job_file, rest) = (Some(file.clone()), more);
+            (spawn.job_file, rest) = (Some(file.clone()), remaining);
         } else {
             spawn.apply_option(option)?;
         }
@@ -138,56 +140,63 @@ fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
 }
 
 impl SpawnCommand {
-    /// Applies one option, given without its leading `-`.
+    /// Applies `option`, which is given without its leading `-`.
     fn apply_option(&mut self, option: &str) -> Result<(), ParseError> {
-        let unknown = || ParseError::UnknownFlag(option.to_string());
+        let unknown_flag = || ParseError::UnknownFlag(option.to_string());
         if option.is_empty() {
             return Err(ParseError::LoneDash);
         }
         if let Some(file) = option.strip_prefix(">>") {
-            self.output = nonempty(file).map_or(Output::Console, Output::AppendedFile);
+            self.output = nonempty_text(file)
+                .map_or(OutputDestination::Console, OutputDestination::AppendedFile);
         } else if let Some(file) = option.strip_prefix('>') {
-            self.output = nonempty(file).map_or(Output::Console, Output::NewFile);
+            self.output =
+                nonempty_text(file).map_or(OutputDestination::Console, OutputDestination::NewFile);
         } else if let Some(file) = option.strip_prefix('@') {
-            self.trace = Some(nonempty(file).map_or(TraceOutput::Console, TraceOutput::NewFile));
+            self.trace = Some(
+                nonempty_text(file).map_or(TraceDestination::Console, TraceDestination::NewFile),
+            );
         } else if option == "?" {
             self.flags |= SPAWN_DEBUG;
         } else if option == "~" {
             self.flags |= SPAWN_COMPLEMENT;
         } else if let Some(file) = option.strip_prefix("-job=") {
-            self.job_file = Some(nonempty(file).ok_or_else(unknown)?);
+            self.job_file = Some(nonempty_text(file).ok_or_else(unknown_flag)?);
         } else if let Some(host) = option.strip_prefix("-host=") {
-            self.set_location(SPAWN_HOST, host).ok_or_else(unknown)?;
+            self.set_location(SPAWN_HOST, host)
+                .ok_or_else(unknown_flag)?;
         } else if option.starts_with(|c: char| c.is_ascii_digit()) {
-            let wanted =
+            let expected_type =
                 "a number of tasks: for a host whose name starts with a digit write --host=NAME";
             let word = option.to_string();
             let count = option.parse().ok().filter(|count| *count > 0);
-            self.count = Some(count.ok_or(ParseError::WrongType {
+            self.task_count = Some(count.ok_or(ParseError::WrongType {
                 command: "spawn",
                 word,
-                expected: wanted,
+                expected: expected_type,
             })?);
         } else if let Some(directory) = option.strip_prefix(':') {
-            self.directory = nonempty(directory).ok_or_else(unknown)?;
+            self.working_dir = nonempty_text(directory).ok_or_else(unknown_flag)?;
         } else if option.starts_with(|c: char| c.is_uppercase()) {
-            self.set_location(SPAWN_ARCH, option).ok_or_else(unknown)?;
+            self.set_location(SPAWN_ARCH, option)
+                .ok_or_else(unknown_flag)?;
         } else if option.starts_with(|c: char| c == '.' || c.is_lowercase()) {
-            self.set_location(SPAWN_HOST, option).ok_or_else(unknown)?;
+            self.set_location(SPAWN_HOST, option)
+                .ok_or_else(unknown_flag)?;
         } else {
-            return Err(unknown());
+            return Err(unknown_flag());
         }
         Ok(())
     }
 
-    /// Sets the location from `place`, which may have the form `place:directory`. Returns `None` if
-    /// the location is empty.
-    fn set_location(&mut self, flag: i32, place: &str) -> Option<()> {
-        let (place, directory) = place.split_once(':').unwrap_or((place, ""));
-        self.location = nonempty(place)?;
+    /// Sets the location from `location`, which may have the form `LOCATION:DIRECTORY`. `flag` is the
+    /// `PvmTask*` bit for a host or an architecture. Returns `None` if the location is empty.
+    fn set_location(&mut self, flag: i32, location: &str) -> Option<()> {
+        let (location, directory) = location.split_once(':').unwrap_or((location, ""));
+        self.location = nonempty_text(location)?;
         self.flags = self.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
         if !directory.is_empty() {
-            self.directory = directory.to_string();
+            self.working_dir = directory.to_string();
         }
         Some(())
     }
@@ -196,13 +205,13 @@ impl SpawnCommand {
     ///
     /// # Errors
     /// Fails if the job file cannot be read or is invalid, or if no program is named.
-    fn with_job_file(&self) -> Result<(SpawnCommand, JobFile), Error> {
+    fn apply_job_file(&self) -> Result<(Self, JobFile), Error> {
         let Some(name) = &self.job_file else {
             return Ok((self.clone(), JobFile::default()));
         };
         let job = libpvm::job::read(name.as_ref())?;
         let mut spawn = self.clone();
-        spawn.count = spawn.count.or(job.count);
+        spawn.task_count = spawn.task_count.or(job.task_count);
         if spawn.program.is_empty() {
             let no_program = || {
                 Error::new(
@@ -215,80 +224,90 @@ impl SpawnCommand {
         Ok((spawn, job))
     }
 
-    /// Builds the request. `job` supplies what this command does not set. `env` has environment
-    /// entries as `NAME=VALUE`; they precede those of the job file.
-    fn request(&self, job: &JobFile, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
-        let place = if self.directory.is_empty() {
+    /// Builds the request. `job` supplies values that this command does not set. `env` has
+    /// environment entries as `NAME=VALUE`; they precede the entries of the job file.
+    fn build_request(
+        &self,
+        job: &JobFile,
+        output: Sink,
+        trace: Sink,
+        env: Vec<Vec<u8>>,
+    ) -> SpawnRequest {
+        let working_dir = if self.working_dir.is_empty() {
             self.location.clone()
         } else {
-            format!("{}:{}", self.location, self.directory)
+            format!("{}:{}", self.location, self.working_dir)
         };
         let mut request = SpawnRequest {
-            file: self.program.clone(),
+            program: self.program.clone(),
             args: self
                 .args
                 .iter()
                 .map(|arg| arg.clone().into_bytes())
                 .collect(),
             flags: self.flags,
-            place,
-            count: self.count.unwrap_or(1),
+            where_arg: working_dir,
+            task_count: self.task_count.unwrap_or(1),
             env,
-            output,
-            trace,
+            output_sink: output,
+            trace_sink: trace,
         };
         job.apply_to(&mut request);
         request
     }
 }
 
-fn nonempty(text: &str) -> Option<String> {
+fn nonempty_text(text: &str) -> Option<String> {
     (!text.is_empty()).then(|| text.to_string())
 }
 
 impl VmCommand for SpawnCommand {
     fn run_before_joining(&self, options: ShellOptions) -> io::Result<Option<Outcome>> {
-        let shows_output =
-            self.output == Output::Console || self.trace == Some(TraceOutput::Console);
-        Ok((options.json && shows_output).then(|| {
-            Outcome::error(
+        let shows_output = self.output == OutputDestination::Console
+            || self.trace == Some(TraceDestination::Console);
+        Ok((options.prints_json && shows_output).then(|| {
+            Outcome::from_error(
                 "spawn: output and records of tasks are not JSON: write them to files with ->FILE and -@FILE",
             )
         }))
     }
 
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let (spawn, file) = &self.with_job_file()?;
-        let collected = match JobOutput::open(&spawn.output, spawn.trace.as_ref()) {
+        let (spawn, job_file) = &self.apply_job_file()?;
+        let job_output = match JobOutput::open(&spawn.output, spawn.trace.as_ref()) {
             Ok(opened) => opened,
-            Err(line) => return Ok(Outcome::refused(line)),
+            Err(line) => return Ok(Outcome::from_refusal(line)),
         };
-        let is_job = spawn.output != Output::Log || collected.is_traced();
-        let job = is_job.then(|| session.jobs.open());
-        let me = session.vm.tid();
-        let sink =
-            |base: i32| job.map_or_else(Sink::default, |job| sink(me, base + job.cast_signed()));
-        let traced = collected.is_traced();
-        let trace = if traced {
-            sink(TAG_TRACES)
+        let is_job = spawn.output != OutputDestination::Log || job_output.is_traced();
+        let job = is_job.then(|| session.jobs.create_job());
+        let console = session.vm.tid();
+        let sink = |base: i32| {
+            job.map_or_else(Sink::default, |job| {
+                console_sink(console, base + job.cast_signed())
+            })
+        };
+        let is_traced = job_output.is_traced();
+        let trace = if is_traced {
+            sink(TAG_TRACE_BASE)
         } else {
             Sink::default()
         };
         let mut env = session.exported_environment();
-        if traced {
+        if is_traced {
             env.splice(..0, session.trace_variables());
         }
-        let results = session
-            .vm
-            .spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
+        let results =
+            session
+                .vm
+                .spawn(spawn.build_request(job_file, sink(TAG_OUTPUT_BASE), trace, env));
         let mut text = String::new();
         if let Some(job) = job {
-            session.job_outputs.insert(job, collected);
+            session.job_outputs.insert(job, job_output);
             text.push_str(&format!("[{job}]\n"));
             text.push_str(&session.start_trace(job));
             let tids = results.iter().flatten().flatten().copied();
-            // Messages are handled between commands, so no output has been handled yet and no task
-            // has finished.
+            // Messages are handled only between commands. So no output of the job has been handled
+            // yet, and no task of it has ended in `session.jobs`.
             session.jobs.record_spawn(job, tids);
             if !session.jobs.contains(job) {
                 session.job_outputs.remove(&job);
@@ -297,9 +316,9 @@ impl VmCommand for SpawnCommand {
         let results = results?;
         send_siblings(&session.vm, &results);
         text.push_str(&results_text(&results));
-        let mut outcome = Outcome::with_values(
+        let mut outcome = Outcome::with_json(
             text,
-            value(job, &results),
+            results_json(job, &results),
             results.iter().any(Result::is_err),
         );
         let errors: BTreeSet<i32> = results
@@ -314,7 +333,7 @@ impl VmCommand for SpawnCommand {
     }
 }
 
-/// Sends each task of a spawn the tids of all of them, as a parent's library does.
+/// Sends the tids of all tasks of a spawn to each of these tasks, as the library of a parent does.
 fn send_siblings(machine: &dyn VirtualMachine, results: &[Result<Tid, PvmError>]) {
     let tids: Vec<Tid> = results.iter().flatten().copied().collect();
     let (src, Body { enc, bytes }) = (machine.tid(), siblings_body(&tids));
@@ -333,7 +352,7 @@ fn send_siblings(machine: &dyn VirtualMachine, results: &[Result<Tid, PvmError>]
     }
 }
 
-/// Formats the output of `spawn` after the job's number.
+/// Formats the results of `spawn`, which follow the number of the job in the output.
 fn results_text(results: &[Result<Tid, PvmError>]) -> String {
     let mut out = format!(
         "{} successful\n",
@@ -348,19 +367,20 @@ fn results_text(results: &[Result<Tid, PvmError>]) -> String {
     out
 }
 
-/// Returns the value of `spawn`. `job` is the job's number if output or records are collected.
-fn value(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
-    let one = |result: &Result<Tid, PvmError>| match result {
+/// Returns the output of `spawn` as JSON. `job` is the job's number if output or records are
+/// collected.
+fn results_json(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
+    let result_json = |result: &Result<Tid, PvmError>| match result {
         Ok(tid) => json!({ "tid": tid.to_string() }),
         Err(code) => json!({ "error": json::error(*code) }),
     };
-    json!({ "job": job, "results": results.iter().map(one).collect::<Vec<_>>() })
+    json!({ "job": job, "results": results.iter().map(result_json).collect::<Vec<_>>() })
 }
 
-/// Explains why a spawn failed and what the user can do.
+/// Returns the reason why a spawn failed, and what the user can do.
 fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
     let file = &spawn.program;
-    let why = match error {
+    let reason = match error {
         PvmError::NoFile if spawn.flags & SPAWN_DEBUG != 0 => {
             "the program, or the debugger that was to run it, is not on that host: PVM_DEBUGGER, or bx= when adding the \
              host, names a debugger"
@@ -378,7 +398,7 @@ fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
         }
         other => other.text(),
     };
-    format!("spawn {file}: {why}")
+    format!("spawn {file}: {reason}")
 }
 
 #[cfg(test)]
@@ -386,33 +406,36 @@ mod tests {
     use super::*;
     use crate::fixtures::words;
 
-    fn spawn(line: &str) -> SpawnCommand {
+    fn parse_line(line: &str) -> SpawnCommand {
         parse(&words(line)).expect(line)
     }
 
-    fn error(line: &str) -> String {
+    fn parse_error_text(line: &str) -> String {
         parse(&words(line)).expect_err(line).to_string()
     }
 
     /// Count, location, directory and arguments are distinguished.
     #[test]
     fn spawn_options_and_arguments_parse() {
-        let three = spawn("-3 hello -v --x");
-        assert_eq!((three.count, three.program.as_str()), (Some(3), "hello"));
+        let three_tasks = parse_line("-3 hello -v --x");
         assert_eq!(
-            three.args,
+            (three_tasks.task_count, three_tasks.program.as_str()),
+            (Some(3), "hello")
+        );
+        assert_eq!(
+            three_tasks.args,
             ["-v", "--x"],
             "what follows the program belongs to it"
         );
-        assert_eq!(three.flags, SPAWN_NO_PARENT);
+        assert_eq!(three_tasks.flags, SPAWN_NO_PARENT);
         let request = |line: &str| {
-            let request = spawn(line).request(
+            let request = parse_line(line).build_request(
                 &JobFile::default(),
                 Sink::default(),
                 Sink::default(),
                 Vec::new(),
             );
-            (request.flags & !SPAWN_NO_PARENT, request.place)
+            (request.flags & !SPAWN_NO_PARENT, request.where_arg)
         };
         assert_eq!(request("hello"), (0, String::new()));
         assert_eq!(request("-h2 hello"), (SPAWN_HOST, "h2".into()));
@@ -442,27 +465,32 @@ mod tests {
     /// Output goes to the log, the console or a file.
     #[test]
     fn output_options_parse() {
-        assert_eq!(spawn("hello").output, Output::Log);
-        assert_eq!(spawn("-> hello").output, Output::Console);
-        assert_eq!(spawn("->out hello").output, Output::NewFile("out".into()));
+        assert_eq!(parse_line("hello").output, OutputDestination::Log);
+        assert_eq!(parse_line("-> hello").output, OutputDestination::Console);
         assert_eq!(
-            spawn("->>out hello").output,
-            Output::AppendedFile("out".into())
+            parse_line("->out hello").output,
+            OutputDestination::NewFile("out".into())
         );
         assert_eq!(
-            spawn("->> hello").output,
-            Output::Console,
+            parse_line("->>out hello").output,
+            OutputDestination::AppendedFile("out".into())
+        );
+        assert_eq!(
+            parse_line("->> hello").output,
+            OutputDestination::Console,
             "as in PVM's console"
         );
-        assert_eq!(spawn("hello").trace, None);
-        assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
+        assert_eq!(parse_line("hello").trace, None);
         assert_eq!(
-            spawn("-@out hello").trace,
-            Some(TraceOutput::NewFile("out".into()))
+            parse_line("-@ -> hello").trace,
+            Some(TraceDestination::Console)
+        );
+        assert_eq!(
+            parse_line("-@out hello").trace,
+            Some(TraceDestination::NewFile("out".into()))
         );
     }
 
-    /// A job file supplies what the command does not set.
     #[test]
     fn job_file_supplies_defaults() {
         let dir = tempfile::tempdir().expect("a directory");
@@ -473,40 +501,47 @@ mod tests {
             "program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n",
         );
         let request = |line: &str| {
-            let (spawn, job) = spawn(line).with_job_file().expect(line);
+            let (spawn, job) = parse_line(line).apply_job_file().expect(line);
             let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
-            let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
-            let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
+            let plain_request =
+                spawn.build_request(&job, Sink::default(), Sink::default(), Vec::new());
+            let export_request =
+                spawn.build_request(&job, Sink::default(), Sink::default(), exports.clone());
             assert_eq!(
-                exported.env, exports,
+                export_request.env, exports,
                 "exported variables precede those of the job file"
             );
-            let words: Vec<String> = all
+            let words: Vec<String> = plain_request
                 .args
                 .iter()
                 .map(|arg| String::from_utf8_lossy(arg).into_owned())
                 .collect();
-            assert_eq!(all.env, [b"SEMPA_WANTS=cores >= 2"]);
-            (all.file, words.join(" "), all.count, all.place)
+            assert_eq!(plain_request.env, [b"SEMPA_WANTS=cores >= 2"]);
+            (
+                plain_request.program,
+                words.join(" "),
+                plain_request.task_count,
+                plain_request.where_arg,
+            )
         };
-        let wanted = |file: &str, args: &str, count, place: &str| {
-            (file.into(), args.into(), count, place.into())
+        let expected_values = |file: &str, args: &str, count, directory: &str| {
+            (file.into(), args.into(), count, directory.into())
         };
         assert_eq!(
             request(&format!("--job {path}")),
-            wanted("worker", "-v", 3, "h2")
+            expected_values("worker", "-v", 3, "h2")
         );
         assert_eq!(
             request(&format!("--job={path}")),
-            wanted("worker", "-v", 3, "h2")
+            expected_values("worker", "-v", 3, "h2")
         );
         assert_eq!(
             request(&format!("-2 --job {path} -h3 other")),
-            wanted("other", "-v", 2, "h3")
+            expected_values("other", "-v", 2, "h3")
         );
         assert_eq!(
             request(&format!("--job {path} other -q")),
-            wanted("other", "-q", 3, "h2")
+            expected_values("other", "-q", 3, "h2")
         );
         let options = |line: &str| option_count(&words(line));
         assert_eq!(
@@ -517,7 +552,12 @@ mod tests {
             ),
             (3, 3, 1)
         );
-        let error = |line: &str| spawn(line).with_job_file().expect_err(line).to_string();
+        let error = |line: &str| {
+            parse_line(line)
+                .apply_job_file()
+                .expect_err(line)
+                .to_string()
+        };
         write("count = 3\n");
         assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
         write("\ncuont = 3\n");
@@ -527,7 +567,7 @@ mod tests {
         assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
     }
 
-    /// The output has the layout of PVM, and the JSON value has the error.
+    /// The text has the layout of PVM, and the JSON output contains the error.
     #[test]
     fn spawn_layout_matches_pvm() {
         let results = [Ok(Tid::from_raw(0x80001)), Err(PvmError::NoFile)];
@@ -536,22 +576,24 @@ mod tests {
             "1 successful\nt80001\nNo such file\n"
         );
         assert_eq!(
-            value(None, &results)["results"][1]["error"]["text"],
+            results_json(None, &results)["results"][1]["error"]["text"],
             "No such file"
         );
     }
 
-    /// Errors name the wrong option.
     #[test]
     fn errors_name_the_wrong_option() {
         for line in ["-3", "->", "-h2", "--job"] {
-            assert_eq!(error(line), "incorrect arg count", "{line}");
+            assert_eq!(parse_error_text(line), "incorrect arg count", "{line}");
         }
-        assert!(error("- hello").starts_with("unknown flag -"));
-        assert_eq!(error("-- hello"), "unknown flag --");
-        assert_eq!(error("--job= hello"), "unknown flag --job=");
+        assert!(parse_error_text("- hello").starts_with("unknown flag -"));
+        assert_eq!(parse_error_text("-- hello"), "unknown flag --");
+        assert_eq!(parse_error_text("--job= hello"), "unknown flag --job=");
         for line in ["-0 hello", "-10.0.0.1 hello"] {
-            assert!(error(line).contains("is not a number of tasks"), "{line}");
+            assert!(
+                parse_error_text(line).contains("is not a number of tasks"),
+                "{line}"
+            );
         }
     }
 }

@@ -1,9 +1,9 @@
 //! `start`: starts the virtual machine.
 //!
-//! The program executes the command when it parses its arguments. A virtual machine that already
-//! runs refuses it.
+//! The program executes `start` while it parses its arguments. In the console of a running virtual
+//! machine, `start` is refused.
 
-use crate::arguments::no_args;
+use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::session::Session;
@@ -13,7 +13,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "start",
     summary: "Start the virtual machine in the background",
     detail: "Syntax:  pvm [ -dMASK ] [ -nNAME ] start [ hostfile ]\n",
-    parse: |args| no_args("start", args, ParsedCommand::on_vm(StartCommand)),
+    parse: |args| require_no_args("start", args, ParsedCommand::vm_command(StartCommand)),
     has_json: false,
     ..CommandSpec::DEFAULT
 };
@@ -23,7 +23,7 @@ struct StartCommand;
 
 impl VmCommand for StartCommand {
     fn run(&self, _session: &mut Session) -> Result<Outcome, Error> {
-        Ok(Outcome::refused(
+        Ok(Outcome::from_refusal(
             "start: the virtual machine is running already",
         ))
     }

@@ -1,6 +1,6 @@
 //! `mstat` and `pstat`: show whether hosts are up and whether tasks run.
 
-use crate::arguments::{one_or_more, parse_tid};
+use crate::arguments::{parse_tid, require_args};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::json::{error, results};
@@ -16,7 +16,8 @@ pub(crate) const MSTAT: CommandSpec = CommandSpec {
     summary: "Show whether hosts are up",
     detail: "Syntax:  mstat host ...\n",
     parse: |args| {
-        one_or_more("mstat", args).map(|hosts| ParsedCommand::on_vm(MstatCommand { hosts }))
+        require_args("mstat", args)
+            .map(|hosts| ParsedCommand::vm_command(MstatCommand { host_names: hosts }))
     },
     completion: Completion::EveryWord(WordKind::Host),
     ..CommandSpec::DEFAULT
@@ -26,7 +27,7 @@ pub(crate) const PSTAT: CommandSpec = CommandSpec {
     name: "pstat",
     summary: "Show whether tasks run",
     detail: "Syntax:  pstat tid ...\n",
-    parse: |args| parse_pstat(args).map(ParsedCommand::on_vm),
+    parse: |args| parse_pstat(args).map(ParsedCommand::vm_command),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
 };
@@ -34,7 +35,7 @@ pub(crate) const PSTAT: CommandSpec = CommandSpec {
 #[derive(Debug)]
 struct MstatCommand {
     /// Names of the hosts.
-    hosts: Vec<String>,
+    host_names: Vec<String>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -44,7 +45,7 @@ struct PstatCommand {
 }
 
 fn parse_pstat(args: &[String]) -> Result<PstatCommand, ParseError> {
-    let words = one_or_more("pstat", args)?;
+    let words = require_args("pstat", args)?;
     let tids = words
         .iter()
         .map(|word| parse_tid(word).unwrap_or(Tid::NONE))
@@ -54,46 +55,52 @@ fn parse_pstat(args: &[String]) -> Result<PstatCommand, ParseError> {
 
 impl VmCommand for MstatCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        Ok(status(
+        Ok(query_status(
             session,
-            &self.hosts,
+            &self.host_names,
             |name| Request::HostStatus { name: name.clone() },
-            |name, up| (host_line(name, up), value("host", name, up)),
+            |name, up| (host_line(name, up), status_json("host", name, up)),
         ))
     }
 }
 
 impl VmCommand for PstatCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        Ok(status(
+        Ok(query_status(
             session,
             &self.tids,
             |tid| Request::TaskStatus { tid: *tid },
-            |tid, up| (task_line(*tid, up), value("tid", &tid.to_string(), up)),
+            |tid, up| {
+                (
+                    task_line(*tid, up),
+                    status_json("tid", &tid.to_string(), up),
+                )
+            },
         ))
     }
 }
 
-/// Asks the daemon about each of `items` and shows a line and a value for each.
-fn status<T>(
+/// Sends the request that `request_for` returns for each item to the daemon. The outcome contains the line
+/// and the JSON value that `format_status` returns for each item.
+fn query_status<T>(
     session: &Session,
     items: &[T],
-    ask: impl Fn(&T) -> Request,
-    show: impl Fn(&T, Result<(), PvmError>) -> (String, Value),
+    request_for: impl Fn(&T) -> Request,
+    format_status: impl Fn(&T, Result<(), PvmError>) -> (String, Value),
 ) -> Outcome {
     let (mut text, mut values, mut failed) = (String::new(), Vec::new(), false);
     for item in items {
         let status = session
             .vm
-            .ask(ask(item))
+            .ask(request_for(item))
             .map(|_| ())
             .map_err(|error| error.code);
         failed |= status.is_err();
-        let (line, value) = show(item, status);
+        let (line, value) = format_status(item, status);
         text.push_str(&line);
         values.push(value);
     }
-    Outcome::with_values(text, results(values), failed)
+    Outcome::with_json(text, results(values), failed)
 }
 
 /// Formats one line of `mstat`.
@@ -112,8 +119,8 @@ fn task_line(tid: Tid, status: Result<(), PvmError>) -> String {
     )
 }
 
-/// Returns one item of `mstat` or `pstat`, with its name under the given key.
-fn value(key: &str, name: &str, status: Result<(), PvmError>) -> Value {
+/// Returns the status of one host or task as JSON. The object contains `name` under the key `key`.
+fn status_json(key: &str, name: &str, status: Result<(), PvmError>) -> Value {
     match status {
         Ok(()) => json!({ key: name, "up": true }),
         Err(code) => json!({ key: name, "up": false, "error": error(code) }),
@@ -124,7 +131,6 @@ fn value(key: &str, name: &str, status: Result<(), PvmError>) -> Value {
 mod tests {
     use super::*;
 
-    /// `mstat` and `pstat` have the layouts of PVM.
     #[test]
     fn status_layouts_match_pvm() {
         assert_eq!(host_line("ha2", Ok(())), "                     ha2  ok\n");

@@ -5,9 +5,9 @@ use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::unexpected_reply;
+use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
-use sempa_proto::task::{DEBUG_QUERY_WORDS_MAX, Reply, Request};
+use sempa_proto::task::{DEBUG_QUERY_INTS_MAX, Reply, Request};
 use serde_json::json;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -18,7 +18,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  4        mailbox, into the log\n  5        show the debug mask\n  6 mask   set the debug mask\n  \
                  7 num    accepted, without effect\n  8 dtid   declare the host with this tid lost\n  \
                  9        statistics, into the log\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     is_listed: false,
     ..CommandSpec::DEFAULT
 };
@@ -30,7 +30,7 @@ struct TickleCommand {
 }
 
 fn parse(args: &[String]) -> Result<TickleCommand, ParseError> {
-    if args.is_empty() || args.len() > DEBUG_QUERY_WORDS_MAX {
+    if args.is_empty() || args.len() > DEBUG_QUERY_INTS_MAX {
         return Err(ParseError::WrongArgs("tickle"));
     }
     let numbers = args
@@ -43,15 +43,16 @@ fn parse(args: &[String]) -> Result<TickleCommand, ParseError> {
 impl VmCommand for TickleCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         match session.vm.ask(Request::DebugQuery(self.numbers.clone()))? {
-            Reply::Numbers(numbers) => {
-                let list: String = numbers.iter().map(|number| format!(" {number}")).collect();
-                Ok(Outcome::with_values(
-                    format!("({list} )\n"),
+            Reply::DebugValues(numbers) => {
+                let numbers_text: String =
+                    numbers.iter().map(|number| format!(" {number}")).collect();
+                Ok(Outcome::with_json(
+                    format!("({numbers_text} )\n"),
                     json!({ "numbers": numbers }),
                     false,
                 ))
             }
-            _ => Err(unexpected_reply()),
+            _ => Err(unexpected_reply_error()),
         }
     }
 }

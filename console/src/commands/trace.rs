@@ -5,13 +5,13 @@ use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::session::options::{TRACE_BUFFER, TRACE_DETAIL};
-use crate::session::trace_events::{select, selectable_events, xpvm_mask};
+use crate::session::trace_events::{select_events, selectable_events, xpvm_mask};
 use libpvm::Error;
 use libpvm::trace_events::EventMask;
 use serde_json::{Value, json};
 
-/// Number of columns of the list of events.
-const COLUMNS: usize = 4;
+/// Number of columns in the list of events.
+const COLUMN_COUNT: usize = 4;
 /// Levels of detail, numbered from 1.
 const DETAIL_LEVELS: [&str; 3] = ["full", "time", "count"];
 
@@ -21,7 +21,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  trace\n         trace [+] name ...\n         trace - name ...\n         trace [+] *\n         \
                  trace - *\n         trace xpvm (what XPVM displays, the default)\n         trace buf [ bytes ]\n         \
                  trace opt [ full | time | count ]\n",
-    parse: |args| parse(args).map(|requests| ParsedCommand::on_vm(TraceCommand { requests })),
+    parse: |args| parse(args).map(|requests| ParsedCommand::vm_command(TraceCommand { requests })),
     completion: Completion::EveryWord(WordKind::OneOf(argument_words)),
     ..CommandSpec::DEFAULT
 };
@@ -37,11 +37,12 @@ struct TraceCommand {
 enum TraceRequest {
     /// Shows the list of events.
     Show,
-    /// Selects or deselects an event; `*` stands for all.
-    Select { on: bool, name: String },
+    /// Selects or deselects an event. The name `*` stands for all events.
+    Select { is_selected: bool, name: String },
     /// Selects exactly the events of [`xpvm_mask`].
     Xpvm,
-    /// Shows or sets the number of bytes that a task collects before it sends records.
+    /// Shows the size of a task's trace buffer in bytes, or sets the size. A task sends its records
+    /// when the buffer is full.
     Buffer(Option<i32>),
     /// Shows or sets the level of detail.
     Detail(Option<String>),
@@ -53,19 +54,19 @@ fn parse(args: &[String]) -> Result<Vec<TraceRequest>, ParseError> {
         return Ok(vec![TraceRequest::Show]);
     }
     let mut requests = Vec::new();
-    let mut on = true;
+    let mut is_selected = true;
     let mut words = args.iter();
     while let Some(word) = words.next() {
         requests.push(match word.as_str() {
             sign @ ("+" | "-") => {
-                on = sign == "+";
+                is_selected = sign == "+";
                 continue;
             }
             "xpvm" => TraceRequest::Xpvm,
             "buf" => TraceRequest::Buffer(words.next().map(|word| parse_bytes(word)).transpose()?),
             "opt" => TraceRequest::Detail(words.next().cloned()),
             name => TraceRequest::Select {
-                on,
+                is_selected,
                 name: name.to_string(),
             },
         });
@@ -74,12 +75,12 @@ fn parse(args: &[String]) -> Result<Vec<TraceRequest>, ParseError> {
 }
 
 fn parse_bytes(word: &str) -> Result<i32, ParseError> {
-    let number = word.parse().ok().filter(|bytes| *bytes >= 0);
-    let wanted = "a number of bytes";
-    number.ok_or_else(|| ParseError::WrongType {
+    let byte_count = word.parse().ok().filter(|bytes| *bytes >= 0);
+    let expected_type = "a number of bytes";
+    byte_count.ok_or_else(|| ParseError::WrongType {
         command: "trace",
         word: word.to_string(),
-        expected: wanted,
+        expected: expected_type,
     })
 }
 
@@ -94,21 +95,25 @@ fn argument_words() -> Vec<String> {
 }
 
 impl VmCommand for TraceCommand {
-    /// Executes all requests. A refused request does not prevent the others.
+    /// Executes all requests. A refused request does not prevent the execution of later requests.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let (mut outcome, mut refusals) = (Outcome::default(), Vec::new());
         for request in &self.requests {
-            match request.apply(session) {
+            match request.execute(session) {
                 Ok(text) => outcome.text.push_str(&text),
                 Err(line) => refusals.push(line),
             }
         }
         if !outcome.text.is_empty() {
-            let (buffer, kind) = (
+            let (buffer_bytes, detail_level) = (
                 session.options.value(TRACE_BUFFER),
                 session.options.value(TRACE_DETAIL),
             );
-            outcome.json = vec![value(&session.event_mask, buffer, kind)];
+            outcome.json_values = vec![settings_json(
+                &session.event_mask,
+                buffer_bytes,
+                detail_level,
+            )];
         }
         outcome.failed = !refusals.is_empty();
         outcome.refusal = outcome.failed.then(|| refusals.join("\n"));
@@ -118,35 +123,34 @@ impl VmCommand for TraceCommand {
 
 impl TraceRequest {
     /// Executes one request. Returns the text to show, or the reason for a refusal.
-    fn apply(&self, session: &mut Session) -> Result<String, String> {
-        let (buffer, kind) = (
+    fn execute(&self, session: &mut Session) -> Result<String, String> {
+        let (buffer_bytes, detail_level) = (
             session.options.value(TRACE_BUFFER),
             session.options.value(TRACE_DETAIL),
         );
-        let mut set = |name, value| match session.options.set(name, value) {
+        let mut set_option = |name, value| match session.options.set(name, value) {
             Ok(_) => Ok(String::new()),
             Err(error) => Err(error.to_string()),
         };
         match self {
-            TraceRequest::Show => Ok(event_list(&session.event_mask)),
-            TraceRequest::Xpvm => {
+            Self::Show => Ok(event_list(&session.event_mask)),
+            Self::Xpvm => {
                 session.event_mask = xpvm_mask();
                 Ok(String::new())
             }
-            TraceRequest::Select { on, name } if select(&mut session.event_mask, *on, name) => {
-                Ok(String::new())
-            }
-            TraceRequest::Select { name, .. } => Err(format!("no such event \"{name}\"")),
-            TraceRequest::Buffer(None) => {
-                Ok(format!("\nTrace Buffering set to {buffer} bytes\n\n"))
-            }
-            TraceRequest::Detail(None) => Ok(format!(
+            Self::Select {
+                is_selected: on,
+                name,
+            } if select_events(&mut session.event_mask, *on, name) => Ok(String::new()),
+            Self::Select { name, .. } => Err(format!("no such event \"{name}\"")),
+            Self::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer_bytes} bytes\n\n")),
+            Self::Detail(None) => Ok(format!(
                 "\nTrace Options set to \"{}\"\n\n",
-                detail_name(kind)
+                detail_name(detail_level)
             )),
-            TraceRequest::Buffer(Some(bytes)) => set(TRACE_BUFFER, *bytes),
-            TraceRequest::Detail(Some(name)) => match detail_number(name) {
-                Some(kind) => set(TRACE_DETAIL, kind),
+            Self::Buffer(Some(bytes)) => set_option(TRACE_BUFFER, *bytes),
+            Self::Detail(Some(name)) => match detail_number(name) {
+                Some(detail_level) => set_option(TRACE_DETAIL, detail_level),
                 None => Err(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
             },
         }
@@ -157,7 +161,7 @@ impl TraceRequest {
 fn event_list(mask: &EventMask) -> String {
     let mut events: Vec<(usize, &str)> = selectable_events().collect();
     events.sort_by_key(|(_, name)| *name);
-    let rows = events.len().div_ceil(COLUMNS);
+    let rows = events.len().div_ceil(COLUMN_COUNT);
     let cell = |(event, name): &(usize, &str)| {
         let mark = if mask.contains(*event) { " * " } else { "   " };
         format!("{mark}{name:<15}")
@@ -169,101 +173,101 @@ fn event_list(mask: &EventMask) -> String {
     (0..rows).map(line).collect()
 }
 
-/// Returns the number of a level of detail.
+/// Returns the number of a level of detail, or `None` if no level has this name.
 fn detail_number(name: &str) -> Option<i32> {
     DETAIL_LEVELS
         .iter()
-        .position(|kind| *kind == name)
-        .and_then(|at| i32::try_from(at + 1).ok())
+        .position(|level_name| *level_name == name)
+        .and_then(|index| i32::try_from(index + 1).ok())
 }
 
 /// Returns the name of a level of detail.
 fn detail_name(number: i32) -> &'static str {
     usize::try_from(number - 1)
         .ok()
-        .and_then(|at| DETAIL_LEVELS.get(at))
+        .and_then(|index| DETAIL_LEVELS.get(index))
         .copied()
         .unwrap_or("none")
 }
 
-/// Returns the selection as JSON.
-fn value(mask: &EventMask, buffer: i32, kind: i32) -> Value {
-    let chosen: Vec<&str> = selectable_events()
+/// Returns the selected events, the buffer size in bytes and the level of detail as JSON.
+fn settings_json(mask: &EventMask, buffer_bytes: i32, detail_level: i32) -> Value {
+    let selected: Vec<&str> = selectable_events()
         .filter(|(event, _)| mask.contains(*event))
         .map(|(_, name)| name)
         .collect();
-    json!({ "events": chosen, "buffer": buffer, "options": detail_name(kind) })
+    json!({ "events": selected, "buffer": buffer_bytes, "options": detail_name(detail_level) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn trace(line: &str) -> Result<Vec<TraceRequest>, String> {
+    fn parse_line(line: &str) -> Result<Vec<TraceRequest>, String> {
         let words: Vec<String> = line.split_whitespace().map(String::from).collect();
         parse(&words).map_err(|error| error.to_string())
     }
 
-    /// All forms of `trace` are parsed.
     #[test]
     fn trace_arguments_parse() {
-        let choose = |on, name: &str| TraceRequest::Select {
-            on,
+        let select = |selects, name: &str| TraceRequest::Select {
+            is_selected: selects,
             name: name.into(),
         };
-        assert_eq!(trace(""), Ok(vec![TraceRequest::Show]));
+        assert_eq!(parse_line(""), Ok(vec![TraceRequest::Show]));
         assert_eq!(
-            trace("send recv"),
-            Ok(vec![choose(true, "send"), choose(true, "recv")])
+            parse_line("send recv"),
+            Ok(vec![select(true, "send"), select(true, "recv")])
         );
-        assert_eq!(trace("+ *"), Ok(vec![choose(true, "*")]));
-        assert_eq!(trace("- send"), Ok(vec![choose(false, "send")]));
-        assert_eq!(trace("+"), Ok(vec![]));
-        assert_eq!(trace("xpvm"), Ok(vec![TraceRequest::Xpvm]));
-        assert_eq!(trace("buf"), Ok(vec![TraceRequest::Buffer(None)]));
+        assert_eq!(parse_line("+ *"), Ok(vec![select(true, "*")]));
+        assert_eq!(parse_line("- send"), Ok(vec![select(false, "send")]));
+        assert_eq!(parse_line("+"), Ok(vec![]));
+        assert_eq!(parse_line("xpvm"), Ok(vec![TraceRequest::Xpvm]));
+        assert_eq!(parse_line("buf"), Ok(vec![TraceRequest::Buffer(None)]));
         assert_eq!(
-            trace("buf 1000"),
+            parse_line("buf 1000"),
             Ok(vec![TraceRequest::Buffer(Some(1000))])
         );
         assert_eq!(
-            trace("opt time"),
+            parse_line("opt time"),
             Ok(vec![TraceRequest::Detail(Some("time".into()))])
         );
         assert_eq!(
-            trace("buf x"),
+            parse_line("buf x"),
             Err("trace: x is not a number of bytes".into())
         );
     }
 
-    /// One line may contain several requests.
     #[test]
     fn one_line_may_contain_several_requests() {
-        let choose = |on, name: &str| TraceRequest::Select {
-            on,
+        let select = |selects, name: &str| TraceRequest::Select {
+            is_selected: selects,
             name: name.into(),
         };
         assert_eq!(
-            trace("- * + send - recv"),
+            parse_line("- * + send - recv"),
             Ok(vec![
-                choose(false, "*"),
-                choose(true, "send"),
-                choose(false, "recv")
+                select(false, "*"),
+                select(true, "send"),
+                select(false, "recv")
             ])
         );
-        let all = [
+        let requests = [
             TraceRequest::Buffer(Some(5)),
-            choose(true, "send"),
+            select(true, "send"),
             TraceRequest::Detail(Some("time".into())),
             TraceRequest::Xpvm,
         ];
-        assert_eq!(trace("buf 5 send opt time xpvm"), Ok(all.to_vec()));
+        assert_eq!(
+            parse_line("buf 5 send opt time xpvm"),
+            Ok(requests.to_vec())
+        );
     }
 
-    /// The list of events has the layout of PVM's.
     #[test]
     fn event_list_matches_pvm() {
-        let list = event_list(&xpvm_mask());
-        let lines: Vec<&str> = list.lines().collect();
+        let list_text = event_list(&xpvm_mask());
+        let lines: Vec<&str> = list_text.lines().collect();
         assert_eq!(lines.len(), 26);
         assert_eq!(
             lines[0],
@@ -277,6 +281,6 @@ mod tests {
             lines[25],
             "   getsbuf            pkdouble           setmwid            version        "
         );
-        assert_eq!(list.matches('*').count(), 24);
+        assert_eq!(list_text.matches('*').count(), 24);
     }
 }

@@ -1,6 +1,6 @@
 //! `undrain`: lets a host accept tasks again.
 
-use super::drain::{unknown_host, unpack_drain_reply};
+use super::drain::{unknown_host_outcome, unpack_drain_reply};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
@@ -14,7 +14,9 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     summary: "Let a host accept tasks again",
     detail: "Syntax:  undrain host\n",
     parse: |args| match args {
-        [host] => Ok(ParsedCommand::on_vm(UndrainCommand { host: host.clone() })),
+        [host] => Ok(ParsedCommand::vm_command(UndrainCommand {
+            host: host.clone(),
+        })),
         _ => Err(ParseError::WrongArgs("undrain")),
     },
     completion: Completion::FirstWord(WordKind::Host),
@@ -30,12 +32,12 @@ impl VmCommand for UndrainCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let host = &self.host;
         let query = RmQuery::Undrain { host: host.clone() };
-        let Some((drained, ..)) = unpack_drain_reply(session.vm.ask_rm(&query)?)? else {
-            return Ok(unknown_host("undrain", host));
+        let Some((is_drained, ..)) = unpack_drain_reply(session.vm.ask_rm(&query)?)? else {
+            return Ok(unknown_host_outcome("undrain", host));
         };
-        Ok(Outcome::with_values(
+        Ok(Outcome::with_json(
             format!("{host} accepts tasks\n"),
-            json!({ "host": host, "drained": drained }),
+            json!({ "host": host, "drained": is_drained }),
             false,
         ))
     }

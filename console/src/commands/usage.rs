@@ -1,10 +1,10 @@
 //! `usage`: shows the resource usage of users and jobs as recorded by the resource manager.
 
 use super::job::job_status;
-use crate::arguments::{option_value, parse_task_tid, parse_user, unknown_option};
+use crate::arguments::{parse_option_value, parse_task_tid, parse_user, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
-use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_value};
+use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_json};
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::Error;
@@ -22,29 +22,29 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              MOVED    migrations\n  \
              EVICTED  evictions for an owner: by a migration, by its end, or with its checkpointed job\n  \
              INDEX    users with less usage have a lower index and are served first\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
     ..CommandSpec::DEFAULT
 };
 
 /// A parsed `usage` command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct UsageCommand {
-    /// Shows only the usage of the user with this id.
+    /// Id of the only user to show. `None` shows all users.
     user: Option<u32>,
-    /// Shows this job and its tasks.
+    /// Tid of the job to show with its tasks. `None` shows users.
     job: Option<Tid>,
 }
 
-/// Parses the words after the command.
+/// Parses the words after `usage`.
 fn parse(args: &[String]) -> Result<UsageCommand, ParseError> {
     let (mut usage, mut rest) = (UsageCommand::default(), args.iter());
     while let Some(arg) = rest.next() {
-        if let Some(word) = option_value("usage", "--user", arg, &mut rest)? {
+        if let Some(word) = parse_option_value("usage", "--user", arg, &mut rest)? {
             usage.user = Some(parse_user("usage", word)?);
-        } else if let Some(word) = option_value("usage", "--job", arg, &mut rest)? {
+        } else if let Some(word) = parse_option_value("usage", "--job", arg, &mut rest)? {
             usage.job = Some(parse_task_tid("usage", word)?);
         } else if arg.starts_with('-') {
-            return Err(unknown_option(arg));
+            return Err(unknown_option_error(arg));
         } else {
             return Err(ParseError::WrongArgs("usage"));
         }
@@ -59,14 +59,14 @@ impl VmCommand for UsageCommand {
             return job_status(&session.vm, "usage", tid);
         }
         let RmReply::Users(users) = session.vm.ask_rm(&RmQuery::Users { user: self.user })? else {
-            return Ok(Outcome::error(
+            return Ok(Outcome::from_error(
                 "usage: the resource manager has recorded no usage",
             ));
         };
         let text = users.iter().map(user_line).collect::<String>();
-        let head = format!("{:>8} {TOTALS_HEADER} {:>8}\n", "USER", "INDEX");
-        let value = json!({ "users": users.iter().map(user_value).collect::<Vec<_>>() });
-        Ok(Outcome::with_values(head + &text, value, false))
+        let header = format!("{:>8} {TOTALS_HEADER} {:>8}\n", "USER", "INDEX");
+        let json_output = json!({ "users": users.iter().map(user_json).collect::<Vec<_>>() });
+        Ok(Outcome::with_json(header + &text, json_output, false))
     }
 }
 
@@ -75,12 +75,12 @@ fn user_line(user: &UserUsage) -> String {
         "{:>8} {} {:>8.2}\n",
         user.user,
         totals_columns(&user.totals),
-        user.index
+        user.up_down_index
     )
 }
 
-fn user_value(user: &UserUsage) -> Value {
-    json!({ "user": user.user, "index": user.index, "sums": totals_value(&user.totals) })
+fn user_json(user: &UserUsage) -> Value {
+    json!({ "user": user.user, "index": user.up_down_index, "sums": totals_json(&user.totals) })
 }
 
 #[cfg(test)]

@@ -1,17 +1,18 @@
 //! `why`: shows the decisions of the resource manager about a task, a job or a host.
 
-use super::job::task_value;
-use crate::arguments::{parse_tid, unknown_option};
+use super::job::task_json;
+use crate::arguments::{parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
-use crate::output::time::time;
+use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::Error;
 use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
-/// Number of decisions that are shown without `-a`, the newest ones.
+/// Maximum number of decisions that are shown without `-a`. If there are more decisions, the newest
+/// ones are shown.
 const DECISIONS_SHOWN_MAX: usize = 20;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -21,8 +22,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              Shows the newest decisions of the resource manager about it, with reasons. For the first task of a job\n\
              they include all its tasks; for a host, its present state is added.\n\
              Options:  -a   all decisions\n",
-    parse: |args| parse(args).map(ParsedCommand::on_vm),
-    completion: Completion::ByWords(|_, word| {
+    parse: |args| parse(args).map(ParsedCommand::vm_command),
+    completion: Completion::WordDependent(|_, word| {
         let kind = if word.starts_with('t') {
             WordKind::Tid
         } else {
@@ -44,12 +45,13 @@ struct WhyCommand {
 
 /// Parses the words: a task or job such as `t40001`, or a host.
 fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
-    let (all, rest): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| *arg == "-a");
+    let (all_options, rest): (Vec<&String>, Vec<&String>) =
+        args.iter().partition(|arg| *arg == "-a");
     let [subject] = rest[..] else {
         return Err(ParseError::WrongArgs("why"));
     };
     if subject.starts_with('-') {
-        return Err(unknown_option(subject));
+        return Err(unknown_option_error(subject));
     }
     // A host name may consist of hexadecimal digits, but never begins with `t` and a digit or with
     // a digit.
@@ -62,7 +64,7 @@ fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
     Ok(WhyCommand {
         subject: subject.clone(),
         query,
-        show_all: !all.is_empty(),
+        show_all: !all_options.is_empty(),
     })
 }
 
@@ -72,51 +74,59 @@ impl VmCommand for WhyCommand {
         let RmReply::Decisions {
             task,
             decisions,
-            host_state: now,
+            host_state: current_state,
         } = session.vm.ask_rm(&self.query)?
         else {
-            return Ok(Outcome::error(format!(
+            return Ok(Outcome::from_error(format!(
                 "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
                 self.subject
             )));
         };
-        let hidden = if self.show_all {
+        let hidden_count = if self.show_all {
             0
         } else {
             decisions.len().saturating_sub(DECISIONS_SHOWN_MAX)
         };
-        let now = now.map(|now| host_state(&self.subject, &now));
-        let text = text(
+        let current_state =
+            current_state.map(|current_state| host_state_text(&self.subject, &current_state));
+        let text = decisions_text(
             &self.subject,
             task.as_ref(),
             &decisions,
-            hidden,
-            now.as_deref(),
+            hidden_count,
+            current_state.as_deref(),
         );
-        Ok(Outcome::with_values(
+        Ok(Outcome::with_json(
             text,
-            value(&self.subject, task.as_ref(), &decisions, now.as_deref()),
+            decisions_json(
+                &self.subject,
+                task.as_ref(),
+                &decisions,
+                current_state.as_deref(),
+            ),
             false,
         ))
     }
 }
 
-fn text(
+fn decisions_text(
     subject: &str,
     task: Option<&TaskUsage>,
     decisions: &[Decision],
-    hidden: usize,
-    now: Option<&str>,
+    hidden_count: usize,
+    current_state: Option<&str>,
 ) -> String {
     let mut lines: Vec<String> = task.map(task_line).into_iter().collect();
-    if hidden > 0 {
-        lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
+    if hidden_count > 0 {
+        lines.push(format!("({hidden_count} earlier ones: 'why -a {subject}')"));
     }
-    let shown = decisions.iter().skip(hidden);
-    lines.extend(shown.map(|decision| format!("{} {}", time(decision.at), decision.kind)));
+    let shown_decisions = decisions.iter().skip(hidden_count);
+    lines.extend(
+        shown_decisions.map(|decision| format!("{} {}", format_utc(decision.at), decision.kind)),
+    );
     let end = task
         .and_then(|task| placement_note(task, decisions))
-        .or(now);
+        .or(current_state);
     lines.extend(end.map(String::from));
     lines.join("\n") + "\n"
 }
@@ -128,44 +138,53 @@ fn task_line(task: &TaskUsage) -> String {
     } else {
         &task.program
     };
-    let began = time(task.started);
-    let head = format!(
-        "{}: {program}, job {}, user {}, on {}, began {began}",
+    let start_time = format_utc(task.started_at);
+    let description = format!(
+        "{}: {program}, job {}, user {}, on {}, began {start_time}",
         task.tid, task.job, task.user, task.host
     );
-    match task.ended {
-        None => head,
-        Some((at, how)) => format!("{head}, ended {}: {how}", time(at)),
+    match task.end {
+        None => description,
+        Some((at, outcome)) => format!("{description}, ended {}: {outcome}", format_utc(at)),
     }
 }
 
 /// Returns a note if the decisions do not include the placement of the task.
 fn placement_note(task: &TaskUsage, decisions: &[Decision]) -> Option<&'static str> {
-    let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
-    let placed = |d: &Decision| match &d.kind {
+    let contains_task =
+        |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
+    let is_placement = |d: &Decision| match &d.kind {
         DecisionKind::Spawn { started: tasks, .. } | DecisionKind::Restarted { tasks, .. } => {
-            has(tasks)
+            contains_task(tasks)
         }
         _ => false,
     };
     let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
-    (!decisions.iter().any(placed)).then_some(line)
+    (!decisions.iter().any(is_placement)).then_some(line)
 }
 
-/// Describes whether tasks are placed on a host at present, and why not.
-fn host_state(subject: &str, now: &HostState) -> String {
-    match now {
+/// Describes whether tasks are placed on a host at present, and for which reasons not.
+fn host_state_text(subject: &str, state: &HostState) -> String {
+    match state {
         HostState::Gone => {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
         }
         HostState::Excluded {
-            why,
-            drain_requested_by: drained,
+            why: reasons,
+            drain_requested_by: drain_text,
         } => {
-            let drained = drained
-                .map(|by| format!("it is drained at the request of {by}; 'undrain' ends that"));
-            let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
-            format!("now: nothing is placed on {subject}: {}", why.join("; "))
+            let drain_text = drain_text.map(|requester| {
+                format!("it is drained at the request of {requester}; 'undrain' ends that")
+            });
+            let reasons: Vec<String> = reasons
+                .iter()
+                .map(ToString::to_string)
+                .chain(drain_text)
+                .collect();
+            format!(
+                "now: nothing is placed on {subject}: {}",
+                reasons.join("; ")
+            )
         }
         HostState::Used(caveats) if caveats.is_empty() => {
             format!("now: {subject} is used like any other host")
@@ -174,26 +193,26 @@ fn host_state(subject: &str, now: &HostState) -> String {
     }
 }
 
-fn value(
+fn decisions_json(
     subject: &str,
     task: Option<&TaskUsage>,
     decisions: &[Decision],
-    now: Option<&str>,
+    current_state: Option<&str>,
 ) -> Value {
     let decision = |d: &Decision| {
         json!({
             "number": d.number,
             "at_us": d.at.0,
-            "time": time(d.at),
+            "time": format_utc(d.at),
             "text": d.kind.to_string(),
             "decided": d.kind,
         })
     };
     json!({
         "subject": subject,
-        "task": task.map(task_value),
+        "task": task.map(task_json),
         "decisions": decisions.iter().map(decision).collect::<Vec<_>>(),
-        "now": now,
+        "now": current_state,
     })
 }
 
@@ -208,7 +227,6 @@ mod tests {
         parse(&words(line))
     }
 
-    /// Words for tasks and names of hosts are distinguished.
     #[test]
     fn tasks_are_distinguished_from_hosts() {
         let query = |line: &str| parse_line(line).expect(line).query;
@@ -231,62 +249,68 @@ mod tests {
     /// The text about a host ends with its present state, whatever was decided before.
     #[test]
     fn host_text_ends_with_present_state() {
-        let came = DecisionKind::OwnerReturned {
+        let owner_returned = DecisionKind::OwnerReturned {
             host: "h2".into(),
             why: "olga on pts/1".into(),
         };
-        let came = Decision {
+        let owner_returned = Decision {
             number: 1,
             at: Micros(0),
-            kind: came,
+            kind: owner_returned,
         };
-        let last = |now: &HostState| {
-            let text = text(
+        let last_line = |now: &HostState| {
+            let text = decisions_text(
                 "h2",
                 None,
-                std::slice::from_ref(&came),
+                std::slice::from_ref(&owner_returned),
                 0,
-                Some(&host_state("h2", now)),
+                Some(&host_state_text("h2", now)),
             );
             text.lines().last().map(String::from).expect("a line")
         };
-        let by = Tid::from_raw(0x40001);
+        let requester = Tid::from_raw(0x40001);
         let owner = Some(RejectionReason::Owner {
             why: "olga on pts/1".into(),
         });
         let closed = Some(RejectionReason::Other {
             why: "no guests now (the owner wants no guests always)".into(),
         });
-        let left_out = |why: &Option<RejectionReason>, drained| {
-            last(&HostState::Excluded {
+        let unused_state = |why: &Option<RejectionReason>, drained| {
+            last_line(&HostState::Excluded {
                 why: why.clone(),
                 drain_requested_by: drained,
             })
         };
-        let nothing = "now: nothing is placed on h2: ";
+        let line_start = "now: nothing is placed on h2: ";
         let drained = "it is drained at the request of t40001; 'undrain' ends that";
-        let present = "its owner is present (olga on pts/1)";
-        assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
+        let owner_reason = "its owner is present (olga on pts/1)";
         assert_eq!(
-            left_out(&closed, None),
-            format!("{nothing}no guests now (the owner wants no guests always)")
-        );
-        assert_eq!(left_out(&None, Some(by)), format!("{nothing}{drained}"));
-        assert_eq!(
-            left_out(&owner, Some(by)),
-            format!("{nothing}{present}; {drained}")
+            unused_state(&owner, None),
+            format!("{line_start}{owner_reason}")
         );
         assert_eq!(
-            last(&HostState::Gone),
-            format!("{nothing}it is not part of the virtual machine")
+            unused_state(&closed, None),
+            format!("{line_start}no guests now (the owner wants no guests always)")
         );
         assert_eq!(
-            last(&HostState::Used(Vec::new())),
+            unused_state(&None, Some(requester)),
+            format!("{line_start}{drained}")
+        );
+        assert_eq!(
+            unused_state(&owner, Some(requester)),
+            format!("{line_start}{owner_reason}; {drained}")
+        );
+        assert_eq!(
+            last_line(&HostState::Gone),
+            format!("{line_start}it is not part of the virtual machine")
+        );
+        assert_eq!(
+            last_line(&HostState::Used(Vec::new())),
             "now: h2 is used like any other host"
         );
-        let but = HostState::Used(vec!["its load is not known (no sample)".into()]);
+        let used_state = HostState::Used(vec!["its load is not known (no sample)".into()]);
         assert_eq!(
-            last(&but),
+            last_line(&used_state),
             "now: h2 is used, but its load is not known (no sample)"
         );
     }

@@ -1,5 +1,5 @@
-//! Waits for the hosts of the host file with which the virtual machine was started, and reports
-//! those that did not join.
+//! Waits for the hosts of the host file with which the virtual machine was started, and reports the
+//! hosts that did not join.
 
 use crate::output::terminal::Terminal;
 use libpvm::Vm;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const JOIN_TIMEOUT: Duration = Duration::from_secs(300);
 /// Interval for polling the event log.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Events fetched by one request.
+/// Maximum number of events in the reply to one request.
 const EVENTS_BATCH_MAX: u32 = 1000;
 
 /// True if a daemon started with these arguments reads a host file.
@@ -23,12 +23,12 @@ pub(crate) fn has_host_file(args: &[OsString]) -> bool {
         || std::env::var_os("PVMHOSTFILE").is_some_and(|path| !path.is_empty())
 }
 
-/// Waits until every host of the file has joined or failed, as `pvm_start_pvmd` does, and reports
-/// failures. Returns true if all have joined.
+/// Waits until every host of the host file has joined or failed, as `pvm_start_pvmd` does, and
+/// reports failures. Returns true if all hosts have joined within [`JOIN_TIMEOUT`].
 pub(crate) fn await_hosts(vm: &Vm) -> bool {
-    let (deadline, mut next, mut all_joined) = (Instant::now() + JOIN_TIMEOUT, 0, true);
+    let (deadline, mut next_event, mut all_joined) = (Instant::now() + JOIN_TIMEOUT, 0, true);
     while Instant::now() < deadline {
-        let events = match vm.events(next, EVENTS_BATCH_MAX) {
+        let events = match vm.events(next_event, EVENTS_BATCH_MAX) {
             Ok(events) => events,
             Err(error) => {
                 Terminal.print_error(&format!(
@@ -38,7 +38,7 @@ pub(crate) fn await_hosts(vm: &Vm) -> bool {
             }
         };
         for event in &events {
-            next = event.number + 1;
+            next_event = event.number + 1;
             match &event.kind {
                 EventKind::HostRefused { .. } => {
                     Terminal.print_error(&format!("pvm: {}", event.kind));
@@ -63,7 +63,6 @@ pub(crate) fn await_hosts(vm: &Vm) -> bool {
 mod tests {
     use super::*;
 
-    /// An argument that is not an option is a host file.
     #[test]
     fn non_option_argument_is_host_file() {
         assert!(has_host_file(&["-d0".into(), "hosts".into()]));

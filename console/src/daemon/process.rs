@@ -14,15 +14,16 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the daemon to print its socket address.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for the daemon to exit after a halt. The daemon waits for the other hosts first, for
-/// which it has its own time limits.
+/// Time limit for the daemon to exit after a halt. The daemon first waits for the other hosts, with
+/// time limits of its own.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval for polling the process table.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Maximum bytes that are read of the daemon's output and of its error output.
-const STDERR_BYTES_MAX: u64 = 64 << 10;
+/// Maximum number of bytes that are read of the daemon's standard output, and of its standard
+/// error.
+const OUTPUT_BYTES_MAX: u64 = 64 << 10;
 
-/// Why no daemon was started.
+/// Reason why no daemon was started.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
     /// The daemon's program could not be executed.
@@ -31,10 +32,11 @@ pub(crate) enum StartError {
         program: PathBuf,
         source: std::io::Error,
     },
-    /// The daemon exited without printing an address, but printed this error line.
+    /// The daemon exited without printing an address. Contains the error line that the daemon
+    /// printed.
     #[error("{0}")]
     Reported(String),
-    /// The daemon exited without printing an address or an error.
+    /// The daemon exited without printing an address or an error. Contains the exit status.
     #[error(
         "the daemon exited at once ({0}) without an error message: see its log with SEMPA_LOG=FILE"
     )]
@@ -46,8 +48,9 @@ pub(crate) enum StartError {
     Io(#[from] std::io::Error),
 }
 
-/// Returns the daemon's program: in the folder of this one, or from `KDAT_PATH`.
-fn program() -> PathBuf {
+/// Returns the path of the daemon's program: in the folder of this program, or the name alone,
+/// which is searched for in `PATH`.
+fn daemon_program() -> PathBuf {
     let sibling = std::env::current_exe()
         .ok()
         .and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
@@ -56,16 +59,16 @@ fn program() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("pvmd"))
 }
 
-/// Starts the daemon in the background and waits until it listens. The caller must reap the child
-/// when it exits.
+/// Starts the daemon in the background and waits until the daemon listens. The caller must reap the
+/// returned child when the daemon exits.
 ///
 /// # Errors
 /// Fails if the daemon cannot be executed, exits, or does not listen in time.
 pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
-    run(&program(), args)
+    start_program(&daemon_program(), args)
 }
 
-fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
+fn start_program(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     // The daemon's stderr is a memory file. A pipe would raise SIGPIPE in any process that still
     // writes to it after this console has ended.
     let mut stderr_file = File::from(
@@ -87,22 +90,22 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     let (sender, line) = mpsc::channel();
     thread::spawn(move || {
         let mut line = String::new();
-        let read = BufReader::new(stdout.take(STDERR_BYTES_MAX)).read_line(&mut line);
-        // The receiver is gone if the timeout has expired.
-        let _ = sender.send(read.is_ok_and(|_| line.ends_with('\n')));
+        let read_result = BufReader::new(stdout.take(OUTPUT_BYTES_MAX)).read_line(&mut line);
+        // Sending fails if the timeout has expired, because the receiver has been dropped.
+        let _ = sender.send(read_result.is_ok_and(|_| line.ends_with('\n')));
     });
     match line.recv_timeout(START_TIMEOUT) {
         Ok(true) => Ok(child),
         Ok(false) => {
-            // A daemon that has closed its output is exiting. It is killed if it does not exit in
-            // time.
+            // A daemon that has closed its output is exiting. If the daemon does not exit in time,
+            // it is killed.
             let _ = wait_until(START_TIMEOUT, || !matches!(child.try_wait(), Ok(None)));
             let _ = child.kill();
             let status = child.wait()?;
             let mut stderr_text = String::new();
             stderr_file.rewind()?;
             let _ = stderr_file
-                .take(STDERR_BYTES_MAX)
+                .take(OUTPUT_BYTES_MAX)
                 .read_to_string(&mut stderr_text);
             Err(
                 error_line(&stderr_text).map_or(StartError::Silent(status), |line| {
@@ -118,8 +121,8 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     }
 }
 
-/// Returns the line with the reason why the daemon did not start: a line that begins with `error:
-/// `, which precedes further advice, or else the last line.
+/// Returns the line with the reason why the daemon did not start. This is the first line with the
+/// prefix "error: ", which advice may follow, or else the last line.
 fn error_line(stderr_text: &str) -> Option<&str> {
     let mut lines = stderr_text
         .lines()
@@ -134,44 +137,47 @@ fn error_line(stderr_text: &str) -> Option<&str> {
 /// A running daemon whose exit can be awaited.
 #[derive(Debug)]
 pub(crate) struct DaemonProcess {
-    lock: PathBuf,
-    /// Process id and start time. The start time distinguishes it from a later process with the
-    /// same id.
-    process: Option<(i32, String)>,
+    lock_path: PathBuf,
+    /// Process id and start time. The start time distinguishes the daemon from a later process with
+    /// the same id. `None` if no daemon was running.
+    pid_and_start_time: Option<(i32, String)>,
 }
 
 impl DaemonProcess {
-    /// Returns the running daemon that holds this lock file.
-    pub(crate) fn from_lock_file(lock: PathBuf) -> DaemonProcess {
-        let pid = fs::read_to_string(&lock)
+    /// Returns the daemon whose process id is in the lock file.
+    pub(crate) fn from_lock_file(lock_file: PathBuf) -> Self {
+        let pid = fs::read_to_string(&lock_file)
             .ok()
             .and_then(|text| text.trim().parse().ok());
         // A zombie does not count as running.
-        let running = |pid| process_stat(pid).filter(|(state, _)| *state != 'Z');
-        DaemonProcess {
-            process: pid.and_then(|pid| Some((pid, running(pid)?.1))),
-            lock,
+        let running_stat = |pid| process_stat(pid).filter(|(state, _)| *state != 'Z');
+        Self {
+            pid_and_start_time: pid.and_then(|pid| Some((pid, running_stat(pid)?.1))),
+            lock_path: lock_file,
         }
     }
 
     fn has_exited(&self) -> bool {
-        match &self.process {
-            Some((pid, started)) => {
-                process_stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started)
+        match &self.pid_and_start_time {
+            Some((pid, start_time)) => {
+                process_stat(*pid).is_none_or(|(state, current_start_time)| {
+                    state == 'Z' || current_start_time != *start_time
+                })
             }
-            None => !self.lock.exists(),
+            None => !self.lock_path.exists(),
         }
     }
 
     /// True if a failed enrollment shows that the daemon was shutting down: the daemon was running,
     /// closed the connection, and exits within [`EXIT_TIMEOUT`]. Waits for the exit.
-    pub(crate) fn is_shutting_down(&self, error: &EnrollError) -> bool {
-        let broken_off = matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
-        self.process.is_some() && broken_off && self.wait_for_exit(None)
+    pub(crate) fn wait_if_shutting_down(&self, error: &EnrollError) -> bool {
+        let connection_failed =
+            matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
+        self.pid_and_start_time.is_some() && connection_failed && self.wait_for_exit(None)
     }
 
-    /// Waits until the daemon has exited. Returns false if it has not after [`EXIT_TIMEOUT`]. If
-    /// `child` is the daemon, it is reaped.
+    /// Waits until the daemon has exited. Returns false if the daemon still runs after
+    /// [`EXIT_TIMEOUT`]. If `child` is the daemon's process, the process is reaped.
     pub(crate) fn wait_for_exit(&self, mut child: Option<&mut Child>) -> bool {
         wait_until(EXIT_TIMEOUT, || {
             if let Some(child) = child.as_deref_mut() {
@@ -182,10 +188,10 @@ impl DaemonProcess {
     }
 }
 
-fn wait_until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
-    let deadline = Instant::now() + limit;
+fn wait_until(timeout: Duration, mut condition: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + timeout;
     loop {
-        if done() {
+        if condition() {
             return true;
         }
         if Instant::now() >= deadline {
@@ -210,62 +216,62 @@ fn process_stat(pid: i32) -> Option<(char, String)> {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Result<Child, StartError> {
-        run(Path::new("/bin/sh"), &["-c".into(), script.into()])
+    fn start_shell(script: &str) -> Result<Child, StartError> {
+        start_program(Path::new("/bin/sh"), &["-c".into(), script.into()])
     }
 
     /// A daemon that prints its address keeps running in a session of its own.
     #[test]
     fn started_daemon_runs_in_own_session() {
-        let mut child = shell("echo /some/socket; exec sleep 60").expect("started");
+        let mut child = start_shell("echo /some/socket; exec sleep 60").expect("started");
         let pid = i32::try_from(child.id()).expect("a pid");
         let session = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).expect("it runs");
         assert_eq!(session.as_raw(), pid);
-        let watched = DaemonProcess {
-            lock: PathBuf::new(),
-            process: Some((pid, process_stat(pid).expect("it runs").1)),
+        let daemon = DaemonProcess {
+            lock_path: PathBuf::new(),
+            pid_and_start_time: Some((pid, process_stat(pid).expect("it runs").1)),
         };
-        assert!(!watched.has_exited());
+        assert!(!daemon.has_exited());
         child.kill().expect("ours");
-        assert!(watched.wait_for_exit(Some(&mut child)));
+        assert!(daemon.wait_for_exit(Some(&mut child)));
         child.wait().expect("ours");
     }
 
     /// If the daemon fails to start, the error is the line that the daemon has printed.
     #[test]
     fn failed_daemon_is_quoted() {
-        let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
+        let reported = start_shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
             .expect_err("failed")
             .to_string();
-        assert_eq!(said, "pvmd: no room");
+        assert_eq!(reported, "pvmd: no room");
         let advice = "echo 'error: -d takes a mask' >&2; echo >&2; echo 'try --help' >&2; exit 2";
         assert_eq!(
-            shell(advice).expect_err("failed").to_string(),
+            start_shell(advice).expect_err("failed").to_string(),
             "error: -d takes a mask"
         );
         assert!(matches!(
-            shell("exit 3").expect_err("failed"),
+            start_shell("exit 3").expect_err("failed"),
             StartError::Silent(_)
         ));
-        let none = run(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
-        assert!(matches!(none, StartError::NoProgram { .. }));
+        let missing = start_program(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
+        assert!(matches!(missing, StartError::NoProgram { .. }));
     }
 
     /// A process with the same id but another start time is a different process.
     #[test]
     fn start_time_identifies_process() {
-        let me = i32::try_from(std::process::id()).expect("a pid");
-        let (state, started) = process_stat(me).expect("this process runs");
+        let own_pid = i32::try_from(std::process::id()).expect("a pid");
+        let (state, start_time) = process_stat(own_pid).expect("this process runs");
         assert_ne!(state, 'Z');
-        let same = DaemonProcess {
-            lock: PathBuf::new(),
-            process: Some((me, started)),
+        let this_process = DaemonProcess {
+            lock_path: PathBuf::new(),
+            pid_and_start_time: Some((own_pid, start_time)),
         };
-        let other = DaemonProcess {
-            lock: PathBuf::new(),
-            process: Some((me, "1".into())),
+        let other_process = DaemonProcess {
+            lock_path: PathBuf::new(),
+            pid_and_start_time: Some((own_pid, "1".into())),
         };
-        assert!(!same.has_exited());
-        assert!(other.has_exited());
+        assert!(!this_process.has_exited());
+        assert!(other_process.has_exited());
     }
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Error text for a command that needs a virtual machine when none is running.
-const NOT_RUNNING: &str = "no virtual machine is running here: start one with `pvm`";
+const NOT_RUNNING_TEXT: &str = "no virtual machine is running here: start one with `pvm`";
 
 /// Refuses to run as root unless `PVM_ALLOW_ROOT` is set.
 pub(crate) fn refuse_root() -> Result<(), String> {
@@ -31,7 +31,7 @@ pub(crate) fn refuse_root() -> Result<(), String> {
 /// Returns the error line for a command that could not join the virtual machine.
 pub(crate) fn enroll_error_line(error: &EnrollError) -> String {
     match error {
-        EnrollError::NoDaemon { .. } => format!("pvm: {NOT_RUNNING}"),
+        EnrollError::NoDaemon { .. } => format!("pvm: {NOT_RUNNING_TEXT}"),
         other => format!("pvm: {other}"),
     }
 }
@@ -45,7 +45,7 @@ fn socket_path() -> Result<PathBuf, String> {
         std::env::var(name).ok()
     });
     paths
-        .map(|paths| paths.daemon_socket())
+        .map(|paths| paths.daemon_socket_path())
         .map_err(|error| format!("pvm: {error}"))
 }
 
@@ -58,9 +58,9 @@ pub(crate) fn lock_path() -> Result<PathBuf, String> {
 
 /// A daemon that accepts tasks.
 pub(crate) enum RunningDaemon {
-    /// It was running already; this task is enrolled in it.
+    /// The daemon was running already. Contains the enrollment of this task.
     AlreadyRunning(Vm),
-    /// This process started it.
+    /// This process started the daemon. Contains the daemon's process.
     Started(Child),
 }
 
@@ -70,13 +70,14 @@ pub(crate) enum RunningDaemon {
 /// Fails if no daemon accepts tasks; the text is for the user.
 pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> {
     let socket = socket_path()?;
-    let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
+    let socket_accepts = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
     let deadline = Instant::now() + DEAD_DAEMON_TIMEOUT;
     loop {
-        if listens() {
+        if socket_accepts() {
             match Vm::enroll() {
                 Ok(vm) => {
-                    // If standard output is closed, the console ends at its next line.
+                    // An error is ignored here: if standard output is closed, the next write ends
+                    // the console.
                     let _ = Terminal.print(b"pvmd already running.\n");
                     return Ok(RunningDaemon::AlreadyRunning(vm));
                 }
@@ -92,15 +93,15 @@ pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> 
         match start(args) {
             Ok(child) => return Ok(RunningDaemon::Started(child)),
             // Another process started a daemon first.
-            Err(_) if listens() => {}
-            // The daemon's line already starts with its program name.
+            Err(_) if socket_accepts() => {}
+            // The error line already starts with the name of the daemon's program.
             Err(StartError::Reported(line)) => return Err(line),
             Err(error) => return Err(format!("pvm: {error}")),
         }
     }
 }
 
-/// Starts a daemon if none is running. Returns false if a host of the host file did not join.
+/// Starts a daemon if no daemon is running. Returns false if a host of the host file did not join.
 pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, String> {
     let (vm, is_new) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, false),

@@ -1,10 +1,10 @@
-//! Shows output that arrives while a line is being edited: above the prompt, in order, and without
-//! a change of the line.
+//! Shows output that arrives while a line is being edited. The output appears above the prompt, in
+//! order, and does not change the line.
 //!
-//! All output passes through one queue under one lock. At the prompt the editor's thread writes it,
-//! otherwise the console's thread. The editor has a printer for such output, but text given to that
-//! printer can change places with text that is written directly. The printer is therefore used only
-//! to wake the editor:
+//! All output passes through one queue under one lock. At the prompt the editor's thread writes the
+//! queued output, otherwise the console's thread. The editor has a printer for such output, but the
+//! order of text from that printer and text that is written directly is undefined. The printer is
+//! therefore used only to wake the editor:
 //!
 //! 1. A thread sends a wake sequence through the printer ([`AsyncOutput::run_waker`]).
 //! 2. The editor clears the rows of its prompt and redraws its line.
@@ -22,10 +22,10 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Bytes of queued output at which the console waits for the editor.
+/// Maximum number of bytes of queued output. Above this limit the console waits for the editor.
 const PENDING_BYTES_MAX: usize = 1 << 20;
-/// Wakes the editor. Its printer ends every text with a newline; the cursor-up sequence compensates
-/// for it.
+/// Text that wakes the editor when the editor's printer receives it. The printer ends every text
+/// with a newline; the cursor-up sequence compensates for the newline.
 const WAKE_SEQUENCE: &str = "\x1b[A\n";
 /// Time limit for a wake in progress, in milliseconds. A wake that takes longer is queued after
 /// another wake, so its sequence cannot reach the screen outside the editor.
@@ -35,58 +35,64 @@ const WAKE_TIMEOUT_MS: u64 = 100;
 #[derive(Default)]
 pub(crate) struct AsyncOutput {
     state: Mutex<OutputState>,
-    changed: Condvar,
+    state_changed: Condvar,
 }
 
 #[derive(Default)]
 struct OutputState {
     /// Whole lines that wait to be shown.
-    pending: String,
-    /// True while the editor reads a line or is about to.
+    pending_output: String,
+    /// True while the editor reads a line, and before that from [`AsyncOutput::begin_prompt`] on.
     at_prompt: bool,
-    /// True while the editor has the terminal. Only then a wake reaches it; otherwise the printer
-    /// writes to the screen.
+    /// True while the editor controls the terminal. Otherwise a wake does not reach the editor, and
+    /// the printer writes to the screen.
     has_terminal: bool,
     /// True if a wake was sent and no redraw has followed yet.
     wake_pending: bool,
     /// True while a wake is being sent.
     wake_in_progress: bool,
-    /// True if a list of candidates causes the next redraw, not a wake.
+    /// True if the next redraw is caused by a list of candidates, not by a wake.
     listing_candidates: bool,
 }
 
 impl OutputState {
     fn write_pending(&mut self) -> io::Result<()> {
-        if self.pending.is_empty() {
+        if self.pending_output.is_empty() {
             Ok(())
         } else {
-            Terminal.print(std::mem::take(&mut self.pending).as_bytes())
+            Terminal.print(std::mem::take(&mut self.pending_output).as_bytes())
         }
     }
 }
 
 impl AsyncOutput {
-    fn lock(&self) -> MutexGuard<'_, OutputState> {
+    fn lock_state(&self) -> MutexGuard<'_, OutputState> {
         self.state.lock().expect("no thread panics with this lock")
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, OutputState>) -> MutexGuard<'a, OutputState> {
-        self.changed
+    fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, OutputState>,
+    ) -> MutexGuard<'a, OutputState> {
+        self.state_changed
             .wait(state)
             .expect("no thread panics with this lock")
     }
 
-    /// Shows whole lines, above the prompt if there is one. Waits while the queue is full.
+    /// Shows whole lines. If the editor shows a prompt, the lines appear above the prompt. Waits
+    /// while the queue is full.
     ///
     /// # Errors
     /// Fails if standard output cannot be written.
     pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut state = self.lock();
-        while state.pending.len() > PENDING_BYTES_MAX && state.at_prompt {
-            state = self.wait(state);
+        let mut state = self.lock_state();
+        while state.pending_output.len() > PENDING_BYTES_MAX && state.at_prompt {
+            state = self.wait_for_change(state);
         }
-        state.pending.push_str(&String::from_utf8_lossy(bytes));
-        self.changed.notify_all();
+        state
+            .pending_output
+            .push_str(&String::from_utf8_lossy(bytes));
+        self.state_changed.notify_all();
         if state.at_prompt {
             Ok(())
         } else {
@@ -94,51 +100,54 @@ impl AsyncOutput {
         }
     }
 
-    /// Writes queued output directly: the editor has left its prompt, or no more lines are read.
+    /// Writes queued output directly, after the editor has left its prompt or after the last line.
     ///
     /// # Errors
     /// Fails as [`AsyncOutput::show`] does.
     pub(crate) fn flush_pending(&self) -> io::Result<()> {
-        let mut state = self.lock();
-        if state.at_prompt && !state.pending.is_empty() {
-            // Starts below the line that was being edited.
-            state.pending.insert(0, '\n');
+        let mut state = self.lock_state();
+        if state.at_prompt && !state.pending_output.is_empty() {
+            // The output starts below the line that was being edited.
+            state.pending_output.insert(0, '\n');
         }
         state.write_pending()
     }
 
     /// Must be called before the editor reads a line.
     pub(crate) fn begin_prompt(&self) {
-        self.lock().at_prompt = true;
+        self.lock_state().at_prompt = true;
     }
 
-    /// Must be called when the editor has read its line. From then on the console's thread writes.
+    /// Must be called when the editor has read its line. After this call the console's thread
+    /// writes output.
     pub(crate) fn end_prompt(&self) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         (state.at_prompt, state.has_terminal) = (false, false);
         if state.wake_in_progress {
             // A wake that misses the editor reaches the screen and must not mix with later output.
-            let limit = Duration::from_millis(WAKE_TIMEOUT_MS);
+            let timeout = Duration::from_millis(WAKE_TIMEOUT_MS);
             let in_progress = |state: &mut OutputState| state.wake_in_progress;
-            let waited = self.changed.wait_timeout_while(state, limit, in_progress);
-            (state, _) = waited.expect("no thread panics with this lock");
+            let wait_result = self
+                .state_changed
+                .wait_timeout_while(state, timeout, in_progress);
+            (state, _) = wait_result.expect("no thread panics with this lock");
             state.wake_pending = false;
         }
         drop(state);
-        self.changed.notify_all();
+        self.state_changed.notify_all();
     }
 
     /// Must be called before the editor lists candidates.
     pub(crate) fn on_list_candidates(&self) {
-        self.lock().listing_candidates = true;
+        self.lock_state().listing_candidates = true;
     }
 
     /// Creates the hint for a line that a key has changed.
     pub(crate) fn new_hint(self: &Arc<Self>) -> RedrawHint {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         (state.has_terminal, state.listing_candidates) = (true, false);
         drop(state);
-        self.changed.notify_all();
+        self.state_changed.notify_all();
         RedrawHint {
             output: self.clone(),
             display_calls: Cell::new(0),
@@ -147,38 +156,38 @@ impl AsyncOutput {
 
     /// Writes queued output to the rows that the editor has cleared for a redraw.
     fn on_redraw(&self) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         state.wake_pending = false;
         if !std::mem::take(&mut state.listing_candidates) {
             // If the terminal cannot be written, reading from it fails as well.
             let _ = state.write_pending();
         }
         drop(state);
-        self.changed.notify_all();
+        self.state_changed.notify_all();
     }
 
-    /// Wakes the editor whenever output is queued and the editor has the terminal. Returns if the
-    /// printer fails.
+    /// Wakes the editor whenever output is queued and the editor controls the terminal. Returns if
+    /// the printer fails.
     pub(crate) fn run_waker(&self, mut printer: impl ExternalPrinter) {
         loop {
-            let mut state = self.lock();
-            while state.pending.is_empty() || !state.has_terminal || state.wake_pending {
-                state = self.wait(state);
+            let mut state = self.lock_state();
+            while state.pending_output.is_empty() || !state.has_terminal || state.wake_pending {
+                state = self.wait_for_change(state);
             }
             (state.wake_pending, state.wake_in_progress) = (true, true);
             drop(state);
-            let printed = printer.print(WAKE_SEQUENCE.to_string());
-            self.lock().wake_in_progress = false;
-            self.changed.notify_all();
-            if printed.is_err() {
+            let print_result = printer.print(WAKE_SEQUENCE.to_string());
+            self.lock_state().wake_in_progress = false;
+            self.state_changed.notify_all();
+            if print_result.is_err() {
                 return;
             }
         }
     }
 }
 
-/// A hint without text. It writes queued output when the editor asks for its text; see the module
-/// description.
+/// A hint without text. When the editor asks for the text, the hint writes queued output; see the
+/// module description.
 pub(crate) struct RedrawHint {
     output: Arc<AsyncOutput>,
     display_calls: Cell<u8>,
@@ -186,10 +195,10 @@ pub(crate) struct RedrawHint {
 
 impl Hint for RedrawHint {
     fn display(&self) -> &str {
-        let before = self.display_calls.get();
-        self.display_calls.set(before.saturating_add(1));
-        match before {
-            // The editor ignores an empty hint, so it gets a space first.
+        let previous_calls = self.display_calls.get();
+        self.display_calls.set(previous_calls.saturating_add(1));
+        match previous_calls {
+            // The editor ignores an empty hint, so the first call returns a space.
             0 => " ",
             1 => "",
             _ => {

@@ -1,12 +1,12 @@
-//! Parts of the values that commands print with `--json`, one value per line.
+//! Parts of the JSON values that commands print with `--json`, one value per line.
 //!
-//! Tids are written as `t40001`, times in microseconds since the Unix epoch.
+//! Tids are written as `t40001`, and times in microseconds since the Unix epoch.
 
 use sempa_proto::PvmError;
 use sempa_proto::table::HostEntry;
 use serde_json::{Value, json};
 
-/// Returns the code and the text of an error.
+/// Returns the code and the text of an error as a JSON object.
 pub(crate) fn error(error: PvmError) -> Value {
     json!({ "code": error.code(), "text": error.text() })
 }
@@ -23,7 +23,7 @@ pub(crate) fn host(entry: &HostEntry) -> Value {
     })
 }
 
-/// Combines the values of all requested items into one value.
+/// Combines the JSON values of all requested items into one value.
 pub(crate) fn results(values: Vec<Value>) -> Value {
     json!({ "results": values })
 }

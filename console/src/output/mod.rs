@@ -1,4 +1,4 @@
-//! Output: what the formats of all commands share, and the terminal that shows it.
+//! Output: formats that several commands share, and the terminal.
 
 pub(crate) mod async_output;
 pub(crate) mod json;

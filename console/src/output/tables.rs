@@ -20,8 +20,8 @@ const FLAG_LETTERS: [(i32, char); 8] = [
     (TASK_TASKER, 'T'),
 ];
 
-/// Returns the plural ending of a noun after this number: empty for 1, otherwise `s`.
-pub(crate) fn plural(count: usize) -> &'static str {
+/// Returns the ending of a noun after the number `count`: empty for 1, otherwise `s`.
+pub(crate) fn plural_ending(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
@@ -33,14 +33,14 @@ pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
 }
 
 /// Formats the announcement of hosts that another console or task has added.
-pub(crate) fn new_hosts(table: &HostTable, added: &[HostId]) -> String {
+pub(crate) fn new_hosts_text(table: &HostTable, added_hosts: &[HostId]) -> String {
     let mut out = format!(
         "\nConsole: {} new host{} added\n",
-        added.len(),
-        plural(added.len())
+        added_hosts.len(),
+        plural_ending(added_hosts.len())
     );
     out += &format!("{:>24} {:>8} {:>8}{:>8}\n", "HOST", "DTID", "ARCH", "SPEED");
-    for host in added.iter().filter_map(|id| table.get(*id)) {
+    for host in added_hosts.iter().filter_map(|id| table.get(*id)) {
         out += &format!(
             "{:>24} {:>8x} {:>8}{:>8}\n",
             host.name,
@@ -53,8 +53,8 @@ pub(crate) fn new_hosts(table: &HostTable, added: &[HostId]) -> String {
 }
 
 /// Returns the header of task tables.
-pub(crate) fn ps_header(long: bool) -> String {
-    let ids = if long {
+pub(crate) fn ps_header(is_long: bool) -> String {
+    let ids = if is_long {
         format!(" {:>8} {:>6}", "PTID", "PID")
     } else {
         String::new()
@@ -66,14 +66,14 @@ pub(crate) fn ps_header(long: bool) -> String {
 }
 
 /// Formats one row of a task table. `console` is the console's own tid.
-pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: bool) -> String {
+pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: bool) -> String {
     let host = host_name(table, task.host);
     let mut out = if task.tid == console {
         format!("{host:>24}   (cons)")
     } else {
         format!("{host:>24} {:>8x}", task.tid)
     };
-    if long {
+    if is_long {
         let parent = if task.parent == Tid::NONE {
             "-".to_string()
         } else {
@@ -86,23 +86,24 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
     } else {
         &task.name
     };
-    // Not in PVM: stopped while the owner of its host is present, or suspended until it is resumed.
+    // This column does not exist in PVM. A task is paused while the owner of its host is present,
+    // and suspended until a user resumes it.
     let state = match (task.paused, task.suspended) {
         (false, false) => "",
         (true, false) => " (stopped)",
         (false, true) => " (suspended)",
         (true, true) => " (stopped, suspended)",
     };
-    out += &format!(" {:>9} {name:<12}{state}\n", flags(task.flags));
+    out += &format!(" {:>9} {name:<12}{state}\n", flags_text(task.flags));
     out
 }
 
 /// Formats task flags as a hexadecimal number and letters, such as `6/c,f`.
-fn flags(flags: i32) -> String {
+fn flags_text(flags: i32) -> String {
     let mut out = format!("{flags:x}/");
     let letters = FLAG_LETTERS.iter().filter(|(bit, _)| flags & bit != 0);
-    for (at, (_, letter)) in letters.enumerate() {
-        if at > 0 {
+    for (index, (_, letter)) in letters.enumerate() {
+        if index > 0 {
             out.push(',');
         }
         out.push(*letter);
@@ -115,37 +116,37 @@ pub(crate) const TOTALS_HEADER: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
 /// Returns usage totals as columns under [`TOTALS_HEADER`].
-pub(crate) fn totals_columns(sums: &UsageTotals) -> String {
+pub(crate) fn totals_columns(totals: &UsageTotals) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let UsageTotals {
-        tasks,
-        running,
-        failed,
-        used,
+        task_count: tasks,
+        running_tasks: running,
+        failed_tasks: failed,
+        usage: used,
         wall_time: wall,
-        migrations: moves,
+        migrations: migration_count,
         evictions,
-    } = sums;
+    } = totals;
     let cpu = seconds((used.user + used.system).0);
-    let mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
+    let resident_mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
     format!(
-        "{tasks:>6} {running:>7} {failed:>7} {cpu:>10.2} {:>10.2} {moves:>6} {evictions:>7} {mib:>9.1}",
+        "{tasks:>6} {running:>7} {failed:>7} {cpu:>10.2} {:>10.2} {migration_count:>6} {evictions:>7} {resident_mib:>9.1}",
         seconds(wall.0)
     )
 }
 
 /// Returns usage totals as JSON, times in microseconds.
-pub(crate) fn totals_value(sums: &UsageTotals) -> Value {
+pub(crate) fn totals_json(totals: &UsageTotals) -> Value {
     json!({
-        "tasks": sums.tasks,
-        "running": sums.running,
-        "failed": sums.failed,
-        "user_us": sums.used.user.0,
-        "system_us": sums.used.system.0,
-        "resident_max_bytes": sums.used.resident_max_bytes,
-        "wall_us": sums.wall_time.0,
-        "moves": sums.migrations,
-        "evictions": sums.evictions,
+        "tasks": totals.task_count,
+        "running": totals.running_tasks,
+        "failed": totals.failed_tasks,
+        "user_us": totals.usage.user.0,
+        "system_us": totals.usage.system.0,
+        "resident_max_bytes": totals.usage.resident_max_bytes,
+        "wall_us": totals.wall_time.0,
+        "moves": totals.migrations,
+        "evictions": totals.evictions,
     })
 }
 
@@ -154,16 +155,15 @@ mod tests {
     use super::*;
     use crate::fixtures::table;
 
-    /// The announcement of hosts has the columns of PVM.
     #[test]
     fn new_hosts_layout_matches_pvm() {
-        let two = [HostId::new(2).expect("2"), HostId::new(3).expect("3")];
+        let two_hosts = [HostId::new(2).expect("2"), HostId::new(3).expect("3")];
         let expected = "
 Console: 2 new hosts added
                     HOST     DTID     ARCH   SPEED
                      ha2    80000  LINUX64    1000
                      ha3    c0000  LINUX64    1000
 ";
-        assert_eq!(new_hosts(&table(), &two), expected);
+        assert_eq!(new_hosts_text(&table(), &two_hosts), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! Prints results on standard output and standard error. A closed pipe is an error that ends the
+//! Prints results on standard output and standard error. If a pipe is closed, the error ends the
 //! program without a message.
 
 use crate::outcome::Outcome;
@@ -30,7 +30,7 @@ impl Terminal {
     /// # Errors
     /// Fails as [`Terminal::print`] does.
     pub(crate) fn print_interactive(self, outcome: &Outcome) -> io::Result<()> {
-        self.print_results(outcome, outcome.as_json)?;
+        self.print_results(outcome, outcome.prints_json)?;
         if let Some(refusal) = &outcome.refusal {
             self.print(format!("{refusal}\n").as_bytes())?;
         }
@@ -46,8 +46,8 @@ impl Terminal {
     ///
     /// # Errors
     /// Fails as [`Terminal::print`] does.
-    pub(crate) fn print_oneshot(self, outcome: &Outcome, json: bool) -> io::Result<()> {
-        self.print_results(outcome, json)?;
+    pub(crate) fn print_oneshot(self, outcome: &Outcome, prints_json: bool) -> io::Result<()> {
+        self.print_results(outcome, prints_json)?;
         outcome
             .refusal
             .iter()
@@ -56,10 +56,10 @@ impl Terminal {
         Ok(())
     }
 
-    fn print_results(self, outcome: &Outcome, json: bool) -> io::Result<()> {
-        if json {
+    fn print_results(self, outcome: &Outcome, prints_json: bool) -> io::Result<()> {
+        if prints_json {
             outcome
-                .json
+                .json_values
                 .iter()
                 .try_for_each(|value| self.print(format!("{value}\n").as_bytes()))
         } else {

@@ -1,8 +1,8 @@
 //! Output and trace records of the jobs of a session: shows them, or writes them to files.
 
-use super::jobs::{TaskEvent, read_output};
+use super::jobs::{TaskEvent, read_output_message};
 use super::options::{TRACE_BUFFER, TRACE_DETAIL};
-use super::records::{HostProperties, RecordPrinter, Timestamp, preamble};
+use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
 use crate::clock::unix_micros;
 use crate::output::{tables, time};
@@ -18,55 +18,56 @@ use std::os::unix::fs::OpenOptionsExt;
 /// Tag of messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
 
-/// Output of tasks of job n arrives with this tag plus n.
-pub(crate) const TAG_JOBS: i32 = 16;
+/// Base of the tags of output messages: output of tasks of job n has this tag plus n.
+pub(crate) const TAG_OUTPUT_BASE: i32 = 16;
 
-/// Trace records of tasks of job n arrive with this tag plus n.
-pub(crate) const TAG_TRACES: i32 = 1 << 24;
+/// Base of the tags of trace messages: trace records of tasks of job n have this tag plus n.
+pub(crate) const TAG_TRACE_BASE: i32 = 1 << 24;
 
-/// The console sends itself this tag plus n to close the traced job n after its last records.
-pub(crate) const TAG_CLOSE_JOB: i32 = 1 << 25;
+/// Base of the tags of close messages. To close the traced job n after its last records, the
+/// console sends itself a message with this tag plus n.
+pub(crate) const TAG_CLOSE_JOB_BASE: i32 = 1 << 25;
 
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
 
 /// Destination of the output of spawned tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Output {
+pub(crate) enum OutputDestination {
     /// The log of the virtual machine.
     Log,
-    /// The console, which numbers the spawn as a job.
+    /// The console. The spawn becomes a job with a number.
     Console,
     /// A file that must not exist yet.
     NewFile(String),
-    /// A file that output is appended to.
+    /// A file to which output is appended.
     AppendedFile(String),
 }
 
 /// Destination of the trace records of spawned tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum TraceOutput {
+pub(crate) enum TraceDestination {
     Console,
     /// A file that must not exist yet.
     NewFile(String),
 }
 
-/// Where output and records of a job go.
+/// Destinations of the output and the trace records of a job.
 #[derive(Debug, Default)]
 pub(crate) struct JobOutput {
-    /// True if output is shown on the console.
-    to_console: bool,
-    /// Receives the output in place of the console.
+    /// True if the console shows the output.
+    shows_output: bool,
+    /// File that receives the output instead of the console. `None` after a write error.
     file: Option<File>,
-    /// Converts trace records, if the job is traced.
+    /// State of the trace. `None` if the job is not traced.
     trace: Option<JobTrace>,
 }
 
-/// Destination of a job's trace records.
+/// Converter and destination of a job's trace records.
 #[derive(Debug, Default)]
 struct JobTrace {
-    records: RecordPrinter,
-    /// Receives the records in place of the console.
+    formatter: RecordFormatter,
+    /// File that receives the records instead of the console. `None` after a write error.
     file: Option<File>,
 }
 
@@ -76,22 +77,25 @@ impl JobOutput {
     ///
     /// # Errors
     /// Fails if a file cannot be opened; the text is for the user.
-    pub(crate) fn open(output: &Output, trace: Option<&TraceOutput>) -> Result<JobOutput, String> {
+    pub(crate) fn open(
+        output: &OutputDestination,
+        trace: Option<&TraceDestination>,
+    ) -> Result<Self, String> {
         let file = match output {
-            Output::Log | Output::Console => None,
-            Output::NewFile(path) => Some(open_file(
+            OutputDestination::Log | OutputDestination::Console => None,
+            OutputDestination::NewFile(path) => Some(open_file(
                 path,
                 OpenOptions::new().write(true).create_new(true),
             )?),
-            Output::AppendedFile(path) => Some(open_file(
+            OutputDestination::AppendedFile(path) => Some(open_file(
                 path,
                 OpenOptions::new().append(true).create(true),
             )?),
         };
         let trace = match trace {
             None => None,
-            Some(TraceOutput::Console) => Some(JobTrace::default()),
-            Some(TraceOutput::NewFile(path)) => {
+            Some(TraceDestination::Console) => Some(JobTrace::default()),
+            Some(TraceDestination::NewFile(path)) => {
                 let file = open_file(path, OpenOptions::new().write(true).create_new(true))?;
                 Some(JobTrace {
                     file: Some(file),
@@ -99,8 +103,8 @@ impl JobOutput {
                 })
             }
         };
-        Ok(JobOutput {
-            to_console: *output == Output::Console,
+        Ok(Self {
+            shows_output: *output == OutputDestination::Console,
             file,
             trace,
         })
@@ -110,10 +114,14 @@ impl JobOutput {
         self.trace.is_some()
     }
 
-    /// Handles an event of a task of this job. Returns what must be shown.
+    /// Handles an event of a task of this job. Returns the bytes that the console must show.
     fn handle_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
         let mut out = Vec::new();
-        if let Some(JobTrace { records, file }) = &mut self.trace {
+        if let Some(JobTrace {
+            formatter: records,
+            file,
+        }) = &mut self.trace
+        {
             if *event == TaskEvent::FirstSeen {
                 out.extend_from_slice(
                     format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n")
@@ -132,7 +140,7 @@ impl JobOutput {
                         file,
                         job,
                         tid,
-                        &records.output_record(time_now(), tid, &text),
+                        &records.output_record(current_timestamp(), tid, &text),
                     )
                     .into_bytes(),
                 );
@@ -155,7 +163,7 @@ impl JobOutput {
             if !out.is_empty() {
                 self.file = None;
             }
-        } else if self.to_console {
+        } else if self.shows_output {
             out.extend(line);
         }
         out
@@ -176,19 +184,28 @@ impl Session {
         ]
     }
 
-    /// Starts a job's trace with the header and the hosts of the virtual machine.
+    /// Starts a job's trace with the header and the hosts of the virtual machine. Returns the text
+    /// that the console must show.
     pub(crate) fn start_trace(&mut self, job: u32) -> String {
-        let me = self.vm.tid();
-        let Some(JobTrace { records, file }) = self
+        let console = self.vm.tid();
+        let Some(JobTrace {
+            formatter: records,
+            file,
+        }) = self
             .job_outputs
             .get_mut(&job)
             .and_then(|job| job.trace.as_mut())
         else {
             return String::new();
         };
-        let mut out = write_records(file, job, me, &preamble(&time::ctime(unix_micros())));
+        let mut out = write_records(
+            file,
+            job,
+            console,
+            &trace_header(&time::format_ctime(unix_micros())),
+        );
         for host in self.vm.hosts().map(|table| table.hosts).unwrap_or_default() {
-            let facts = HostProperties {
+            let properties = HostProperties {
                 tid: host.id.tid(),
                 name: &host.name,
                 arch: &host.arch,
@@ -198,32 +215,32 @@ impl Session {
                 file,
                 job,
                 host.id.tid(),
-                &records.host_record(time_now(), &facts),
+                &records.host_record(current_timestamp(), &properties),
             ));
         }
         out
     }
 
     /// Handles a message that no command waits for: output or records of a job, or new hosts.
-    /// Returns what must be shown.
+    /// Returns the bytes that the console must show.
     pub(crate) fn handle_message(&mut self, message: &Message) -> Vec<u8> {
         if message.ctx != CTX_BASE {
             return Vec::new();
         }
-        let number = |base: i32| {
+        let job_from_base = |base: i32| {
             message
                 .tag
                 .checked_sub(base)
-                .and_then(|number| u32::try_from(number).ok())
+                .and_then(|job_from_base| u32::try_from(job_from_base).ok())
         };
-        if let Some(job) = number(TAG_CLOSE_JOB) {
+        if let Some(job) = job_from_base(TAG_CLOSE_JOB_BASE) {
             return if message.src == self.vm.tid() {
-                self.close_job(job)
+                self.end_job_output(job)
             } else {
                 Vec::new()
             };
         }
-        if let Some(job) = number(TAG_TRACES) {
+        if let Some(job) = job_from_base(TAG_TRACE_BASE) {
             return self.handle_records(job, message);
         }
         if !message.src.is_daemon() {
@@ -232,7 +249,7 @@ impl Session {
         if message.tag == TAG_HOSTS {
             return self.announce_hosts(message).into_bytes();
         }
-        number(TAG_JOBS)
+        job_from_base(TAG_OUTPUT_BASE)
             .map(|job| self.handle_output(job, message))
             .unwrap_or_default()
     }
@@ -241,40 +258,40 @@ impl Session {
         let Ok(body) = Vm::unpack(message) else {
             return Vec::new();
         };
-        let Some((tid, what)) = read_output(body) else {
+        let Some((tid, output)) = read_output_message(body) else {
             return Vec::new();
         };
-        let update = self.jobs.handle(job, tid, what);
-        let mut shown = Vec::new();
-        if let Some(collected) = self.job_outputs.get_mut(&job) {
+        let update = self.jobs.handle_output(job, tid, output);
+        let mut shown_bytes = Vec::new();
+        if let Some(job_output) = self.job_outputs.get_mut(&job) {
             for event in &update.events {
-                shown.extend(collected.handle_event(job, tid, event));
+                shown_bytes.extend(job_output.handle_event(job, tid, event));
             }
-            if update.finished && collected.trace.is_some() {
-                shown.extend_from_slice(
+            if update.is_finished && job_output.trace.is_some() {
+                shown_bytes.extend_from_slice(
                     format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
                 );
-                if self.schedule_close(job).is_ok() {
-                    return shown;
+                if self.schedule_job_end(job).is_ok() {
+                    return shown_bytes;
                 }
             }
         }
-        if update.finished {
-            shown.extend(self.close_job(job));
+        if update.is_finished {
+            shown_bytes.extend(self.end_job_output(job));
         }
-        shown
+        shown_bytes
     }
 
-    /// Schedules the end of a traced job. The last records of its tasks arrive directly after the
-    /// ends of their outputs: once every daemon has replied, they are here, and a message that the
-    /// console sends itself arrives after them.
-    fn schedule_close(&self, job: u32) -> Result<(), Error> {
+    /// Requests the end of a traced job. The last records of a task arrive directly after the end
+    /// of its output. When every daemon has replied to the query below, the records of all tasks
+    /// have arrived. The message that the console then sends itself arrives after them.
+    fn schedule_job_end(&self, job: u32) -> Result<(), Error> {
         self.vm.tasks(Tid::NONE)?;
-        let (me, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
-        let tag = TAG_CLOSE_JOB + job.cast_signed();
+        let (console, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
+        let tag = TAG_CLOSE_JOB_BASE + job.cast_signed();
         self.vm.send(Message {
-            src: me,
-            dst: me,
+            src: console,
+            dst: console,
             ctx: CTX_BASE,
             tag,
             wid: 0,
@@ -283,13 +300,16 @@ impl Session {
         })
     }
 
-    fn close_job(&mut self, job: u32) -> Vec<u8> {
+    fn end_job_output(&mut self, job: u32) -> Vec<u8> {
         self.job_outputs.remove(&job);
         format!("[{job}] finished\n").into_bytes()
     }
 
     fn handle_records(&mut self, job: u32, message: &Message) -> Vec<u8> {
-        let Some(JobTrace { records, file }) = self
+        let Some(JobTrace {
+            formatter: records,
+            file,
+        }) = self
             .job_outputs
             .get_mut(&job)
             .and_then(|job| job.trace.as_mut())
@@ -297,50 +317,50 @@ impl Session {
             return Vec::new();
         };
         let mut text = String::new();
-        let read = Vm::unpack(message)
+        let read_result = Vm::unpack(message)
             .map_err(|error| error.code)
-            .and_then(|mut body| records.read(&mut body, &mut text));
-        let mut shown = write_records(file, job, message.src, &text);
-        if let Err(error) = read {
-            shown.push_str(&format!(
+            .and_then(|mut body| records.append_message(&mut body, &mut text));
+        let mut shown_text = write_records(file, job, message.src, &text);
+        if let Err(error) = read_result {
+            shown_text.push_str(&format!(
                 "[{job}] trace records of {} cannot be read: {error}\n",
                 message.src
             ));
         }
-        shown.into_bytes()
+        shown_text.into_bytes()
     }
 
     fn announce_hosts(&mut self, message: &Message) -> String {
         let Ok(mut body) = Vm::unpack(message) else {
             return String::new();
         };
-        let Ok(tids) = body.int().and_then(|count| body.ints(count)) else {
+        let Ok(tids) = body.read_int().and_then(|count| body.read_ints(count)) else {
             return String::new();
         };
         let hosts = tids
             .into_iter()
             .filter_map(|tid| Tid::from_raw(tid).birth_host());
-        let new: Vec<HostId> = hosts
+        let new_hosts: Vec<HostId> = hosts
             .filter(|host| self.announced_hosts.insert(*host))
             .collect();
-        if new.is_empty() {
+        if new_hosts.is_empty() {
             return String::new();
         }
         self.vm
             .hosts()
-            .map(|table| tables::new_hosts(&table, &new))
+            .map(|table| tables::new_hosts_text(&table, &new_hosts))
             .unwrap_or_default()
     }
 }
 
-/// Writes records to the file if there is one. Returns what must be shown.
-fn write_records(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
+/// Writes records to the file if there is one. Returns the text that the console must show.
+fn write_records(file: &mut Option<File>, job: u32, sender: Tid, text: &str) -> String {
     match file {
         None => text
             .lines()
-            .map(|line| format!("[T{job}:{from}] {line}\n"))
+            .map(|line| format!("[T{job}:{sender}] {line}\n"))
             .collect(),
-        Some(open) => match open.write_all(text.as_bytes()) {
+        Some(trace_file) => match trace_file.write_all(text.as_bytes()) {
             Ok(()) => String::new(),
             Err(error) => {
                 *file = None;
@@ -354,7 +374,7 @@ fn write_error_line(job: u32, stream: &str, error: &std::io::Error) -> Vec<u8> {
     format!("[{job}] cannot write its {stream} to the file any more: {error}\n").into_bytes()
 }
 
-fn time_now() -> Timestamp {
+fn current_timestamp() -> Timestamp {
     let now = unix_micros().0;
     Timestamp {
         seconds: now / 1_000_000,
@@ -364,7 +384,7 @@ fn time_now() -> Timestamp {
 
 fn open_file(path: &str, options: &mut OpenOptions) -> Result<File, String> {
     options.mode(FILE_MODE).open(path).map_err(|error| {
-        let why = match error.kind() {
+        let reason = match error.kind() {
             std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
             // Omits the error number that the standard library adds.
             _ => error.raw_os_error().map_or_else(
@@ -372,12 +392,12 @@ fn open_file(path: &str, options: &mut OpenOptions) -> Result<File, String> {
                 |number| Errno::from_raw(number).desc().into(),
             ),
         };
-        format!("{path}: {why}")
+        format!("{path}: {reason}")
     })
 }
 
 /// Returns the destination of messages that a task's daemon sends to the console with this tag.
-pub(crate) fn sink(tid: Tid, tag: i32) -> Sink {
+pub(crate) fn console_sink(tid: Tid, tag: i32) -> Sink {
     Sink {
         tid,
         ctx: CTX_BASE,

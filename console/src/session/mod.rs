@@ -25,7 +25,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Mailbox flag that allows several entries in one class.
 const MBOX_MULTI_INSTANCE: i32 = 2;
 
-/// Names from the session that the editor offers.
+/// Names from the session that the editor offers for completion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CompletionNames {
     pub(crate) aliases: Vec<String>,
@@ -34,30 +34,32 @@ pub(crate) struct CompletionNames {
 
 /// State that lasts between commands.
 ///
-/// Commands work on `Session`, whose virtual machine is any implementation. A reference to
-/// `Session<Vm>`, or to a session with a fake in tests, coerces to it.
+/// Commands use `Session` with a virtual machine of any type. A reference to `Session<Vm>`, or in
+/// tests to a session with a fake virtual machine, coerces to a reference to `Session`.
 pub(crate) struct Session<M: ?Sized = dyn VirtualMachine> {
     pub(crate) aliases: BTreeMap<String, Vec<String>>,
     pub(crate) options: Options,
     /// Event kinds that traced tasks record.
     pub(crate) event_mask: EventMask,
-    /// Environment variables of the console, from which spawned tasks get the exported ones.
+    /// Environment variables of the console. Spawned tasks receive the exported variables.
     pub(crate) env: BTreeMap<String, String>,
     pub(crate) jobs: Jobs,
     pub(crate) job_outputs: BTreeMap<u32, JobOutput>,
-    /// Hosts that were announced already.
+    /// Hosts that need no announcement: they existed at the start, were announced, or were added by
+    /// a command of this session.
     announced_hosts: BTreeSet<HostId>,
-    /// True for an interactive console: work that must outlive it runs in another process.
+    /// True for an interactive console. Work that must outlive the console then runs in another
+    /// process.
     pub(crate) is_interactive: bool,
-    /// True if the current line requested JSON.
-    pub(crate) as_json: bool,
+    /// True if the current command line requested JSON.
+    pub(crate) prints_json: bool,
     pub(crate) vm: M,
 }
 
 impl<M: VirtualMachine> Session<M> {
     /// Creates a session with a copy of the environment.
-    pub(crate) fn new(machine: M, env: BTreeMap<String, String>) -> Session<M> {
-        Session {
+    pub(crate) fn new(machine: M, env: BTreeMap<String, String>) -> Self {
+        Self {
             aliases: BTreeMap::new(),
             options: Options::default(),
             event_mask: trace_events::xpvm_mask(),
@@ -66,7 +68,7 @@ impl<M: VirtualMachine> Session<M> {
             job_outputs: BTreeMap::new(),
             announced_hosts: BTreeSet::new(),
             is_interactive: false,
-            as_json: false,
+            prints_json: false,
             vm: machine,
         }
     }
@@ -86,13 +88,13 @@ impl Session {
         }
     }
 
-    /// Records a host that needs no announcement, because a command of this session added it.
+    /// Records that a host needs no announcement, because a command of this session added the host.
     pub(crate) fn skip_announcement(&mut self, host: HostId) {
         self.announced_hosts.insert(host);
     }
 
-    /// Prepares an interactive console: protects it from `reset`, requests notifications of new
-    /// hosts, and makes drains run in another process.
+    /// Prepares an interactive console: protects the console from `reset`, requests notifications
+    /// of new hosts, and makes drains run in another process.
     ///
     /// # Errors
     /// Fails if the host table cannot be read. Errors of the protection and of the notifications
@@ -101,28 +103,33 @@ impl Session {
         self.is_interactive = true;
         self.announced_hosts = self.vm.hosts()?.hosts.iter().map(|host| host.id).collect();
         let mut body = Packer::new(Encoding::Xdr);
-        body.int(self.vm.tid().raw());
+        body.pack_int(self.vm.tid().raw());
         // Both requests are optional. Without the first, `reset` also ends this console; without
         // the second, hosts that other consoles add are not announced.
         let _ = put_mailbox_entry(&self.vm, NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
-        let what = NotifySubjects::HostAdd { count: -1 };
+        let notify_subjects = NotifySubjects::HostAdd { messages_max: -1 };
         let notify = NotifyRequest {
-            subjects: what,
+            subjects: notify_subjects,
             ctx: CTX_BASE,
             tag: TAG_HOSTS,
-            cancel: false,
+            is_cancellation: false,
         };
         let _ = self.vm.ask(Request::Notify(notify));
         Ok(())
     }
 
-    /// Returns the environment entries for spawned tasks: `PVM_EXPORT` and the variables it lists.
+    /// Returns the environment entries for spawned tasks: `PVM_EXPORT` and the variables in its
+    /// list.
     pub(crate) fn exported_environment(&self) -> Vec<Vec<u8>> {
-        let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else {
+        let Some(export_list) = self
+            .env
+            .get("PVM_EXPORT")
+            .filter(|export_list| !export_list.is_empty())
+        else {
             return Vec::new();
         };
-        let names =
-            std::iter::once("PVM_EXPORT").chain(list.split(':').filter(|name| !name.is_empty()));
+        let names = std::iter::once("PVM_EXPORT")
+            .chain(export_list.split(':').filter(|name| !name.is_empty()));
         names
             .filter_map(|name| {
                 self.env

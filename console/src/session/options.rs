@@ -1,6 +1,6 @@
 //! The PVM options of the console's own task (`getopt`, `setopt`).
 
-/// Name, initial value, smallest and largest allowed value.
+/// Name, initial value, minimum and maximum of each option.
 const OPTIONS: [(&str, i32, i32, i32); 23] = [
     ("PvmRoute", 1, 1, 3),
     ("PvmDebugMask", 0, i32::MIN, i32::MAX),
@@ -33,16 +33,16 @@ pub(crate) const TRACE_BUFFER: &str = "PvmTraceBuffer";
 pub(crate) const TRACE_DETAIL: &str = "PvmTraceOptions";
 
 /// Returns the names of all options.
-pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+pub(crate) fn option_names() -> impl Iterator<Item = &'static str> {
     OPTIONS.iter().map(|option| option.0)
 }
 
-/// Why an option was not shown or set. The text is printed as it is.
+/// Reason why an option was not shown or set. The console prints the text without a prefix.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OptionError {
     #[error("PVM Option \"{0}\" Unknown.")]
     Unknown(String),
-    /// The value is out of range; the option keeps its value.
+    /// The value is out of range. The option is not changed.
     #[error("setopt: {name} must be from {min} to {max}")]
     Range {
         name: &'static str,
@@ -58,27 +58,27 @@ pub(crate) struct Options {
 }
 
 impl Default for Options {
-    fn default() -> Options {
-        Options {
+    fn default() -> Self {
+        Self {
             values: OPTIONS.map(|(_, value, _, _)| value),
         }
     }
 }
 
 impl Options {
-    fn index_of(name: &str) -> Result<usize, OptionError> {
+    fn option_index(name: &str) -> Result<usize, OptionError> {
         OPTIONS
             .iter()
             .position(|option| option.0 == name)
             .ok_or_else(|| OptionError::Unknown(name.to_string()))
     }
 
-    /// Returns name and value of one option, or of all if `name` is `None`.
+    /// Returns the name and the value of one option, or of all options if `name` is `None`.
     pub(crate) fn get(&self, name: Option<&str>) -> Result<Vec<(&'static str, i32)>, OptionError> {
-        let pair = |at: usize| (OPTIONS[at].0, self.values[at]);
+        let name_and_value = |index: usize| (OPTIONS[index].0, self.values[index]);
         match name {
-            Some(name) => Self::index_of(name).map(|at| vec![pair(at)]),
-            None => Ok((0..OPTIONS.len()).map(pair).collect()),
+            Some(name) => Self::option_index(name).map(|index| vec![name_and_value(index)]),
+            None => Ok((0..OPTIONS.len()).map(name_and_value).collect()),
         }
     }
 
@@ -87,19 +87,19 @@ impl Options {
     /// # Panics
     /// Panics if no option has this name.
     pub(crate) fn value(&self, name: &str) -> i32 {
-        Self::index_of(name)
-            .map(|at| self.values[at])
+        Self::option_index(name)
+            .map(|index| self.values[index])
             .expect("the caller names an option")
     }
 
     /// Sets an option and returns its previous value.
     pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<i32, OptionError> {
-        let at = Self::index_of(name)?;
-        let (name, _, min, max) = OPTIONS[at];
+        let index = Self::option_index(name)?;
+        let (name, _, min, max) = OPTIONS[index];
         if !(min..=max).contains(&value) {
             return Err(OptionError::Range { name, min, max });
         }
-        Ok(std::mem::replace(&mut self.values[at], value))
+        Ok(std::mem::replace(&mut self.values[index], value))
     }
 }
 
@@ -107,7 +107,6 @@ impl Options {
 mod tests {
     use super::*;
 
-    /// Options are shown, set and refused as in PVM.
     #[test]
     fn options_match_pvm() {
         let mut options = Options::default();
@@ -116,8 +115,8 @@ mod tests {
         assert_eq!(options.set("PvmRoute", 3), Ok(1));
         assert_eq!(options.set("PvmRoute", 2), Ok(3));
         assert_eq!(options.value("PvmRoute"), 2);
-        let unknown = options.set("foo", 1).expect_err("unknown");
-        assert_eq!(unknown.to_string(), "PVM Option \"foo\" Unknown.");
+        let error = options.set("foo", 1).expect_err("unknown");
+        assert_eq!(error.to_string(), "PVM Option \"foo\" Unknown.");
         assert!(options.set("PvmFragSize", 7).is_err());
     }
 }

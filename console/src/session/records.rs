@@ -14,14 +14,16 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Marks the start of a program's own event; [`USER_EVENT_END_MARKER`] marks its end.
-const USER_EVENT_BEGIN: i32 = -9;
+/// Marks the start of an event that a program defines; [`USER_EVENT_END_MARKER`] marks its end.
+const USER_EVENT_BEGIN_MARKER: i32 = -9;
 /// Bit set in the type of an array.
 const ARRAY_BIT: i32 = 0x80;
 /// Maximum number of event descriptions, and of item names, per job.
 const DESCRIPTIONS_MAX: usize = 4096;
-/// Event numbers of the records that the console itself makes.
+/// Event number of the console's record about a host.
 const HOST_ADD_EVENT: i32 = 401;
+/// Event number of the console's record about a line of output, or about an event of a task's
+/// output.
 const OUTPUT_EVENT: i32 = 404;
 /// Short and long name of the items at the beginning of every record: seconds, microseconds, task.
 const COMMON_ITEMS: [(&str, &str); 3] = [
@@ -33,8 +35,8 @@ const COMMON_ITEMS: [(&str, &str); 3] = [
 /// Description of one item of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct ItemDescription {
-    short: String,
-    long: String,
+    short_name: String,
+    long_name: String,
     type_code: i32,
 }
 
@@ -45,31 +47,35 @@ struct EventDescription {
     items: Vec<ItemDescription>,
 }
 
-/// Converts the records of one job.
+/// Converts the trace records of one job to text.
 #[derive(Debug, Default)]
-pub(crate) struct RecordPrinter {
+pub(crate) struct RecordFormatter {
     item_names: BTreeMap<i32, (String, String)>,
     descriptions: BTreeMap<i32, EventDescription>,
-    /// Numbers of the events whose description was printed.
-    printed: BTreeMap<i32, ()>,
+    /// Numbers of the events whose description has been printed.
+    described_events: BTreeMap<i32, ()>,
 }
 
-impl RecordPrinter {
+impl RecordFormatter {
     /// Appends the text of a message to `out`, as lines with newlines.
     ///
     /// # Errors
     /// Fails if the message is truncated or malformed. The text of the records before the error is
     /// in `out`.
-    pub(crate) fn read(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+    pub(crate) fn append_message(
+        &mut self,
+        body: &mut Unpacker,
+        out: &mut String,
+    ) -> PvmResult<()> {
         while body.remaining() > 0 {
-            match body.int()? {
+            match body.read_int()? {
                 marker if GROUP_MARKERS.contains(&marker) => {}
                 marker if marker == ITEM_TABLE_MARKERS[0] => self.read_item_names(body)?,
                 marker if marker == SELF_DESCRIBING_MARKERS[0] => {
                     self.read_described_record(body, out)?
                 }
                 marker if marker == VALUES_MARKERS[0] => self.read_record(body, out)?,
-                USER_EVENT_BEGIN => self.read_user_event(body, out)?,
+                USER_EVENT_BEGIN_MARKER => self.read_user_event(body, out)?,
                 _ => return Err(PvmError::BadMsg),
             }
         }
@@ -78,11 +84,11 @@ impl RecordPrinter {
 
     fn read_item_names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
         loop {
-            let id = body.int()?;
+            let id = body.read_int()?;
             if id == ITEM_TABLE_MARKERS[1] {
                 return Ok(());
             }
-            let names = (body.string()?, body.string()?);
+            let names = (body.read_string()?, body.read_string()?);
             if self.item_names.len() < DESCRIPTIONS_MAX {
                 self.item_names.insert(id, names);
             }
@@ -90,99 +96,125 @@ impl RecordPrinter {
     }
 
     fn read_described_record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
-        let id = body.int()?;
-        let mut kind = EventDescription {
-            name: body.string()?,
+        let id = body.read_int()?;
+        let mut description = EventDescription {
+            name: body.read_string()?,
             items: Vec::new(),
         };
         let mut values = Vec::new();
         loop {
-            let item = body.int()?;
-            if item == SELF_DESCRIBING_MARKERS[1] {
+            let item_id = body.read_int()?;
+            if item_id == SELF_DESCRIBING_MARKERS[1] {
                 break;
             }
-            let number = body.int()?;
-            values.push(read_value(body, number)?);
-            kind.items.push(self.describe_item(item, number));
+            let item_type = body.read_int()?;
+            values.push(read_value(body, item_type)?);
+            description
+                .items
+                .push(self.describe_item(item_id, item_type));
         }
         if self.descriptions.len() < DESCRIPTIONS_MAX {
-            self.descriptions.insert(id, kind.clone());
+            self.descriptions.insert(id, description.clone());
         }
-        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
+        self.append_record(
+            &with_call_suffix(&description, id),
+            record_number(id),
+            &values,
+            out,
+        );
         Ok(())
     }
 
-    fn describe_item(&self, id: i32, kind: i32) -> ItemDescription {
+    fn describe_item(&self, id: i32, item_type: i32) -> ItemDescription {
         let (short, long) = self
             .item_names
             .get(&id)
             .cloned()
             .unwrap_or_else(|| default_names(id));
         ItemDescription {
-            short,
-            long,
-            type_code: kind,
+            short_name: short,
+            long_name: long,
+            type_code: item_type,
         }
     }
 
     fn read_record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
-        let id = body.int()?;
-        let kind = self
+        let id = body.read_int()?;
+        let description = self
             .descriptions
             .get(&id)
             .cloned()
             .ok_or(PvmError::BadMsg)?;
-        let values = kind
+        let values = description
             .items
             .iter()
             .map(|item| read_value(body, item.type_code))
             .collect::<PvmResult<Vec<_>>>()?;
-        if body.int()? != VALUES_MARKERS[1] {
+        if body.read_int()? != VALUES_MARKERS[1] {
             return Err(PvmError::BadMsg);
         }
-        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
+        self.append_record(
+            &with_call_suffix(&description, id),
+            record_number(id),
+            &values,
+            out,
+        );
         Ok(())
     }
 
     fn read_user_event(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
-        let id = body.int()?;
-        let name = body.string()?;
-        let mut kind = EventDescription {
+        let id = body.read_int()?;
+        let name = body.read_string()?;
+        let mut description = EventDescription {
             name,
             items: COMMON_ITEMS[..2]
                 .iter()
                 .map(|(short, long)| int_item(short, long))
                 .collect(),
         };
-        let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
+        let mut values = vec![body.read_int()?.to_string(), body.read_int()?.to_string()];
         loop {
-            let number = body.int()?;
-            if number == USER_EVENT_END_MARKER {
+            let item_type = body.read_int()?;
+            if item_type == USER_EVENT_END_MARKER {
                 break;
             }
-            values.push(read_value(body, number)?);
-            kind.items.push(ItemDescription {
-                short: format!("D{}", values.len() - 2),
-                long: String::new(),
-                type_code: number,
+            values.push(read_value(body, item_type)?);
+            description.items.push(ItemDescription {
+                short_name: format!("D{}", values.len() - 2),
+                long_name: String::new(),
+                type_code: item_type,
             });
         }
         // Each event of a program may have other items, so the description is printed each time.
-        self.printed.remove(&record_number(id));
-        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
+        self.described_events.remove(&record_number(id));
+        self.append_record(
+            &with_call_suffix(&description, id),
+            record_number(id),
+            &values,
+            out,
+        );
         Ok(())
     }
 
-    fn print(&mut self, kind: &EventDescription, number: i32, values: &[String], out: &mut String) {
-        if self.printed.insert(number, ()).is_none() {
-            append(out, format_args!("\n#{number}: \"{}\"\n{{\n", kind.name));
+    fn append_record(
+        &mut self,
+        description: &EventDescription,
+        event_number: i32,
+        values: &[String],
+        out: &mut String,
+    ) {
+        if self.described_events.insert(event_number, ()).is_none() {
+            append_format(
+                out,
+                format_args!("\n#{event_number}: \"{}\"\n{{\n", description.name),
+            );
             for ItemDescription {
-                short,
-                long,
+                short_name: short,
+                long_name: long,
                 type_code,
-            } in &kind.items
+            } in &description.items
             {
-                append(
+                append_format(
                     out,
                     format_args!(
                         "\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n",
@@ -193,69 +225,69 @@ impl RecordPrinter {
             }
             out.push_str("};;\n\n");
         }
-        append(
+        append_format(
             out,
-            format_args!("\"{}\" {{ {} }};;\n", kind.name, values.join(", ")),
+            format_args!("\"{}\" {{ {} }};;\n", description.name, values.join(", ")),
         );
     }
 
-    /// Returns a record that the console makes for a line of output, or for an event of a task's
-    /// output.
+    /// Returns the text of the console's record about a line of output, or about an event of a
+    /// task's output.
     pub(crate) fn output_record(&mut self, at: Timestamp, tid: Tid, text: &str) -> String {
-        let mut kind = EventDescription {
+        let mut description = EventDescription {
             name: "output(0)".into(),
             items: common_items(),
         };
-        kind.items.push(ItemDescription {
-            short: "OS".into(),
-            long: "Output String".into(),
-            type_code: STRING,
+        description.items.push(ItemDescription {
+            short_name: "OS".into(),
+            long_name: "Output String".into(),
+            type_code: STRING_TYPE,
         });
         let mut out = String::new();
-        self.print(
-            &kind,
+        self.append_record(
+            &description,
             1000 + 2 * OUTPUT_EVENT,
-            &[at.values(tid), sized_string(text.as_bytes())],
+            &[at.common_values(tid), sized_string(text.as_bytes())],
             &mut out,
         );
         out
     }
 
-    /// Returns a record that the console makes for a host of the virtual machine.
+    /// Returns the text of the console's record about a host of the virtual machine.
     pub(crate) fn host_record(&mut self, at: Timestamp, host: &HostProperties<'_>) -> String {
-        let mut kind = EventDescription {
+        let mut description = EventDescription {
             name: "host_add(0)".into(),
             items: common_items(),
         };
-        for (short, long, number) in [
-            ("HN", "Host Name", STRING),
-            ("HNA", "Host Name Alias", STRING),
-            ("HA", "Host Architecture", STRING),
-            ("HSP", "Host Speed", INT),
+        for (short, long, item_type) in [
+            ("HN", "Host Name", STRING_TYPE),
+            ("HNA", "Host Name Alias", STRING_TYPE),
+            ("HA", "Host Architecture", STRING_TYPE),
+            ("HSP", "Host Speed", INT_TYPE),
         ] {
-            kind.items.push(ItemDescription {
-                short: short.into(),
-                long: long.into(),
-                type_code: number,
+            description.items.push(ItemDescription {
+                short_name: short.into(),
+                long_name: long.into(),
+                type_code: item_type,
             });
         }
         let alias = host.name.split('.').next().unwrap_or(host.name);
         let names = [host.name, alias, host.arch].map(|name| sized_string(name.as_bytes()));
-        let mut values = vec![at.values(host.tid)];
+        let mut values = vec![at.common_values(host.tid)];
         values.extend(names);
         values.push(host.speed.to_string());
         let mut out = String::new();
-        self.print(&kind, 1000 + 2 * HOST_ADD_EVENT, &values, &mut out);
+        self.append_record(&description, 1000 + 2 * HOST_ADD_EVENT, &values, &mut out);
         out
     }
 }
 
-/// Returns short and long name of an item whose names are unknown. A task sends names once,
-/// possibly to an earlier job.
+/// Returns short and long name of an item whose names are unknown. A task sends the names once,
+/// possibly with records of an earlier job.
 fn default_names(id: i32) -> (String, String) {
     let short = usize::try_from(id)
         .ok()
-        .and_then(|at| ITEM_NAMES.get(at))
+        .and_then(|index| ITEM_NAMES.get(index))
         .and_then(|name| name.to_str().ok());
     short.map_or_else(
         || (id.to_string(), String::new()),
@@ -272,7 +304,7 @@ pub(crate) struct Timestamp {
 }
 
 impl Timestamp {
-    fn values(self, tid: Tid) -> String {
+    fn common_values(self, tid: Tid) -> String {
         format!("{}, {}, {}", self.seconds, self.micros, tid.raw())
     }
 }
@@ -286,21 +318,21 @@ pub(crate) struct HostProperties<'a> {
 }
 
 /// Returns the header of a job's trace.
-pub(crate) fn preamble(date: &str) -> String {
+pub(crate) fn trace_header(date: &str) -> String {
     format!(
         "/*\n * \"Creation Date\" \"{date}\"\n * \"Machine\" \"Console 3.4.6 (PVM 3.4.6)\"\n */ ;;\n\n"
     )
 }
 
-fn append(out: &mut String, text: std::fmt::Arguments<'_>) {
+fn append_format(out: &mut String, text: std::fmt::Arguments<'_>) {
     out.write_fmt(text).expect("a string takes everything");
 }
 
 fn int_item(short: &str, long: &str) -> ItemDescription {
     ItemDescription {
-        short: short.into(),
-        long: long.into(),
-        type_code: INT,
+        short_name: short.into(),
+        long_name: long.into(),
+        type_code: INT_TYPE,
     }
 }
 
@@ -311,17 +343,17 @@ fn common_items() -> Vec<ItemDescription> {
         .collect()
 }
 
-/// Returns the description with the name that records have: the event's name with a suffix for
-/// entry or exit.
-fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
+/// Returns the description with the name under which records are printed: the event's name with a
+/// suffix for entry or exit.
+fn with_call_suffix(description: &EventDescription, id: i32) -> EventDescription {
     let suffix = match id & (EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET) {
         EVENT_ENTRY_OFFSET => "(0.0)",
         EVENT_EXIT_OFFSET => "(1.1)",
         _ => "(0)",
     };
     EventDescription {
-        name: format!("{}{suffix}", kind.name),
-        items: kind.items.clone(),
+        name: format!("{}{suffix}", description.name),
+        items: description.items.clone(),
     }
 }
 
@@ -335,26 +367,29 @@ fn record_number(id: i32) -> i32 {
     }
 }
 
-const BYTE: i32 = 1;
-const CPLX: i32 = 2;
-const DCPLX: i32 = 3;
-const DOUBLE: i32 = 4;
-const FLOAT: i32 = 5;
-const INT: i32 = 6;
-const STRING: i32 = 12;
+const BYTE_TYPE: i32 = 1;
+const COMPLEX_TYPE: i32 = 2;
+const DOUBLE_COMPLEX_TYPE: i32 = 3;
+const DOUBLE_TYPE: i32 = 4;
+const FLOAT_TYPE: i32 = 5;
+const INT_TYPE: i32 = 6;
+const STRING_TYPE: i32 = 12;
 
 /// Returns the name by which the text identifies a type.
-fn type_name(kind: i32) -> &'static str {
-    match kind & !ARRAY_BIT {
-        BYTE | STRING => "char",
-        CPLX | FLOAT => "float",
-        DCPLX | DOUBLE => "double",
+fn type_name(type_code: i32) -> &'static str {
+    match type_code & !ARRAY_BIT {
+        BYTE_TYPE | STRING_TYPE => "char",
+        COMPLEX_TYPE | FLOAT_TYPE => "float",
+        DOUBLE_COMPLEX_TYPE | DOUBLE_TYPE => "double",
         _ => "int",
     }
 }
 
-fn type_brackets(kind: i32) -> &'static str {
-    match (kind & !ARRAY_BIT == STRING, kind & ARRAY_BIT != 0) {
+fn type_brackets(type_code: i32) -> &'static str {
+    match (
+        type_code & !ARRAY_BIT == STRING_TYPE,
+        type_code & ARRAY_BIT != 0,
+    ) {
         (true, true) => "[][]",
         (true, false) | (false, true) => "[]",
         (false, false) => "",
@@ -362,59 +397,65 @@ fn type_brackets(kind: i32) -> &'static str {
 }
 
 fn sized_string(text: &[u8]) -> String {
-    format!("[{}] {{ {} }}", text.len() + 1, quoted(text))
+    format!("[{}] {{ {} }}", text.len() + 1, quote(text))
 }
 
-fn quoted(text: &[u8]) -> String {
+fn quote(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
-/// Reads one value of a type and returns it as text.
-fn read_value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
-    if kind & ARRAY_BIT == 0 {
-        return if kind == STRING {
-            Ok(sized_string(&body.str()?))
+/// Reads one value of the type `type_code` and returns it as text.
+fn read_value(body: &mut Unpacker, type_code: i32) -> PvmResult<String> {
+    if type_code & ARRAY_BIT == 0 {
+        return if type_code == STRING_TYPE {
+            Ok(sized_string(&body.read_str()?))
         } else {
-            read_scalar(body, kind)
+            read_scalar(body, type_code)
         };
     }
-    let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
-    // Every item has at least one byte, so a count above the remaining bytes is invalid.
+    let count = usize::try_from(body.read_int()?).map_err(|_| PvmError::BadMsg)?;
+    // Every item has at least one byte, so a count that exceeds the number of remaining bytes is
+    // invalid.
     if count > body.remaining() {
         return Err(PvmError::NoData);
     }
-    let kind = kind & !ARRAY_BIT;
-    if kind == BYTE {
-        return Ok(sized_string(&body.bytes(count)?));
+    let type_code = type_code & !ARRAY_BIT;
+    if type_code == BYTE_TYPE {
+        return Ok(sized_string(&body.read_bytes(count)?));
     }
-    if kind == STRING {
+    if type_code == STRING_TYPE {
         let texts = (0..count)
-            .map(|_| body.str())
+            .map(|_| body.read_str())
             .collect::<PvmResult<Vec<_>>>()?;
-        let longest = texts.iter().map(|text| text.len() + 1).max().unwrap_or(0);
-        let list: Vec<String> = texts.iter().map(|text| quoted(text)).collect();
-        return Ok(format!("[{count}] [{longest}] {{ {} }}", list.join(", ")));
+        let longest_bytes = texts.iter().map(|text| text.len() + 1).max().unwrap_or(0);
+        let item_texts: Vec<String> = texts.iter().map(|text| quote(text)).collect();
+        return Ok(format!(
+            "[{count}] [{longest_bytes}] {{ {} }}",
+            item_texts.join(", ")
+        ));
     }
-    let list = (0..count)
-        .map(|_| read_scalar(body, kind))
+    let item_texts = (0..count)
+        .map(|_| read_scalar(body, type_code))
         .collect::<PvmResult<Vec<_>>>()?;
-    Ok(format!("[{count}] {{ {} }}", list.join(", ")))
+    Ok(format!("[{count}] {{ {} }}", item_texts.join(", ")))
 }
 
-fn read_scalar(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
-    Ok(match kind {
-        BYTE => body.bytes(1)?[0].to_string(),
-        CPLX => format!("{}, {}", body.item::<f32>()?, body.item::<f32>()?),
-        DCPLX => format!("{}, {}", body.item::<f64>()?, body.item::<f64>()?),
-        DOUBLE => body.item::<f64>()?.to_string(),
-        FLOAT => body.item::<f32>()?.to_string(),
-        INT => body.int()?.to_string(),
-        7 => body.item::<u32>()?.to_string(),
-        8 => body.item::<i64>()?.to_string(),
-        9 => body.item::<u64>()?.to_string(),
-        10 => body.item::<i16>()?.to_string(),
-        11 => body.item::<u16>()?.to_string(),
+fn read_scalar(body: &mut Unpacker, type_code: i32) -> PvmResult<String> {
+    Ok(match type_code {
+        BYTE_TYPE => body.read_bytes(1)?[0].to_string(),
+        COMPLEX_TYPE => format!("{}, {}", body.read_item::<f32>()?, body.read_item::<f32>()?),
+        DOUBLE_COMPLEX_TYPE => {
+            format!("{}, {}", body.read_item::<f64>()?, body.read_item::<f64>()?)
+        }
+        DOUBLE_TYPE => body.read_item::<f64>()?.to_string(),
+        FLOAT_TYPE => body.read_item::<f32>()?.to_string(),
+        INT_TYPE => body.read_int()?.to_string(),
+        7 => body.read_item::<u32>()?.to_string(),
+        8 => body.read_item::<i64>()?.to_string(),
+        9 => body.read_item::<u64>()?.to_string(),
+        10 => body.read_item::<i16>()?.to_string(),
+        11 => body.read_item::<u16>()?.to_string(),
         _ => return Err(PvmError::BadMsg),
     })
 }
@@ -424,39 +465,53 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    const AT: Timestamp = Timestamp {
+    const TEST_TIME: Timestamp = Timestamp {
         seconds: 1_795_262_880,
         micros: 720_903,
     };
 
     /// Writes the table of item names and one record of `spawn`, as a task sends them.
-    fn spawn_exit(out: &mut Packer) {
-        out.int(-3);
+    fn append_spawn_exit(out: &mut Packer) {
+        out.pack_int(-3);
         for (id, short, long) in [
             (10, "TS", "Time Seconds"),
             (11, "CC", "Condition Code"),
             (12, "STL", "Tids"),
         ] {
-            out.int(id).str(short.as_bytes()).str(long.as_bytes());
+            out.pack_int(id)
+                .pack_str(short.as_bytes())
+                .pack_str(long.as_bytes());
         }
-        out.int(-4);
-        out.items([-5, 52 | EVENT_EXIT_OFFSET])
-            .str(b"spawn")
-            .items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY_BIT, 1, 262_147, -6]);
+        out.pack_int(-4);
+        out.pack_items([-5, 52 | EVENT_EXIT_OFFSET])
+            .pack_str(b"spawn")
+            .pack_items([
+                10,
+                INT_TYPE,
+                5,
+                11,
+                INT_TYPE,
+                1,
+                12,
+                INT_TYPE | ARRAY_BIT,
+                1,
+                262_147,
+                -6,
+            ]);
     }
 
-    fn read(records: &mut RecordPrinter, packer: Packer) -> (String, PvmResult<()>) {
+    fn read(records: &mut RecordFormatter, packer: Packer) -> (String, PvmResult<()>) {
         let mut out = String::new();
-        let result = records.read(&mut Unpacker::xdr(packer.finish()), &mut out);
+        let result = records.append_message(&mut Unpacker::new_xdr(packer.finish()), &mut out);
         (out, result)
     }
 
-    /// An event is described before its first record and not again.
+    /// The description of an event is printed only before the first record of the event.
     #[test]
     fn event_is_described_once() {
-        let mut records = RecordPrinter::default();
+        let mut records = RecordFormatter::default();
         let mut body = Packer::new(Encoding::Xdr);
-        spawn_exit(&mut body);
+        append_spawn_exit(&mut body);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
         assert_eq!(
@@ -465,30 +520,31 @@ mod tests {
              \tint \"CC\";\n\t// \"STL\" \"Tids\"\n\tint \"STL\"[];\n};;\n\n\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
         );
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-1, -7, 52 | EVENT_EXIT_OFFSET, 6, 0, 0, -8, -2]);
+        body.pack_items([-1, -7, 52 | EVENT_EXIT_OFFSET, 6, 0, 0, -8, -2]);
         assert_eq!(
             read(&mut records, body),
             ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(()))
         );
-        let mut again = Packer::new(Encoding::Xdr);
-        spawn_exit(&mut again);
+        let mut second_body = Packer::new(Encoding::Xdr);
+        append_spawn_exit(&mut second_body);
         assert_eq!(
-            read(&mut records, again).0,
+            read(&mut records, second_body).0,
             "\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
         );
     }
 
-    /// Strings and lists of strings are printed with their lengths.
     #[test]
     fn strings_are_printed_with_lengths() {
-        let mut records = RecordPrinter::default();
+        let mut records = RecordFormatter::default();
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-5, 106])
-            .str(b"timing")
-            .items([999, STRING | ARRAY_BIT, 2])
-            .str(b"exit")
-            .str(b"mhf_invoke");
-        body.items([2, STRING]).str(b"a\"b").int(-6);
+        body.pack_items([-5, 106])
+            .pack_str(b"timing")
+            .pack_items([999, STRING_TYPE | ARRAY_BIT, 2])
+            .pack_str(b"exit")
+            .pack_str(b"mhf_invoke");
+        body.pack_items([2, STRING_TYPE])
+            .pack_str(b"a\"b")
+            .pack_int(-6);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
         assert!(
@@ -500,19 +556,18 @@ mod tests {
         ));
     }
 
-    /// The console makes records for hosts and output.
     #[test]
     fn console_makes_host_and_output_records() {
-        let mut records = RecordPrinter::default();
+        let mut records = RecordFormatter::default();
         let tid = Tid::from_raw(262_146);
         assert!(
             records
-                .output_record(AT, tid, "CREATION")
+                .output_record(TEST_TIME, tid, "CREATION")
                 .starts_with("\n#1808: \"output(0)\"\n{\n\t// \"TS\" \"Time Seconds\"")
         );
-        let second = records.output_record(AT, tid, "i'm t40002");
+        let second_text = records.output_record(TEST_TIME, tid, "i'm t40002");
         assert_eq!(
-            second,
+            second_text,
             "\"output(0)\" { 1795262880, 720903, 262146, [11] { \"i'm t40002\" } };;\n"
         );
         let host = HostProperties {
@@ -521,24 +576,23 @@ mod tests {
             arch: "LINUX64",
             speed: 1000,
         };
-        let text = records.host_record(AT, &host);
+        let text = records.host_record(TEST_TIME, &host);
         assert!(text.starts_with("\n#1802: \"host_add(0)\"\n"));
         assert!(text.ends_with(
             "\"host_add(0)\" { 1795262880, 720903, 262144, [7] { \"vm.lab\" }, [3] { \"vm\" }, [8] { \"LINUX64\" }, 1000 };;\n"
         ));
     }
 
-    /// Events of programs describe their items.
     #[test]
     fn user_events_describe_their_items() {
-        let mut records = RecordPrinter::default();
+        let mut records = RecordFormatter::default();
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-9, 108])
-            .str(b"step")
-            .items([7, 8])
-            .items([INT | ARRAY_BIT, 2, 1, 2, DOUBLE])
-            .items([0.5f64])
-            .int(-10);
+        body.pack_items([-9, 108])
+            .pack_str(b"step")
+            .pack_items([7, 8])
+            .pack_items([INT_TYPE | ARRAY_BIT, 2, 1, 2, DOUBLE_TYPE])
+            .pack_items([0.5f64])
+            .pack_int(-10);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
         assert!(
@@ -551,10 +605,9 @@ mod tests {
         );
     }
 
-    /// Malformed records cause errors and no panic.
     #[test]
     fn malformed_records_are_errors() {
-        for words in [
+        for numbers in [
             vec![-7, 52],
             vec![5],
             vec![-5],
@@ -564,18 +617,18 @@ mod tests {
             vec![-5, 3, 2, 0, 4, 0x86, -5],
         ] {
             let mut body = Packer::new(Encoding::Xdr);
-            body.items(words.clone());
+            body.pack_items(numbers.clone());
             assert!(
-                read(&mut RecordPrinter::default(), body).1.is_err(),
-                "{words:?}"
+                read(&mut RecordFormatter::default(), body).1.is_err(),
+                "{numbers:?}"
             );
         }
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-5, 1])
-            .str(b"x")
-            .items([1, INT | ARRAY_BIT, i32::MAX]);
+        body.pack_items([-5, 1])
+            .pack_str(b"x")
+            .pack_items([1, INT_TYPE | ARRAY_BIT, i32::MAX]);
         assert_eq!(
-            read(&mut RecordPrinter::default(), body).1,
+            read(&mut RecordFormatter::default(), body).1,
             Err(PvmError::NoData)
         );
     }

@@ -35,26 +35,26 @@ const XPVM_EVENTS: [&str; 24] = [
 
 /// Returns number and name of the events that can be selected.
 pub(crate) fn selectable_events() -> impl Iterator<Item = (usize, &'static str)> {
-    let named = EVENT_NAMES
+    let numbers_and_names = EVENT_NAMES
         .iter()
         .enumerate()
         .map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
-    named.filter(|(_, name)| !UNSELECTABLE_EVENTS.contains(name))
+    numbers_and_names.filter(|(_, name)| !UNSELECTABLE_EVENTS.contains(name))
 }
 
-/// Returns the mask for a traced task: the selected events and those that are always recorded.
+/// Returns the mask for a traced task: the selected events and the events that are always recorded.
 pub(crate) fn with_unselectable_events(mask: &EventMask) -> EventMask {
-    let mut mask_with_always = *mask;
+    let mut task_mask = *mask;
     UNSELECTABLE_EVENTS
         .into_iter()
         .filter_map(EventMask::event_number)
-        .for_each(|event| mask_with_always.set(event, true));
-    mask_with_always
+        .for_each(|event| task_mask.set(event, true));
+    task_mask
 }
 
-/// Returns the mask of a new console.
+/// Returns the event mask of a new console: the events of [`XPVM_EVENTS`].
 pub(crate) fn xpvm_mask() -> EventMask {
-    let mut mask = EventMask::none();
+    let mut mask = EventMask::empty();
     XPVM_EVENTS
         .into_iter()
         .filter_map(EventMask::event_number)
@@ -62,11 +62,12 @@ pub(crate) fn xpvm_mask() -> EventMask {
     mask
 }
 
-/// Selects or deselects events by name. Returns false if no event has this name.
-pub(crate) fn select(mask: &mut EventMask, on: bool, name: &str) -> bool {
+/// Selects (`is_selected` is true) or deselects the event `name`, or all events if `name` is `*`. Returns
+/// false if no event has this name.
+pub(crate) fn select_events(mask: &mut EventMask, is_selected: bool, name: &str) -> bool {
     let mut found = false;
     for (event, _) in selectable_events().filter(|(_, event)| name == "*" || *event == name) {
-        mask.set(event, on);
+        mask.set(event, is_selected);
         found = true;
     }
     found
@@ -76,27 +77,26 @@ pub(crate) fn select(mask: &mut EventMask, on: bool, name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Events are selected by name or all at once.
     #[test]
     fn events_are_selected_by_name_or_all() {
-        let mut mask = EventMask::none();
+        let mut mask = EventMask::empty();
         let selected = |mask: &EventMask| {
             selectable_events()
                 .filter(|(event, _)| mask.contains(*event))
                 .count()
         };
         assert!(
-            select(&mut mask, true, "send")
+            select_events(&mut mask, true, "send")
                 && mask.contains(EventMask::event_number("send").expect("an event"))
         );
-        assert!(!select(&mut mask, true, "x") && !select(&mut mask, true, "newtask"));
-        assert!(select(&mut mask, true, "*"));
+        assert!(!select_events(&mut mask, true, "x") && !select_events(&mut mask, true, "newtask"));
+        assert!(select_events(&mut mask, true, "*"));
         assert_eq!(selected(&mask), 104);
-        select(&mut mask, false, "*");
-        assert_eq!(mask, EventMask::none());
-        let told = with_unselectable_events(&mask);
+        select_events(&mut mask, false, "*");
+        assert_eq!(mask, EventMask::empty());
+        let task_mask = with_unselectable_events(&mask);
         assert!(
-            told.contains(75) && told.contains(76) && told.contains(77),
+            task_mask.contains(75) && task_mask.contains(76) && task_mask.contains(77),
             "begin and end of tasks are always in it"
         );
         assert_eq!(

@@ -1,4 +1,5 @@
-//! Common parts of the console's tests: a virtual machine with one host, and a terminal.
+//! Functions that several tests of the console share: a virtual machine with one host, and a
+//! terminal.
 #![allow(dead_code)] // Each test program uses its part.
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
@@ -14,48 +15,53 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Time limit of every wait, for a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// Maximum bytes of terminal output that the message of a failed test contains.
-const SHOWN_BYTES: usize = 2000;
+/// Time limit of every wait. It is long enough for a loaded machine.
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Maximum number of bytes of terminal output that the message of a failed test contains.
+const SHOWN_BYTES_MAX: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
-/// Returns a lab with the folders of a virtual machine. No daemon is started.
-pub(crate) fn lab() -> PrivateVm {
+/// Returns a virtual machine that consists only of its folders. No daemon is started.
+pub(crate) fn private_vm() -> PrivateVm {
     PrivateVm::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// Returns a lab with a running daemon.
-pub(crate) fn started() -> PrivateVm {
-    PrivateVm::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
+/// Returns a virtual machine with a running daemon.
+pub(crate) fn running_vm() -> PrivateVm {
+    PrivateVm::start(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// Writes commands to a console through a pipe, each when its prompt has appeared. Returns all
-/// standard output, and also standard error if `complaints` is true.
-pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
+/// Writes commands to a console through a pipe, each when the console has shown a prompt. Waits for
+/// the end of the console. Returns the console's standard output, and also its standard error if
+/// `with_stderr` is true.
+pub(crate) fn run_script(mut command: Command, lines: &str, with_stderr: bool) -> String {
     let output = tempfile::tempfile().expect("a file");
-    let both = || Stdio::from(output.try_clone().expect("a descriptor"));
-    let errors = if complaints { both() } else { Stdio::null() };
+    let output_handle = || Stdio::from(output.try_clone().expect("a descriptor"));
+    let stderr = if with_stderr {
+        output_handle()
+    } else {
+        Stdio::null()
+    };
     let mut child = command
         .stdin(Stdio::piped())
-        .stdout(both())
-        .stderr(errors)
+        .stdout(output_handle())
+        .stderr(stderr)
         .spawn()
         .expect("it starts");
     let mut input = child.stdin.take();
-    let mut waiting = lines.split_inclusive('\n').peekable();
-    let mut given = 0;
+    let mut unsent_lines = lines.split_inclusive('\n').peekable();
+    let mut sent_count = 0;
     let mut text = String::new();
-    let ended = wait_for(PATIENCE, || {
+    let end_result = wait_for(WAIT_TIMEOUT, || {
         text = read_all(&output);
-        if text.matches(PROMPT).count() > given
-            && let Some(line) = waiting.next()
+        if text.matches(PROMPT).count() > sent_count
+            && let Some(line) = unsent_lines.next()
         {
-            // Writing fails if the console has ended; the exit status is checked below.
+            // Writing fails if the console has ended. The code below checks its end.
             let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
-            given += 1;
+            sent_count += 1;
         }
-        if waiting.peek().is_none() {
+        if unsent_lines.peek().is_none() {
             input = None;
         }
         match child.try_wait() {
@@ -63,12 +69,12 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
             other => Err(format!("it does not end: {other:?}")),
         }
     });
-    if ended.is_err() {
+    if end_result.is_err() {
         let _ = child.kill();
         let _ = child.wait();
     }
     text = read_all(&output);
-    ended.unwrap_or_else(|error| panic!("{error:#}; it printed:\n{text}"));
+    end_result.unwrap_or_else(|error| panic!("{error:#}; it printed:\n{text}"));
     text
 }
 
@@ -81,105 +87,106 @@ pub(crate) fn read_all(file: &File) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// A program at a pseudo terminal.
+/// A program that runs at a pseudo terminal.
 pub(crate) struct Terminal {
     child: Child,
     keyboard: File,
-    slave: OwnedFd,
-    shown: Arc<Mutex<Vec<u8>>>,
-    seen: usize,
-    before: Termios,
+    slave_fd: OwnedFd,
+    output: Arc<Mutex<Vec<u8>>>,
+    searched_bytes: usize,
+    initial_modes: Termios,
 }
 
 impl Terminal {
     /// Starts a program at a terminal of 24 lines and 80 columns.
-    pub(crate) fn start(mut command: Command) -> Terminal {
-        let size = Winsize {
+    pub(crate) fn start(mut command: Command) -> Self {
+        let window_size = Winsize {
             ws_row: 24,
             ws_col: 80,
             ws_xpixel: 0,
             ws_ypixel: 0,
         };
-        let OpenptyResult { master, slave } = openpty(&size, None).expect("a terminal");
-        let before = tcgetattr(&slave).expect("a terminal");
-        let end = || Stdio::from(slave.try_clone().expect("a descriptor"));
+        let OpenptyResult { master, slave } = openpty(&window_size, None).expect("a terminal");
+        let initial_modes = tcgetattr(&slave).expect("a terminal");
+        let slave_stdio = || Stdio::from(slave.try_clone().expect("a descriptor"));
         if command.get_envs().all(|(name, _)| name != "TERM") {
             command.env("TERM", "xterm");
         }
         let child = command
-            .stdin(end())
-            .stdout(end())
-            .stderr(end())
+            .stdin(slave_stdio())
+            .stdout(slave_stdio())
+            .stderr(slave_stdio())
             .spawn()
             .expect("it starts");
-        let shown = Arc::new(Mutex::new(Vec::new()));
-        let (screen, mut output) = (
-            shown.clone(),
+        let output_bytes = Arc::new(Mutex::new(Vec::new()));
+        let (thread_bytes, mut output) = (
+            output_bytes.clone(),
             File::from(master.try_clone().expect("a descriptor")),
         );
         thread::spawn(move || {
             let mut chunk = [0; 4096];
             while let Ok(read @ 1..) = output.read(&mut chunk) {
-                screen
+                thread_bytes
                     .lock()
                     .expect("no panic")
                     .extend_from_slice(&chunk[..read]);
             }
         });
-        Terminal {
+        Self {
             child,
             keyboard: File::from(master),
-            slave,
-            shown,
-            seen: 0,
-            before,
+            slave_fd: slave,
+            output: output_bytes,
+            searched_bytes: 0,
+            initial_modes,
         }
     }
 
     /// Writes keys to the terminal.
-    pub(crate) fn keys(&mut self, keys: &str) {
+    pub(crate) fn type_keys(&mut self, keys: &str) {
         self.keyboard
             .write_all(keys.as_bytes())
             .expect("a terminal");
     }
 
-    /// Waits until this text appears after the texts of earlier waits. Returns the output between
-    /// the earlier text and this one.
+    /// Waits until `text` appears in the output after the text of the previous call. Returns the
+    /// output between the two texts.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
-        let found = wait_for(PATIENCE, || {
-            let shown = self.shown.lock().expect("no panic");
-            let new = &shown[self.seen..];
-            match new
+        let wait_result = wait_for(WAIT_TIMEOUT, || {
+            let output_bytes = self.output.lock().expect("no panic");
+            let unsearched = &output_bytes[self.searched_bytes..];
+            match unsearched
                 .windows(text.len())
                 .position(|window| window == text.as_bytes())
             {
-                Some(at) => Ok((
-                    String::from_utf8_lossy(&new[..at]).into_owned(),
-                    self.seen + at + text.len(),
+                Some(index) => Ok((
+                    String::from_utf8_lossy(&unsearched[..index]).into_owned(),
+                    self.searched_bytes + index + text.len(),
                 )),
                 None => {
-                    let last = &new[new.len().saturating_sub(SHOWN_BYTES)..];
+                    let tail = &unsearched[unsearched.len().saturating_sub(SHOWN_BYTES_MAX)..];
                     Err(format!(
                         "no {text:?}; the last that was shown: {:?}",
-                        String::from_utf8_lossy(last)
+                        String::from_utf8_lossy(tail)
                     ))
                 }
             }
         });
-        let (before, seen) = found.unwrap_or_else(|error| panic!("{error:#}"));
-        self.seen = seen;
-        before
+        let (text_before, searched_end) = wait_result.unwrap_or_else(|error| panic!("{error:#}"));
+        self.searched_bytes = searched_end;
+        text_before
     }
 
-    /// Waits until both texts have appeared, in any order, at any place.
+    /// Waits until the output contains both texts, in any order. The texts may precede the text of
+    /// an earlier [`Terminal::wait_for`].
     #[track_caller]
-    pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
-        let found = wait_for(PATIENCE, || {
-            let shown = self.shown();
-            let missing: Vec<&str> = [one, other]
+    pub(crate) fn wait_for_both(&mut self, first_text: &str, second_text: &str) {
+        let wait_result = wait_for(WAIT_TIMEOUT, || {
+            let output = self.output_text();
+            let missing: Vec<&str> = [first_text, second_text]
                 .into_iter()
-                .filter(|text| !shown.contains(*text))
+                .filter(|text| !output.contains(*text))
                 .collect();
             if missing.is_empty() {
                 Ok(())
@@ -187,34 +194,37 @@ impl Terminal {
                 Err(format!("not shown: {missing:?}"))
             }
         });
-        found.unwrap_or_else(|error| panic!("{error:#}"));
+        wait_result.unwrap_or_else(|error| panic!("{error:#}"));
     }
 
     /// Returns the output of the program since its start.
-    pub(crate) fn shown(&self) -> String {
-        String::from_utf8_lossy(&self.shown.lock().expect("no panic")).into_owned()
+    pub(crate) fn output_text(&self) -> String {
+        String::from_utf8_lossy(&self.output.lock().expect("no panic")).into_owned()
     }
 
-    pub(crate) fn id(&self) -> i32 {
+    pub(crate) fn process_id(&self) -> i32 {
         i32::try_from(self.child.id()).expect("a process number")
     }
 
-    /// Waits until the program ends, and returns its status.
+    /// Waits until the program exits, and returns its exit status.
     #[track_caller]
-    pub(crate) fn end(&mut self) -> ExitStatus {
-        let ended = wait_for(PATIENCE, || match self.child.try_wait() {
+    pub(crate) fn wait_for_exit(&mut self) -> ExitStatus {
+        let exit_result = wait_for(WAIT_TIMEOUT, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
-            _ => Err(format!("it does not end; it showed {:?}", self.shown())),
+            _ => Err(format!(
+                "it does not end; it showed {:?}",
+                self.output_text()
+            )),
         });
-        ended.unwrap_or_else(|error| panic!("{error:#}"))
+        exit_result.unwrap_or_else(|error| panic!("{error:#}"))
     }
 
-    /// True if the terminal has the settings from before the start.
+    /// True if the terminal has the same modes as before the start of the program.
     pub(crate) fn is_restored(&self) -> bool {
-        let now = tcgetattr(&self.slave).expect("a terminal");
-        now.local_flags == self.before.local_flags
-            && now.input_flags == self.before.input_flags
-            && now.output_flags == self.before.output_flags
+        let current_modes = tcgetattr(&self.slave_fd).expect("a terminal");
+        current_modes.local_flags == self.initial_modes.local_flags
+            && current_modes.input_flags == self.initial_modes.input_flags
+            && current_modes.output_flags == self.initial_modes.output_flags
     }
 }
 

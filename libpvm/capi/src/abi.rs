@@ -53,7 +53,7 @@ pub(crate) struct MboxInfo {
     pub(crate) flags: *const c_int,
 }
 
-/// Size of a trace mask in bytes, including its final NUL.
+/// Size of a trace mask in bytes, including the terminating NUL.
 pub(crate) const MASK_BYTES: usize = 36;
 
 /// Trace and output settings (`struct Pvmtracer`). The program can read and write them at any time,
@@ -72,8 +72,8 @@ pub(crate) struct Tracer {
 }
 
 impl Tracer {
-    pub(crate) const fn new() -> Tracer {
-        Tracer {
+    pub(crate) const fn new() -> Self {
+        Self {
             trace_tid: AtomicI32::new(0),
             trace_ctx: AtomicI32::new(0),
             trace_tag: AtomicI32::new(0),
@@ -86,15 +86,15 @@ impl Tracer {
         }
     }
 
-    /// Returns a copy of the mask, including its NUL.
+    /// Returns a copy of the mask, including the terminating NUL.
     pub(crate) fn mask(&self) -> [u8; MASK_BYTES] {
         std::array::from_fn(|i| self.mask[i].load(Relaxed))
     }
 
-    /// Copies `mask` into the settings. Excess bytes are ignored; the last byte stays NUL.
-    pub(crate) fn set_mask(&self, mask: &[u8]) {
-        for (slot, byte) in self.mask.iter().zip(mask.iter().take(MASK_BYTES - 1)) {
-            slot.store(*byte, Relaxed);
+    /// Copies `new_mask` into the settings. Excess bytes are ignored; the last byte stays NUL.
+    pub(crate) fn set_mask(&self, new_mask: &[u8]) {
+        for (mask_byte, byte) in self.mask.iter().zip(new_mask.iter().take(MASK_BYTES - 1)) {
+            mask_byte.store(*byte, Relaxed);
         }
     }
 }

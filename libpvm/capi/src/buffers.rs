@@ -10,15 +10,16 @@ use sempa_proto::link::INLINE_BODY_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
-/// Value of `enc` that `pvm_getminfo` returns for a buffer packed in place.
+/// Value of `enc` that `pvm_getminfo` returns for a buffer that was packed in place.
 const ENC_IN_PLACE: i32 = 0x2000_0000;
 /// Maximum size of a message body in bytes: half of the maximum that may be queued for one
 /// receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
-/// Largest capacity in bytes of a freed buffer's memory that is kept for the next buffer.
+/// Maximum capacity in bytes of a freed buffer's memory that the table reserves for the next
+/// buffer.
 const SPARE_BYTES_MAX: usize = 4 << 10;
 /// Maximum number of buffers that exist at the same time.
-pub(crate) const BUFFERS_MAX: usize = 1 << 24;
+pub(crate) const BUFFER_COUNT_MAX: usize = 1 << 24;
 
 /// Encoding of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,49 +28,48 @@ pub(crate) enum Enc {
     Raw,
     InPlace,
     Trace,
-    /// Raw data of a machine with another data layout. The number is the encoding number of that
-    /// layout. Programs can unpack such data only as bytes.
+    /// Raw data of a machine with a different data layout. The number identifies the layout as in
+    /// the `enc` field of a message header. Programs can unpack such data only as bytes.
     Foreign(i32),
 }
 
 impl Enc {
     /// Converts the `encoding` argument of `pvm_mkbuf`.
-    pub(crate) fn from_arg(arg: i32) -> PvmResult<Enc> {
+    pub(crate) fn from_arg(arg: i32) -> PvmResult<Self> {
         match arg {
-            0 => Ok(Enc::Xdr),
-            1 => Ok(Enc::Raw),
-            2 => Ok(Enc::InPlace),
-            4 => Ok(Enc::Trace),
+            0 => Ok(Self::Xdr),
+            1 => Ok(Self::Raw),
+            2 => Ok(Self::InPlace),
+            4 => Ok(Self::Trace),
             _ => Err(PvmError::BadParam),
         }
     }
 
-    /// Converts the `enc` field of a message header.
-    pub(crate) fn from_header_field(word: i32) -> Enc {
-        match word {
-            ENC_XDR => Enc::Xdr,
-            ENC_TRACE => Enc::Trace,
-            ENC_IN_PLACE => Enc::InPlace,
-            DSIG_X86_64 => Enc::Raw,
-            other => Enc::Foreign(other),
+    /// Converts the `enc` field of a received message header.
+    pub(crate) fn from_header_field(field: i32) -> Self {
+        match field {
+            ENC_XDR => Self::Xdr,
+            ENC_TRACE => Self::Trace,
+            ENC_IN_PLACE => Self::InPlace,
+            DSIG_X86_64 => Self::Raw,
+            other => Self::Foreign(other),
         }
     }
 
     /// Returns the encoding as `pvm_getminfo` reports it.
     pub(crate) fn header_field(self) -> i32 {
         match self {
-            Enc::Xdr => ENC_XDR,
-            Enc::Raw => DSIG_X86_64,
-            Enc::InPlace => ENC_IN_PLACE,
-            Enc::Trace => ENC_TRACE,
-            Enc::Foreign(word) => word,
+            Self::Xdr => ENC_XDR,
+            Self::Raw => DSIG_X86_64,
+            Self::InPlace => ENC_IN_PLACE,
+            Self::Trace => ENC_TRACE,
+            Self::Foreign(word) => word,
         }
     }
 
-    /// Returns the encoding as the receiver of the message sees it: in-place data arrive as raw
-    /// data.
-    pub(crate) fn sent_header_field(self) -> i32 {
-        if self == Enc::InPlace {
+    /// Returns the `enc` field with which the message is sent: in-place data arrive as raw data.
+    pub(crate) fn wire_header_field(self) -> i32 {
+        if self == Self::InPlace {
             DSIG_X86_64
         } else {
             self.header_field()
@@ -82,11 +82,11 @@ pub(crate) enum Segment {
     /// Memory of the program, read when the message is sent.
     UserMemory(ProgramBytes),
     /// Bytes that were copied when they were packed.
-    Owned(Vec<u8>),
+    CopiedBytes(Vec<u8>),
 }
 
 enum Body {
-    Growing(Vec<u8>),
+    Unsealed(Vec<u8>),
     Sealed(Bytes),
     Segments(Vec<Segment>),
 }
@@ -108,7 +108,7 @@ pub(crate) struct Buffer {
 
 impl Drop for Body {
     fn drop(&mut self) {
-        if let Body::Growing(bytes) = self {
+        if let Self::Unsealed(bytes) = self {
             buffer_pool::recycle(std::mem::take(bytes));
         }
     }
@@ -116,13 +116,13 @@ impl Drop for Body {
 
 impl Buffer {
     /// Creates an empty buffer for the task `src`.
-    pub(crate) fn new(enc: Enc, src: i32) -> Buffer {
+    pub(crate) fn new(enc: Enc, src: i32) -> Self {
         let body = if enc == Enc::InPlace {
             Body::Segments(Vec::new())
         } else {
-            Body::Growing(Vec::new())
+            Body::Unsealed(Vec::new())
         };
-        Buffer {
+        Self {
             enc,
             body,
             awaits_receive: false,
@@ -136,8 +136,8 @@ impl Buffer {
     }
 
     /// Creates a buffer that contains a received message.
-    pub(crate) fn from_message(message: Message) -> Buffer {
-        Buffer {
+    pub(crate) fn from_message(message: Message) -> Self {
+        Self {
             enc: Enc::from_header_field(message.enc),
             body: Body::Sealed(message.body),
             awaits_receive: false,
@@ -150,11 +150,11 @@ impl Buffer {
         }
     }
 
-    /// Returns the number of packed bytes. The number is 0 for a buffer packed in place, whose
-    /// bytes are read only when the buffer is sent.
+    /// Returns the number of packed bytes. The number is 0 for a buffer packed in place, because
+    /// the bytes are read only when the buffer is sent.
     pub(crate) fn len(&self) -> usize {
         match &self.body {
-            Body::Growing(bytes) => bytes.len(),
+            Body::Unsealed(bytes) => bytes.len(),
             Body::Sealed(bytes) => bytes.len(),
             Body::Segments(_) => 0,
         }
@@ -165,10 +165,10 @@ impl Buffer {
         len_as_int(self.len())
     }
 
-    /// Returns the packed bytes. Empty for a buffer packed in place.
+    /// Returns the packed bytes. The result is empty for a buffer packed in place.
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.body {
-            Body::Growing(bytes) => bytes,
+            Body::Unsealed(bytes) => bytes,
             Body::Sealed(bytes) => bytes,
             Body::Segments(_) => &[],
         }
@@ -177,18 +177,18 @@ impl Buffer {
     /// Returns the body for appending.
     ///
     /// # Errors
-    /// `BadMsg` if the buffer is packed in place or holds raw data of a machine with another
-    /// layout.
+    /// `BadMsg` if the buffer is packed in place or contains raw data of a machine with a different
+    /// data layout.
     pub(crate) fn body_mut(&mut self) -> PvmResult<&mut Vec<u8>> {
         if matches!(self.enc, Enc::Foreign(_)) {
             return Err(PvmError::BadMsg);
         }
         if let Body::Sealed(bytes) = &mut self.body {
             // `Vec::from` reuses the memory without a copy if no other handle shares it.
-            self.body = Body::Growing(Vec::from(std::mem::take(bytes)));
+            self.body = Body::Unsealed(Vec::from(std::mem::take(bytes)));
         }
         match &mut self.body {
-            Body::Growing(bytes) => Ok(bytes),
+            Body::Unsealed(bytes) => Ok(bytes),
             _ => Err(PvmError::BadMsg),
         }
     }
@@ -208,27 +208,30 @@ impl Buffer {
     /// `NoMem` if the segments of an in-place message exceed [`BODY_BYTES_MAX`].
     pub(crate) fn wire_body(&mut self) -> PvmResult<Bytes> {
         match &mut self.body {
-            Body::Growing(bytes) => {
-                let sealed = buffer_pool::freeze(std::mem::take(bytes));
-                self.body = Body::Sealed(sealed.clone());
-                Ok(sealed)
+            Body::Unsealed(bytes) => {
+                let sealed_body = buffer_pool::freeze(std::mem::take(bytes));
+                self.body = Body::Sealed(sealed_body.clone());
+                Ok(sealed_body)
             }
             Body::Sealed(bytes) => Ok(bytes.clone()),
-            Body::Segments(pieces) => {
-                let size = |piece: &Segment| match piece {
-                    Segment::UserMemory(span) => span.len(),
-                    Segment::Owned(bytes) => bytes.len(),
+            Body::Segments(segments) => {
+                let segment_bytes = |segment: &Segment| match segment {
+                    Segment::UserMemory(memory) => memory.len(),
+                    Segment::CopiedBytes(bytes) => bytes.len(),
                 };
-                let total = pieces.iter().map(size).fold(0usize, usize::saturating_add);
-                if total > BODY_BYTES_MAX {
+                let total_bytes = segments
+                    .iter()
+                    .map(segment_bytes)
+                    .fold(0usize, usize::saturating_add);
+                if total_bytes > BODY_BYTES_MAX {
                     return Err(PvmError::NoMem);
                 }
                 let mut out = Vec::new();
-                buffer_pool::reserve(&mut out, total);
-                for piece in pieces {
-                    match piece {
-                        Segment::UserMemory(span) => span.append_to(&mut out),
-                        Segment::Owned(bytes) => out.extend_from_slice(bytes),
+                buffer_pool::reserve(&mut out, total_bytes);
+                for segment in segments {
+                    match segment {
+                        Segment::UserMemory(memory) => memory.append_to(&mut out),
+                        Segment::CopiedBytes(bytes) => out.extend_from_slice(bytes),
                     }
                 }
                 Ok(buffer_pool::freeze(out))
@@ -236,12 +239,12 @@ impl Buffer {
         }
     }
 
-    /// Returns the packed bytes if they are at most [`INLINE_BODY_BYTES_MAX`] and need no special
-    /// handling: not sealed, not in place, not a trace event.
+    /// Returns the packed bytes if there are at most [`INLINE_BODY_BYTES_MAX`] bytes and they need
+    /// no special handling. Returns `None` for a sealed body, an in-place buffer or a trace event.
     #[inline]
     pub(crate) fn small_body(&self) -> Option<&[u8]> {
         match &self.body {
-            Body::Growing(bytes)
+            Body::Unsealed(bytes)
                 if bytes.len() <= INLINE_BODY_BYTES_MAX && self.enc != Enc::Trace =>
             {
                 Some(bytes)
@@ -251,14 +254,15 @@ impl Buffer {
     }
 
     /// Records the header of a sent message, which `pvm_getminfo` returns afterwards.
-    pub(crate) fn record_sent(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
+    pub(crate) fn record_sent_header(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
-    /// Removes the memory of the body for reuse if its capacity is small; `None` otherwise.
+    /// Removes and returns the memory of the body for reuse. Returns `None` if its capacity is
+    /// larger than [`SPARE_BYTES_MAX`].
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
-            Body::Growing(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
+            Body::Unsealed(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
                 Some(std::mem::take(bytes))
             }
             _ => None,
@@ -278,14 +282,14 @@ impl Buffer {
         tag: i32,
     ) -> PvmResult<Message> {
         let body = self.wire_body()?;
-        self.record_sent(src, dst, ctx, tag);
+        self.record_sent_header(src, dst, ctx, tag);
         Ok(Message {
             src,
             dst,
             ctx,
             tag,
             wid: self.wid,
-            enc: self.enc.sent_header_field(),
+            enc: self.enc.wire_header_field(),
             body,
         })
     }
@@ -296,12 +300,13 @@ pub(crate) fn len_as_int(len: usize) -> i32 {
     i32::try_from(len).unwrap_or(i32::MAX)
 }
 
-/// The buffers of a task by number. Numbers start at 1; the number freed last is assigned first.
+/// The buffers of a task by number. Numbers start at 1. The most recently freed number is assigned
+/// first.
 #[derive(Default)]
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
     free_slots: Vec<usize>,
-    /// Memory of a freed small buffer, for the next buffer.
+    /// Memory of a freed small buffer. The next new buffer uses it.
     spare_memory: Vec<u8>,
 }
 
@@ -316,14 +321,14 @@ impl Buffers {
     /// As [`Buffers::add`].
     pub(crate) fn create(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
         let mut buffer = Buffer::new(enc, src);
-        if let Body::Growing(bytes) = &mut buffer.body {
+        if let Body::Unsealed(bytes) = &mut buffer.body {
             *bytes = std::mem::take(&mut self.spare_memory);
             bytes.clear();
         }
         self.add(buffer)
     }
 
-    /// Frees a buffer. If its memory is small, the memory is kept for the next buffer.
+    /// Frees a buffer. If its memory is small, the memory is reserved for the next buffer.
     ///
     /// # Errors
     /// As [`Buffers::get`].
@@ -338,11 +343,11 @@ impl Buffers {
     /// Stores a buffer and returns its number.
     ///
     /// # Errors
-    /// `NoMem` if there are [`BUFFERS_MAX`] buffers already.
+    /// `NoMem` if there are [`BUFFER_COUNT_MAX`] buffers already.
     pub(crate) fn add(&mut self, buffer: Buffer) -> PvmResult<i32> {
         let slot = match self.free_slots.pop() {
             Some(slot) => slot,
-            None if self.slots.len() >= BUFFERS_MAX => return Err(PvmError::NoMem),
+            None if self.slots.len() >= BUFFER_COUNT_MAX => return Err(PvmError::NoMem),
             None => {
                 self.slots.push(None);
                 self.slots.len() - 1
@@ -401,23 +406,21 @@ impl Buffers {
 mod tests {
     use super::*;
 
-    /// Buffer numbers are positive, and the number of a removed buffer is assigned to the next one.
     #[test]
     fn buffer_numbers_are_positive_and_reused() {
         let mut buffers = Buffers::default();
-        let a = buffers.add(Buffer::new(Enc::Xdr, 0)).expect("room");
-        let b = buffers.add(Buffer::new(Enc::Raw, 0)).expect("room");
-        assert!(a > 0 && b > 0 && a != b);
-        assert!(buffers.remove(a).is_ok());
-        assert_eq!(buffers.get(a).err(), Some(PvmError::NoSuchBuf));
+        let first_mid = buffers.add(Buffer::new(Enc::Xdr, 0)).expect("room");
+        let second_mid = buffers.add(Buffer::new(Enc::Raw, 0)).expect("room");
+        assert!(first_mid > 0 && second_mid > 0 && first_mid != second_mid);
+        assert!(buffers.remove(first_mid).is_ok());
+        assert_eq!(buffers.get(first_mid).err(), Some(PvmError::NoSuchBuf));
         assert_eq!(buffers.get(-1).err(), Some(PvmError::BadParam));
         assert_eq!(buffers.get(0).err(), Some(PvmError::BadParam));
         assert_eq!(buffers.get(i32::MAX).err(), Some(PvmError::NoSuchBuf));
-        assert_eq!(buffers.add(Buffer::new(Enc::Xdr, 0)), Ok(a));
+        assert_eq!(buffers.add(Buffer::new(Enc::Xdr, 0)), Ok(first_mid));
     }
 
-    /// A buffer that was sent can be packed further and sent again; the first message keeps its
-    /// content.
+    /// Packing into a sent buffer and sending the buffer again does not change the first message.
     #[test]
     fn sent_buffer_can_be_extended_and_resent() {
         let mut buffer = Buffer::new(Enc::Xdr, 0);
@@ -426,20 +429,21 @@ mod tests {
             .expect("a packing buffer")
             .extend_from_slice(b"abcd");
         let dst = Tid::from_raw(0x40001);
-        let first = buffer.make_message(Tid::NONE, dst, 0, 1).expect("small");
+        let first_message = buffer.make_message(Tid::NONE, dst, 0, 1).expect("small");
         buffer
             .body_mut()
             .expect("still packing")
             .extend_from_slice(b"efgh");
-        let second = buffer.make_message(Tid::NONE, dst, 0, 2).expect("small");
+        let second_message = buffer.make_message(Tid::NONE, dst, 0, 2).expect("small");
         assert_eq!(
-            (&first.body[..], &second.body[..]),
+            (&first_message.body[..], &second_message.body[..]),
             (&b"abcd"[..], &b"abcdefgh"[..])
         );
         assert_eq!((buffer.len(), buffer.tag, buffer.dst), (8, 2, 0x40001));
     }
 
-    /// Forwarding a received message keeps its encoding and leaves its content readable.
+    /// A received message can be forwarded with its encoding. Its content is still readable
+    /// afterwards.
     #[test]
     fn received_message_can_be_forwarded_and_read() {
         let message = Message {
@@ -452,10 +456,13 @@ mod tests {
             body: Bytes::from_static(b"1234"),
         };
         let mut buffer = Buffer::from_message(message);
-        let again = buffer
+        let forwarded = buffer
             .make_message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
             .expect("small");
-        assert_eq!((again.enc, &again.body[..]), (DSIG_X86_64, &b"1234"[..]));
+        assert_eq!(
+            (forwarded.enc, &forwarded.body[..]),
+            (DSIG_X86_64, &b"1234"[..])
+        );
         assert_eq!(buffer.bytes(), b"1234");
     }
 }

@@ -1,9 +1,11 @@
 //! The variables that `libpvm3.so.3` exports.
 //!
-//! A setting that PVM keeps in a variable is stored here and nowhere else. Programs that access the
-//! variable and programs that use the calls therefore see the same value.
+//! If PVM stores a setting in a variable, this library stores the setting only in the same
+//! variable. Programs that access the variable and programs that use the calls therefore see the
+//! same value.
 
-// Rust counts a symbol with a fixed name as unsafe, because two crates could define the same one.
+// Rust counts a symbol with a fixed name as unsafe, because two crates could define the same
+// symbol.
 #![allow(unsafe_code)]
 #![allow(non_upper_case_globals)]
 
@@ -47,23 +49,24 @@ ints! {
     pvmautoerr = 1;
     /// Value of the option `PvmShowTids`.
     pvmshowtaskid = 1;
-    /// Nonzero at the top level. Group functions clear it, so that calls inside them are not
-    /// traced.
+    /// Nonzero at the top level. Group functions set it to 0 during a call, so that their inner
+    /// calls are not traced.
     pvmtoplvl = 1;
-    /// Number of siblings; −1 while unknown.
+    /// Number of siblings; −1 while the number is unknown.
     pvmnsibs = -1;
-    /// Index of this task's entry in the no-reset class of the mailbox; −1 if it has none.
+    /// Index of this task's entry in the no-reset class of the mailbox; −1 if this task has no
+    /// entry.
     pvmnoresetindex = -1;
     /// Value of the option `PvmRoute`.
     pvmrouteopt = 2;
     /// Value of the option `PvmFragSize`.
     pvmfrgsiz = 4080;
-    /// Largest datagram between daemons in PVM; not used here.
+    /// Maximum datagram size between daemons in PVM; not used in this library.
     pvmudpmtu = 4080;
     pvmmyctx = 0;
     /// Data signature of this machine.
     pvmmydsig = 0;
-    /// Tid of this task's resource manager; 0 if it has none.
+    /// Tid of this task's resource manager; 0 if the task has no resource manager.
     pvmschedtid = 0;
     /// Value of the option `PvmResvTids`.
     pvmrescode = 0;
@@ -71,7 +74,7 @@ ints! {
     pvmdebmask = 0;
     /// Value of the option `PvmNoReset`.
     pvmnoreset = 0;
-    /// Size of PVM's buffer table; not used here.
+    /// Size of PVM's buffer table; not used in this library.
     pvmmidhsiz = 0;
     /// Scratch variable of PVM's trace macros.
     pvmtrcdesc = 0;
@@ -95,23 +98,23 @@ macro_rules! pointers {
 }
 
 pointers! {
-    /// Tids of the siblings once they are known.
+    /// Tids of the siblings; null while the siblings are unknown.
     pvmsibtids;
     /// Name that the program set with `pvmsettaskname`.
     pvmmytaskname;
-    /// PVM's list of received messages; always null here.
+    /// PVM's list of received messages; always null in this library.
     pvmrxlist;
-    /// PVM's active receive buffer; always null here.
+    /// PVM's active receive buffer; always null in this library.
     pvmrbuf;
-    /// PVM's active send buffer; always null here.
+    /// PVM's active send buffer; always null in this library.
     pvmsbuf;
-    /// PVM's list of outstanding waits; always null here.
+    /// PVM's list of outstanding waits; always null in this library.
     waitlist;
-    /// PVM's mailbox classes; always null here.
+    /// PVM's mailbox classes; always null in this library.
     pvmmboxclasses;
-    /// PVM's message in `pvm_precv`; always null here.
+    /// PVM's message in `pvm_precv`; always null in this library.
     pvm_inprecv;
-    /// PVM's buffer table; always null here.
+    /// PVM's buffer table; always null in this library.
     pvmmidh;
     /// Scratch variable of PVM's trace macros.
     pvmtrcmp;
@@ -138,7 +141,7 @@ pub(crate) static pvmctrc: Tracer = Tracer::new();
 #[unsafe(no_mangle)]
 pub(crate) static pvmtrc: Tracer = Tracer::new();
 
-/// Error texts, indexed by the negated code. Unassigned codes have a text too, as in PVM.
+/// Error texts, indexed by the negated error code. Unassigned codes have a text too, as in PVM.
 pub(crate) const ERROR_TEXTS: [&CStr; 37] = [
     c"Error 0",
     c"Error 1",

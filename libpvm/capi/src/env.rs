@@ -10,32 +10,32 @@ use std::sync::atomic::Ordering::Relaxed;
 /// (`pvm_export`).
 const EXPORT_VAR: &str = "PVM_EXPORT";
 
-/// Returns the value of a variable if it is set and not empty.
-pub(crate) fn get(name: &str) -> Option<String> {
+/// Returns the value of a variable; `None` if the variable is unset or empty.
+pub(crate) fn read_var(name: &str) -> Option<String> {
     std::env::var_os(name)
         .filter(|value| !value.is_empty())
         .map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Sets a variable. Does nothing if name or value contains a NUL.
-pub(crate) fn set(name: &str, value: &str) {
+pub(crate) fn set_var(name: &str, value: &str) {
     if let (Ok(name), Ok(value)) = (CString::new(name), CString::new(value)) {
-        set_cstr(&name, &value);
+        set_var_cstr(&name, &value);
     }
 }
 
 /// Sets a variable from C strings.
-pub(crate) fn set_cstr(name: &CStr, value: &CStr) {
+pub(crate) fn set_var_cstr(name: &CStr, value: &CStr) {
     // SAFETY: both pointers are C strings. As in every C program, no other thread may access the
     // environment during this call.
     unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) };
 }
 
-/// Parses a number as PVM does: decimal, `0x` hexadecimal or `0` octal. Parsing stops at the first
-/// other character; a text without digits gives 0.
+/// Parses a number as PVM does: decimal, hexadecimal with `0x`, or octal with `0`. Parsing stops at
+/// the first character that is not a digit; a text without digits yields 0.
 pub(crate) fn parse_number(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
-    let (negative, text) = match text {
+    let (is_negative, text) = match text {
         [b'-', rest @ ..] => (true, rest),
         [b'+', rest @ ..] => (false, rest),
         _ => (false, text),
@@ -46,7 +46,7 @@ pub(crate) fn parse_number(text: &[u8]) -> i32 {
         _ => (10, text),
     };
     let value = parse_digits(digits, base);
-    if negative {
+    if is_negative {
         value.wrapping_neg()
     } else {
         value
@@ -74,28 +74,29 @@ fn parse_digits(digits: &[u8], base: u32) -> i32 {
 }
 
 fn exported_names() -> Vec<String> {
-    let list = get(EXPORT_VAR).unwrap_or_default();
-    list.split(':')
+    let export_list = read_var(EXPORT_VAR).unwrap_or_default();
+    export_list
+        .split(':')
         .filter(|name| !name.is_empty())
         .map(str::to_string)
         .collect()
 }
 
-/// Adds a variable to those that spawned tasks inherit.
-pub(crate) fn export(name: &str) {
+/// Adds a variable to the variables that spawned tasks inherit.
+pub(crate) fn export_var(name: &str) {
     let mut names = exported_names();
-    if !name.is_empty() && !names.iter().any(|have| have == name) {
+    if !name.is_empty() && !names.iter().any(|exported_name| exported_name == name) {
         names.push(name.to_string());
-        set(EXPORT_VAR, &names.join(":"));
+        set_var(EXPORT_VAR, &names.join(":"));
     }
 }
 
-/// Removes a variable from those that spawned tasks inherit.
-pub(crate) fn unexport(name: &str) {
+/// Removes a variable from the variables that spawned tasks inherit.
+pub(crate) fn unexport_var(name: &str) {
     let mut names = exported_names();
-    if names.iter().any(|have| have == name) {
-        names.retain(|have| have != name);
-        set(EXPORT_VAR, &names.join(":"));
+    if names.iter().any(|exported_name| exported_name == name) {
+        names.retain(|exported_name| exported_name != name);
+        set_var(EXPORT_VAR, &names.join(":"));
     }
 }
 
@@ -105,29 +106,29 @@ pub(crate) fn child_environment() -> Vec<Vec<u8>> {
     use crate::data::{pvmctrc, pvmmyctx};
     let mask = pvmctrc.mask();
     let mask = mask.split(|byte| *byte == 0).next().unwrap_or_default();
-    let mut out = vec![
+    let mut environment = vec![
         [b"PVMTMASK=", mask].concat(),
         format!("PVMTRCBUF={}", pvmctrc.trace_buf.load(Relaxed)).into_bytes(),
         format!("PVMTRCOPT={}", pvmctrc.trace_opt.load(Relaxed)).into_bytes(),
         format!("PVMCTX=0x{:x}", pvmmyctx.load(Relaxed)).into_bytes(),
     ];
-    if let Some(list) = get(EXPORT_VAR) {
-        out.push(format!("{EXPORT_VAR}={list}").into_bytes());
+    if let Some(export_list) = read_var(EXPORT_VAR) {
+        environment.push(format!("{EXPORT_VAR}={export_list}").into_bytes());
         for name in exported_names() {
             if let Some(value) = std::env::var_os(&name) {
                 use std::os::unix::ffi::OsStrExt;
-                out.push([name.as_bytes(), b"=", value.as_bytes()].concat());
+                environment.push([name.as_bytes(), b"=", value.as_bytes()].concat());
             }
         }
     }
-    out
+    environment
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Decimal, hexadecimal and octal numbers are parsed as in PVM; a text without digits gives 0.
+    /// Decimal, hexadecimal and octal numbers are parsed as in PVM. A text without digits yields 0.
     #[test]
     fn numbers_are_parsed_as_in_pvm() {
         assert_eq!(parse_number(b"12"), 12);

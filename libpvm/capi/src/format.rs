@@ -46,93 +46,98 @@ pub(crate) enum Conversion {
 /// One conversion of a format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FormatItem {
-    /// `%+` at the very beginning: starts a new send buffer, whose encoding is the next argument.
+    /// `%+` at the start of the format string: creates a new send buffer, whose encoding is the
+    /// next argument.
     NewBuffer,
     /// Data to pack or unpack.
     Data {
         kind: Conversion,
-        /// Number of elements. `None` means one, which `pvm_packf` takes by value.
+        /// Number of elements. `None` means one element, which `pvm_packf` takes by value.
         count: Option<CountOrStride>,
-        /// Distance of the elements, in elements.
+        /// Distance of successive elements, in elements; `None` means 1.
         stride: Option<CountOrStride>,
     },
 }
 
 /// Iterator over the conversions of a format string.
 pub(crate) struct FormatItems<'a> {
-    text: &'a [u8],
-    at_start: bool,
+    remaining_text: &'a [u8],
+    is_at_start: bool,
 }
 
 impl<'a> FormatItems<'a> {
-    pub(crate) fn new(text: &'a [u8]) -> FormatItems<'a> {
+    pub(crate) fn new(text: &'a [u8]) -> Self {
         FormatItems {
-            text,
-            at_start: true,
+            remaining_text: text,
+            is_at_start: true,
         }
     }
 
     fn next_byte(&mut self) -> Option<u8> {
-        let (first, rest) = self.text.split_first()?;
-        self.text = rest;
-        Some(*first)
+        let (byte, rest) = self.remaining_text.split_first()?;
+        self.remaining_text = rest;
+        Some(*byte)
     }
 
-    fn parse_number(&mut self) -> Option<CountOrStride> {
-        if let Some(rest) = self.text.strip_prefix(b"*") {
-            self.text = rest;
+    fn parse_count_or_stride(&mut self) -> Option<CountOrStride> {
+        if let Some(rest) = self.remaining_text.strip_prefix(b"*") {
+            self.remaining_text = rest;
             return Some(CountOrStride::Argument);
         }
-        let digits = self
-            .text
+        let digit_count = self
+            .remaining_text
             .iter()
             .take_while(|byte| byte.is_ascii_digit())
             .count();
-        let (number, rest) = self.text.split_at(digits);
-        self.text = rest;
-        let add = |value: i32, digit: &u8| {
+        let (number, rest) = self.remaining_text.split_at(digit_count);
+        self.remaining_text = rest;
+        let append_digit = |value: i32, digit: &u8| {
             value
                 .saturating_mul(10)
                 .saturating_add(i32::from(digit - b'0'))
         };
-        (digits > 0).then(|| CountOrStride::Literal(number.iter().fold(0, add)))
+        (digit_count > 0).then(|| CountOrStride::Literal(number.iter().fold(0, append_digit)))
     }
 
     fn parse_data(&mut self) -> PvmResult<FormatItem> {
-        let count = self.parse_number();
-        let stride = match self.text.strip_prefix(b".") {
+        let count = self.parse_count_or_stride();
+        let stride = match self.remaining_text.strip_prefix(b".") {
             Some(rest) => {
-                self.text = rest;
-                self.parse_number()
+                self.remaining_text = rest;
+                self.parse_count_or_stride()
             }
             None => None,
         };
-        let (mut long, mut short, mut unsigned) = (false, false, false);
+        let (mut is_long, mut is_short, mut is_unsigned) = (false, false, false);
         loop {
             let kind = match (
                 self.next_byte().ok_or(PvmError::BadParam)?,
-                long,
-                short,
-                unsigned,
+                is_long,
+                is_short,
+                is_unsigned,
             ) {
                 (b'l', ..) => {
-                    long = true;
+                    is_long = true;
                     continue;
                 }
                 (b'h', ..) => {
-                    short = true;
+                    is_short = true;
                     continue;
                 }
-                // Before another conversion `u` is a modifier; at the end it is itself a
-                // conversion.
+                // Before another conversion character, `u` is a modifier. Otherwise `u` is the
+                // conversion itself.
                 (b'u', ..) => {
-                    unsigned = true;
-                    if self.text.first().is_some_and(|byte| b"dlh".contains(byte)) {
+                    is_unsigned = true;
+                    if self
+                        .remaining_text
+                        .first()
+                        .is_some_and(|byte| b"dlh".contains(byte))
+                    {
                         continue;
                     }
-                    Self::integer_conversion(long, short, true)
+                    Self::select_integer_conversion(is_long, is_short, true)
                 }
-                (b'd', ..) => Self::integer_conversion(long, short, unsigned),
+                (b'd', ..) => Self::select_integer_conversion(is_long, is_short, is_unsigned),
                 (b'c', ..) => Conversion::Byte,
                 (b'f', false, ..) => Conversion::Float,
                 (b'f', true, ..) => Conversion::Double,
@@ -149,8 +154,8 @@ impl<'a> FormatItems<'a> {
         }
     }
 
-    fn integer_conversion(long: bool, short: bool, unsigned: bool) -> Conversion {
-        match (long, short, unsigned) {
+    fn select_integer_conversion(is_long: bool, is_short: bool, is_unsigned: bool) -> Conversion {
+        match (is_long, is_short, is_unsigned) {
             (true, _, false) => Conversion::Long,
             (true, _, true) => Conversion::ULong,
             (_, true, false) => Conversion::Short,
@@ -165,9 +170,9 @@ impl Iterator for FormatItems<'_> {
     type Item = PvmResult<FormatItem>;
 
     fn next(&mut self) -> Option<PvmResult<FormatItem>> {
-        let first = std::mem::take(&mut self.at_start);
-        if first && let Some(rest) = self.text.strip_prefix(b"%+") {
-            self.text = rest;
+        let was_at_start = std::mem::take(&mut self.is_at_start);
+        if was_at_start && let Some(rest) = self.remaining_text.strip_prefix(b"%+") {
+            self.remaining_text = rest;
             return Some(Ok(FormatItem::NewBuffer));
         }
         loop {
@@ -182,11 +187,11 @@ impl Iterator for FormatItems<'_> {
 mod tests {
     use super::*;
 
-    fn items(text: &str) -> Vec<PvmResult<FormatItem>> {
+    fn parse_items(text: &str) -> Vec<PvmResult<FormatItem>> {
         FormatItems::new(text.as_bytes()).collect()
     }
 
-    fn single(kind: Conversion) -> PvmResult<FormatItem> {
+    fn single_item(kind: Conversion) -> PvmResult<FormatItem> {
         Ok(FormatItem::Data {
             kind,
             count: None,
@@ -198,27 +203,27 @@ mod tests {
     #[test]
     fn all_conversions_are_parsed() {
         assert_eq!(
-            items("%+ %d %hd, %ld%u%hu%lu"),
+            parse_items("%+ %d %hd, %ld%u%hu%lu"),
             [
                 Ok(FormatItem::NewBuffer),
-                single(Conversion::Int),
-                single(Conversion::Short),
-                single(Conversion::Long),
-                single(Conversion::UInt),
-                single(Conversion::UShort),
-                single(Conversion::ULong),
+                single_item(Conversion::Int),
+                single_item(Conversion::Short),
+                single_item(Conversion::Long),
+                single_item(Conversion::UInt),
+                single_item(Conversion::UShort),
+                single_item(Conversion::ULong),
             ]
         );
         assert_eq!(
-            items("%f%lf%x%lx%s%c%ud"),
+            parse_items("%f%lf%x%lx%s%c%ud"),
             [
-                single(Conversion::Float),
-                single(Conversion::Double),
-                single(Conversion::Complex),
-                single(Conversion::DoubleComplex),
-                single(Conversion::Str),
-                single(Conversion::Byte),
-                single(Conversion::UInt),
+                single_item(Conversion::Float),
+                single_item(Conversion::Double),
+                single_item(Conversion::Complex),
+                single_item(Conversion::DoubleComplex),
+                single_item(Conversion::Str),
+                single_item(Conversion::Byte),
+                single_item(Conversion::UInt),
             ]
         );
     }
@@ -226,7 +231,7 @@ mod tests {
     /// Counts and strides are parsed as literals or as `*`.
     #[test]
     fn counts_and_strides_are_literals_or_arguments() {
-        let data = |count, stride| {
+        let int_item = |count, stride| {
             Ok(FormatItem::Data {
                 kind: Conversion::Int,
                 count,
@@ -234,28 +239,31 @@ mod tests {
             })
         };
         assert_eq!(
-            items("%10.2d"),
-            [data(
+            parse_items("%10.2d"),
+            [int_item(
                 Some(CountOrStride::Literal(10)),
                 Some(CountOrStride::Literal(2))
             )]
         );
         assert_eq!(
-            items("%*.*d"),
-            [data(
+            parse_items("%*.*d"),
+            [int_item(
                 Some(CountOrStride::Argument),
                 Some(CountOrStride::Argument)
             )]
         );
-        assert_eq!(items("%.3d"), [data(None, Some(CountOrStride::Literal(3)))]);
+        assert_eq!(
+            parse_items("%.3d"),
+            [int_item(None, Some(CountOrStride::Literal(3)))]
+        );
     }
 
     /// An unknown or incomplete conversion is an error; text without `%` is skipped.
     #[test]
     fn unknown_conversions_fail_and_text_is_skipped() {
-        assert_eq!(items("hello"), []);
-        assert_eq!(items("%q"), [Err(PvmError::BadParam)]);
-        assert_eq!(items("%"), [Err(PvmError::BadParam)]);
-        assert_eq!(items("x%+"), [Err(PvmError::BadParam)]);
+        assert_eq!(parse_items("hello"), []);
+        assert_eq!(parse_items("%q"), [Err(PvmError::BadParam)]);
+        assert_eq!(parse_items("%"), [Err(PvmError::BadParam)]);
+        assert_eq!(parse_items("x%+"), [Err(PvmError::BadParam)]);
     }
 }

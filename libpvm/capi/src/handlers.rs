@@ -1,5 +1,5 @@
 //! Message handlers: functions of the program that process messages on arrival, before a receive
-//! call can return them (`pvm_addmhf`).
+//! call can return these messages (`pvm_addmhf`).
 //!
 //! Handler numbers start with the library's own handlers (`control::LIBRARY_HANDLED_TAGS`), so the
 //! program's first handler has the number 9.
@@ -11,8 +11,8 @@ use sempa_proto::{PvmError, PvmResult};
 /// A message handler. Its argument is the number of the message's buffer.
 pub(crate) type HandlerFn = extern "C" fn(i32) -> i32;
 
-/// Maximum number of a program's handlers, including the slots of removed handlers.
-pub(crate) const HANDLERS_MAX: usize = 65536;
+/// Maximum number of a program's handlers, including the free slots of removed handlers.
+pub(crate) const HANDLER_COUNT_MAX: usize = 65536;
 
 /// Selects the messages that a handler processes; −1 in a field matches any value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,16 +27,18 @@ impl Filter {
         [self.src, self.tag, self.ctx]
     }
 
-    fn matches(&self, message: &Filter) -> bool {
+    fn matches(&self, message: &Self) -> bool {
         self.fields()
             .iter()
             .zip(message.fields())
-            .all(|(wanted, is)| *wanted == -1 || *wanted == is)
+            .all(|(filter_value, message_value)| {
+                *filter_value == -1 || *filter_value == message_value
+            })
     }
 
     /// True if a message exists that both filters match: in every field the values are equal or one
     /// of them is −1.
-    fn overlaps(&self, other: &Filter) -> bool {
+    fn overlaps(&self, other: &Self) -> bool {
         self.fields()
             .iter()
             .zip(other.fields())
@@ -44,7 +46,7 @@ impl Filter {
     }
 }
 
-/// The handlers of the program. Their numbers follow those of the library's own handlers.
+/// The handlers of the program. Their numbers follow the numbers of the library's own handlers.
 #[derive(Default)]
 pub(crate) struct Handlers {
     user_handlers: Vec<Option<(Filter, HandlerFn)>>,
@@ -62,8 +64,7 @@ impl Handlers {
     /// Adds a handler and returns its number.
     ///
     /// # Errors
-    /// `Exists` if the filter of another handler matches some of the same messages, `NoMem` at
-    /// [`HANDLERS_MAX`].
+    /// `Exists` if the filter overlaps the filter of another handler, `NoMem` at [`HANDLER_COUNT_MAX`].
     pub(crate) fn add(&mut self, filter: Filter, handler: HandlerFn) -> PvmResult<i32> {
         let user_filters = self
             .user_handlers
@@ -77,14 +78,14 @@ impl Handlers {
             return Err(PvmError::Exists);
         }
         // The number of a removed handler is reused, as in PVM.
-        let free = self.first_free_slot().unwrap_or(self.user_handlers.len());
-        if free >= HANDLERS_MAX {
+        let slot = self.first_free_slot().unwrap_or(self.user_handlers.len());
+        if slot >= HANDLER_COUNT_MAX {
             return Err(PvmError::NoMem);
         }
         self.user_handlers
-            .resize(self.user_handlers.len().max(free + 1), None);
-        self.user_handlers[free] = Some((filter, handler));
-        Ok((control::LIBRARY_HANDLED_TAGS.len() + free) as i32)
+            .resize(self.user_handlers.len().max(slot + 1), None);
+        self.user_handlers[slot] = Some((filter, handler));
+        Ok((control::LIBRARY_HANDLED_TAGS.len() + slot) as i32)
     }
 
     /// Removes a handler of the program.
@@ -119,16 +120,17 @@ impl Handlers {
     }
 
     /// Returns the number and the filter of every handler, the library's own handlers first.
-    pub(crate) fn list(&self) -> Vec<(i32, Filter)> {
+    pub(crate) fn numbered_filters(&self) -> Vec<(i32, Filter)> {
         let user_filters = self
             .user_handlers
             .iter()
             .map(|entry| entry.as_ref().map(|(filter, _)| *filter));
-        let all = Self::library_filters()
+        let all_filters = Self::library_filters()
             .map(Some)
             .chain(user_filters)
             .enumerate();
-        all.filter_map(|(id, filter)| filter.map(|filter| (id as i32, filter)))
+        all_filters
+            .filter_map(|(id, filter)| filter.map(|filter| (id as i32, filter)))
             .collect()
     }
 
@@ -136,13 +138,15 @@ impl Handlers {
         self.user_handlers.iter().position(Option::is_none)
     }
 
-    /// Returns the lowest handler number that is free because its handler was removed.
+    /// Returns the lowest handler number that is free because its handler was removed; `None` if
+    /// there is no such number.
     pub(crate) fn lowest_free_id(&self) -> Option<i32> {
         self.first_free_slot()
             .map(|free| (control::LIBRARY_HANDLED_TAGS.len() + free) as i32)
     }
 
-    /// Returns the count of handler numbers in the table, including those of removed handlers.
+    /// Returns how many handler numbers are in the table, including the numbers of removed
+    /// handlers.
     pub(crate) fn id_count(&self) -> usize {
         control::LIBRARY_HANDLED_TAGS.len() + self.user_handlers.len()
     }
@@ -196,17 +200,26 @@ mod tests {
     #[test]
     fn overlapping_handlers_are_refused() {
         let mut handlers = Handlers::default();
-        let narrow = Filter {
+        let narrow_filter = Filter {
             src: 0x40001,
             tag: 5,
             ctx: 0,
         };
-        assert_eq!(handlers.add(narrow, ignore_message), Ok(9));
+        assert_eq!(handlers.add(narrow_filter, ignore_message), Ok(9));
         assert_eq!(
-            handlers.add(Filter { src: -1, ..narrow }, ignore_message),
+            handlers.add(
+                Filter {
+                    src: -1,
+                    ..narrow_filter
+                },
+                ignore_message
+            ),
             Err(PvmError::Exists)
         );
-        assert_eq!(handlers.add(narrow, ignore_message), Err(PvmError::Exists));
+        assert_eq!(
+            handlers.add(narrow_filter, ignore_message),
+            Err(PvmError::Exists)
+        );
         assert_eq!(
             handlers.add(
                 Filter {

@@ -4,9 +4,9 @@
 //!   values and results to PVM's return codes, and do nothing else.
 //! - The other modules implement the calls. They contain no `unsafe` code, except where a module
 //!   gives a reason.
-//! - Every error is reported in the same way (`session::value_or_report`): its code is stored in
-//!   `pvm_errno`, and a line is written to standard error unless the program has disabled that
-//!   (`PvmAutoErr`).
+//! - Every error is reported in the same way (`session::value_or_report`): the error code is stored
+//!   in `pvm_errno`, and a line is written to standard error unless the program has disabled error
+//!   lines (`PvmAutoErr`).
 
 mod abi;
 mod buffers;

@@ -1,9 +1,9 @@
 //! Safe access to memory of the calling program: arrays, strings and single values behind pointers
 //! that C code passes.
 //!
-//! The `ffi` modules create these values. They check pointer and length as far as that is possible
-//! (null, negative counts) and rely on the caller for the rest. All other modules then use the
-//! values without `unsafe`.
+//! The `ffi` modules create these values. They check pointer and length as far as C permits (null,
+//! negative counts) and otherwise rely on the caller. All other modules then use the values without
+//! `unsafe`.
 
 // This module exists to dereference pointers of C code.
 #![allow(unsafe_code)]
@@ -12,9 +12,10 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
 
-/// `count` elements of the program's memory, `stride` elements apart.
+/// An array of `count` elements in the program's memory. Successive elements have a distance of
+/// `stride` elements.
 pub(crate) struct Strided<T> {
-    first: *mut T,
+    first_element: *mut T,
     count: usize,
     stride: isize,
 }
@@ -27,7 +28,8 @@ impl Strided<u8> {
         }
         // SAFETY: by the constructors' contract there are `count` bytes of the program's memory,
         // and a stride of one leaves no gaps.
-        (self.stride == 1).then(|| unsafe { std::slice::from_raw_parts(self.first, self.count) })
+        (self.stride == 1)
+            .then(|| unsafe { std::slice::from_raw_parts(self.first_element, self.count) })
     }
 }
 
@@ -40,17 +42,13 @@ impl<T: Copy> Strided<T> {
     /// # Safety
     /// For every `i` below `count`, `first[i * stride]` must be memory of the program for the life
     /// of this value. The memory is written only by [`Strided::set`] and [`Strided::fill_raw`].
-    pub(crate) unsafe fn new(
-        first: *const T,
-        count: c_int,
-        stride: c_int,
-    ) -> PvmResult<Strided<T>> {
+    pub(crate) unsafe fn new(first: *const T, count: c_int, stride: c_int) -> PvmResult<Self> {
         let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
         if first.is_null() && count > 0 {
             return Err(PvmError::BadParam);
         }
-        Ok(Strided {
-            first: first.cast_mut(),
+        Ok(Self {
+            first_element: first.cast_mut(),
             count,
             stride: stride as isize,
         })
@@ -63,11 +61,11 @@ impl<T: Copy> Strided<T> {
     ///
     /// # Safety
     /// As for [`Strided::new`].
-    pub(crate) unsafe fn contiguous(first: *const T, count: usize) -> PvmResult<Strided<T>> {
+    pub(crate) unsafe fn contiguous(first: *const T, count: usize) -> PvmResult<Self> {
         match first.is_null() && count > 0 {
             true => Err(PvmError::BadParam),
-            false => Ok(Strided {
-                first: first.cast_mut(),
+            false => Ok(Self {
+                first_element: first.cast_mut(),
                 count,
                 stride: 1,
             }),
@@ -75,9 +73,9 @@ impl<T: Copy> Strided<T> {
     }
 
     /// Wraps a Rust slice for reading only.
-    pub(crate) fn from_slice(values: &[T]) -> Strided<T> {
-        Strided {
-            first: values.as_ptr().cast_mut(),
+    pub(crate) fn from_slice(values: &[T]) -> Self {
+        Self {
+            first_element: values.as_ptr().cast_mut(),
             count: values.len(),
             stride: 1,
         }
@@ -85,9 +83,9 @@ impl<T: Copy> Strided<T> {
 
     /// Wraps a Rust slice for reading and writing.
     #[cfg(test)]
-    pub(crate) fn from_mut_slice(values: &mut [T]) -> Strided<T> {
-        Strided {
-            first: values.as_mut_ptr(),
+    pub(crate) fn from_mut_slice(values: &mut [T]) -> Self {
+        Self {
+            first_element: values.as_mut_ptr(),
             count: values.len(),
             stride: 1,
         }
@@ -104,67 +102,79 @@ impl<T: Copy> Strided<T> {
 
     fn element(&self, i: usize) -> *mut T {
         assert!(i < self.count, "an element of the array");
-        self.first.wrapping_offset(i as isize * self.stride)
+        self.first_element.wrapping_offset(i as isize * self.stride)
     }
 
-    /// Returns element `i`, which must be below `len`.
+    /// Returns element `i`. `i` must be less than [`Strided::len`].
     pub(crate) fn get(&self, i: usize) -> T {
         // SAFETY: by the contract of `new` the element exists. It may be misaligned, hence the
         // unaligned access.
         unsafe { self.element(i).read_unaligned() }
     }
 
-    /// Sets element `i`, which must be below `len`.
+    /// Sets element `i`. `i` must be less than [`Strided::len`].
     pub(crate) fn set(&self, i: usize, value: T) {
         // SAFETY: as in `get`.
         unsafe { self.element(i).write_unaligned(value) }
     }
 
-    /// Appends the elements as they lie in memory, without gaps.
+    /// Appends the bytes of the elements in memory order, without the gaps between elements.
     pub(crate) fn append_raw(&self, out: &mut Vec<u8>) {
-        let size = size_of::<T>();
-        out.reserve(self.count * size);
+        let element_bytes = size_of::<T>();
+        out.reserve(self.count * element_bytes);
         if self.stride == 1 && self.count > 0 {
             // SAFETY: the elements are contiguous, so they are one run of `count * size` bytes.
             out.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(self.first.cast::<u8>(), self.count * size)
+                std::slice::from_raw_parts(
+                    self.first_element.cast::<u8>(),
+                    self.count * element_bytes,
+                )
             });
             return;
         }
         for i in 0..self.count {
-            // SAFETY: the element is `size` bytes of the program's memory.
+            // SAFETY: the element is `element_bytes` bytes of the program's memory.
             out.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(self.element(i).cast::<u8>(), size)
+                std::slice::from_raw_parts(self.element(i).cast::<u8>(), element_bytes)
             });
         }
     }
 
-    /// Fills elements from the front with raw bytes and returns the number of complete elements.
+    /// Copies raw bytes into the elements, beginning with the first element. Returns the number of
+    /// complete elements.
     pub(crate) fn fill_raw(&self, bytes: &[u8]) -> usize {
-        let size = size_of::<T>();
-        let whole = (bytes.len() / size).min(self.count);
+        let element_bytes = size_of::<T>();
+        let complete_elements = (bytes.len() / element_bytes).min(self.count);
         if self.stride == 1 {
-            if whole > 0 {
-                // SAFETY: `whole` contiguous elements exist in the program's memory, and `bytes`
+            if complete_elements > 0 {
+                // SAFETY: `complete_elements` contiguous elements exist in the program's memory, and `bytes`
                 // belongs to this library, so the two do not overlap.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         bytes.as_ptr(),
-                        self.first.cast::<u8>(),
-                        whole * size,
+                        self.first_element.cast::<u8>(),
+                        complete_elements * element_bytes,
                     )
                 };
             }
-            return whole;
+            return complete_elements;
         }
-        for (i, chunk) in bytes.chunks_exact(size).take(whole).enumerate() {
-            // SAFETY: the element is `size` bytes of the program's memory, and `chunk` has that
+        for (i, chunk) in bytes
+            .chunks_exact(element_bytes)
+            .take(complete_elements)
+            .enumerate()
+        {
+            // SAFETY: the element is `element_bytes` bytes of the program's memory, and `chunk` has that
             // length.
             unsafe {
-                std::ptr::copy_nonoverlapping(chunk.as_ptr(), self.element(i).cast::<u8>(), size)
+                std::ptr::copy_nonoverlapping(
+                    chunk.as_ptr(),
+                    self.element(i).cast::<u8>(),
+                    element_bytes,
+                )
             };
         }
-        whole
+        complete_elements
     }
 
     pub(crate) fn to_vec(&self) -> Vec<T> {
@@ -185,9 +195,9 @@ unsafe impl Send for ProgramBytes {}
 
 impl ProgramBytes {
     /// Wraps the bytes of an array with contiguous elements.
-    pub(crate) fn from_strided<T: Copy>(items: &Strided<T>) -> ProgramBytes {
-        ProgramBytes {
-            start: items.first.cast(),
+    pub(crate) fn from_strided<T: Copy>(items: &Strided<T>) -> Self {
+        Self {
+            start: items.first_element.cast(),
             len: items.count * size_of::<T>(),
         }
     }
@@ -205,7 +215,7 @@ impl ProgramBytes {
     }
 }
 
-/// Memory of the program for one result. A null pointer means that the caller does not want the
+/// Memory of the program for one result. A null pointer means that the caller does not need the
 /// result.
 pub(crate) struct OutParam<T>(*mut T);
 
@@ -214,8 +224,8 @@ impl<T> OutParam<T> {
     ///
     /// # Safety
     /// `target` must be null, or valid for writing one `T`.
-    pub(crate) unsafe fn new(target: *mut T) -> OutParam<T> {
-        OutParam(target)
+    pub(crate) unsafe fn new(target: *mut T) -> Self {
+        Self(target)
     }
 
     /// Stores the result unless the pointer is null.
@@ -226,7 +236,7 @@ impl<T> OutParam<T> {
         }
     }
 
-    /// True if the caller does not want the result.
+    /// True if the caller passed a null pointer, because it does not need the result.
     pub(crate) fn is_null(&self) -> bool {
         self.0.is_null()
     }
@@ -244,7 +254,7 @@ impl<'a> ProgramStr<'a> {
     ///
     /// # Safety
     /// `text` must be null, or a NUL-terminated string that stays unchanged for `'a`.
-    pub(crate) unsafe fn new(text: *const c_char) -> PvmResult<ProgramStr<'a>> {
+    pub(crate) unsafe fn new(text: *const c_char) -> PvmResult<Self> {
         if text.is_null() {
             return Err(PvmError::BadParam);
         }
@@ -263,11 +273,11 @@ impl<'a> ProgramStr<'a> {
     }
 }
 
-/// Copies the strings of an array. The array has `count` entries; without `count`, a null pointer
-/// ends the array.
+/// Copies the strings of an array with `count` entries. If `count` is `None`, a null pointer ends
+/// the array.
 ///
 /// # Errors
-/// `BadParam` for a null entry before `count`, or a null array with a positive `count`.
+/// `BadParam` for a null entry at an index below `count`, or a null array with a positive `count`.
 ///
 /// # Safety
 /// `list` must be null or an array as described, and its entries null or NUL-terminated strings.
@@ -275,7 +285,7 @@ pub(crate) unsafe fn copy_strings(
     list: *const *const c_char,
     count: Option<c_int>,
 ) -> PvmResult<Vec<Vec<u8>>> {
-    let wanted = match count {
+    let string_count = match count {
         Some(count) => usize::try_from(count).map_err(|_| PvmError::BadParam)?,
         None => usize::MAX,
     };
@@ -286,44 +296,45 @@ pub(crate) unsafe fn copy_strings(
             Ok(Vec::new())
         };
     }
-    let mut out = Vec::new();
-    while out.len() < wanted {
+    let mut strings = Vec::new();
+    while strings.len() < string_count {
         // SAFETY: the index is in the array: before its null entry, or below `count`.
-        let entry = unsafe { *list.add(out.len()) };
+        let entry = unsafe { *list.add(strings.len()) };
         if entry.is_null() && count.is_none() {
             break;
         }
         // SAFETY: an entry of the array is null or a string.
-        out.push(unsafe { ProgramStr::new(entry)? }.to_bytes().to_vec());
+        strings.push(unsafe { ProgramStr::new(entry)? }.to_bytes().to_vec());
     }
-    Ok(out)
+    Ok(strings)
 }
 
 /// Writes a string and its NUL to `target`.
 ///
 /// # Safety
-/// `target` must not be null, and must have room for the string and its NUL.
+/// `target` must not be null, and must have space for the string and its NUL.
 pub(crate) unsafe fn write_c_string(target: *mut c_char, text: &[u8]) {
-    // SAFETY: there is room by contract, and the source belongs to this library.
+    // SAFETY: there is enough space by this function's contract, and the source belongs to this
+    // library.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr(), target.cast::<u8>(), text.len());
         target.add(text.len()).write(0);
     }
 }
 
-/// Value whose memory C code points to. This library never reads the value; it only keeps it alive
-/// and finally drops it.
-pub(crate) struct PointedToByC<T>(pub(crate) T);
+/// A value whose memory C code accesses through pointers. This library never reads the value; it
+/// only owns the memory until the value is dropped.
+pub(crate) struct COwnedMemory<T>(pub(crate) T);
 
 // SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does
 // not dereference them.
-unsafe impl<T> Send for PointedToByC<T> {}
+unsafe impl<T> Send for COwnedMemory<T> {}
 
 /// A C stream of the program (`FILE *`).
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stream(usize, PhantomData<*mut libc::FILE>);
 
-// SAFETY: stdio streams may be used by every thread.
+// SAFETY: all threads may use stdio streams.
 unsafe impl Send for Stream {}
 
 impl Stream {
@@ -331,8 +342,8 @@ impl Stream {
     ///
     /// # Safety
     /// `file` must be null, or a stream that stays open while this value is used.
-    pub(crate) unsafe fn new(file: *mut libc::FILE) -> Option<Stream> {
-        (!file.is_null()).then_some(Stream(file as usize, PhantomData))
+    pub(crate) unsafe fn new(file: *mut libc::FILE) -> Option<Self> {
+        (!file.is_null()).then_some(Self(file as usize, PhantomData))
     }
 
     /// Writes the bytes and flushes the stream.
@@ -361,11 +372,11 @@ mod tests {
     fn stride_is_counted_in_elements() {
         let values = [1i32, 2, 3, 4, 5, 6];
         // SAFETY: elements 0, 2 and 4 of a live array.
-        let odd = unsafe { Strided::new(values.as_ptr(), 3, 2) }.expect("good");
-        assert_eq!(odd.to_vec(), [1, 3, 5]);
-        let mut raw = Vec::new();
-        odd.append_raw(&mut raw);
-        assert_eq!(raw.len(), 12);
+        let odd_values = unsafe { Strided::new(values.as_ptr(), 3, 2) }.expect("good");
+        assert_eq!(odd_values.to_vec(), [1, 3, 5]);
+        let mut raw_bytes = Vec::new();
+        odd_values.append_raw(&mut raw_bytes);
+        assert_eq!(raw_bytes.len(), 12);
     }
 
     /// Null pointers with elements, negative counts and null strings are bad parameters.

@@ -52,11 +52,14 @@ const DEBUG_BIT_NAMES: [&str; 16] = [
 
 /// Returns the names of the bits that are set in a debug mask, separated by commas.
 pub(crate) fn debug_bit_names(mask: i32) -> String {
-    let named = DEBUG_BIT_NAMES
+    let set_bit_names = DEBUG_BIT_NAMES
         .iter()
         .enumerate()
         .filter(|(bit, _)| mask >> bit & 1 == 1);
-    named.map(|(_, name)| *name).collect::<Vec<_>>().join(",")
+    set_bit_names
+        .map(|(_, name)| *name)
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 const ERROR_CODES: [(&str, i32); 32] = [
@@ -98,7 +101,7 @@ const ERROR_CODES: [(&str, i32); 32] = [
 pub(crate) fn error_code(name: &str) -> Option<i32> {
     ERROR_CODES
         .iter()
-        .find(|(known, _)| *known == name)
+        .find(|(entry_name, _)| *entry_name == name)
         .map(|(_, code)| *code)
 }
 

@@ -1,8 +1,8 @@
 //! Prints the output of child tasks (`pvm_catchout`).
 //!
-//! Each output message carries the child's tid and a mark. A mark is the number of bytes that
-//! follow, or one of the `MARK_*` constants. Output is collected per task and printed in whole
-//! lines.
+//! Each output message contains the child's tid and a mark. A mark is the number of bytes that
+//! follow, or one of the `MARK_*` constants. Output is collected separately for each task and
+//! printed in whole lines.
 
 use crate::control::TC_OUTPUT;
 use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
@@ -20,7 +20,7 @@ const MARK_EOF: i32 = 0;
 const MARK_SPAWN: i32 = -1;
 /// The task has been created.
 const MARK_NEW: i32 = -2;
-/// Longest unfinished line of a task in bytes; a longer line is printed in pieces.
+/// Maximum length of an unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ struct ChildOutput {
     partial_line: Vec<u8>,
 }
 
-/// The tasks whose output is caught, and the stream on which the output is printed.
+/// The tasks whose output this task prints, and the stream on which the output is printed.
 ///
 /// A task stays in the table after its output has ended, because its marks arrive from two daemons
 /// in any order. The number of possible tids bounds the table.
@@ -43,15 +43,17 @@ pub(crate) struct OutputCatcher {
 impl OutputCatcher {
     /// True if children of this task may still write.
     pub(crate) fn has_running_children(&self) -> bool {
-        self.stream.is_some() && self.children.values().any(|writer| !writer.has_ended)
+        self.stream.is_some() && self.children.values().any(|child| !child.has_ended)
     }
 
-    /// True if output is being caught.
+    /// True if this task prints the output of other tasks.
     pub(crate) fn is_active(&self) -> bool {
         self.stream.is_some()
     }
 
-    /// Registers spawned tasks whose output, including its end, is expected.
+    /// Registers spawned tasks whose output is expected. While output is printed,
+    /// [`OutputCatcher::has_running_children`] stays true until the output of these tasks has
+    /// ended.
     pub(crate) fn register(&mut self, tids: &[Tid]) {
         for tid in tids {
             self.children.entry(tid.raw()).or_default();
@@ -59,11 +61,11 @@ impl OutputCatcher {
     }
 
     /// Processes one output message and returns the text to print.
-    fn process_message(&mut self, mut body: Unpacker, show: bool) -> PvmResult<Vec<u8>> {
-        let (tid, mark) = (body.int()?, body.int()?);
+    fn process_message(&mut self, mut body: Unpacker, show_tids: bool) -> PvmResult<Vec<u8>> {
+        let (tid, mark) = (body.read_int()?, body.read_int()?);
         let mut text = Vec::new();
-        let mut put_line = |content: &[u8]| {
-            if show {
+        let mut append_line = |content: &[u8]| {
+            if show_tids {
                 text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
             }
             text.extend_from_slice(content);
@@ -72,27 +74,28 @@ impl OutputCatcher {
         let child = self.children.entry(tid).or_default();
         if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
             child.has_begun = true;
-            if show {
-                put_line(b"BEGIN");
+            if show_tids {
+                append_line(b"BEGIN");
             }
         }
         match mark {
             MARK_SPAWN | MARK_NEW => (),
             MARK_EOF => {
                 if !child.partial_line.is_empty() {
-                    put_line(&std::mem::take(&mut child.partial_line));
+                    append_line(&std::mem::take(&mut child.partial_line));
                 }
-                if show && !child.has_ended {
-                    put_line(b"EOF");
+                if show_tids && !child.has_ended {
+                    append_line(b"EOF");
                 }
                 child.has_ended = true;
             }
             count => {
-                let bytes =
-                    body.bytes(usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?)?;
+                let bytes = body.read_bytes(
+                    usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?,
+                )?;
                 for byte in bytes {
                     if byte == b'\n' || child.partial_line.len() >= LINE_BYTES_MAX {
-                        put_line(&std::mem::take(&mut child.partial_line));
+                        append_line(&std::mem::take(&mut child.partial_line));
                     }
                     if byte != b'\n' {
                         child.partial_line.push(byte);
@@ -105,12 +108,12 @@ impl OutputCatcher {
 }
 
 /// Handles an output message that has arrived.
-pub(crate) fn handle_message(body: Unpacker) {
+pub(crate) fn handle_output_message(body: Unpacker) {
     let mut session = session::lock();
-    let show = pvmshowtaskid.load(Relaxed) != 0;
+    let show_tids = pvmshowtaskid.load(Relaxed) != 0;
     if let (Some(stream), Ok(text)) = (
         session.output_catcher.stream,
-        session.output_catcher.process_message(body, show),
+        session.output_catcher.process_message(body, show_tids),
     ) && !text.is_empty()
     {
         drop(session);
@@ -118,8 +121,8 @@ pub(crate) fn handle_message(body: Unpacker) {
     }
 }
 
-/// Sets the stream on which the output of tasks is printed that are spawned after this call. With
-/// `None` their output goes to the destination of this task's own output.
+/// Sets the stream on which the output of tasks that are spawned later is printed. With `None`, the
+/// output of these tasks is sent to the destination of this task's own output.
 pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
     match stream {
         Some(_) => {
@@ -137,9 +140,11 @@ pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
 }
 
 /// True if the output of spawned tasks is sent to this task for printing.
-pub(crate) fn catches_children() -> bool {
-    let me = pvmmytid.load(Relaxed);
-    me > 0 && pvmctrc.out_tid.load(Relaxed) == me && pvmctrc.out_tag.load(Relaxed) == TC_OUTPUT
+pub(crate) fn prints_child_output() -> bool {
+    let own_tid = pvmmytid.load(Relaxed);
+    own_tid > 0
+        && pvmctrc.out_tid.load(Relaxed) == own_tid
+        && pvmctrc.out_tag.load(Relaxed) == TC_OUTPUT
 }
 
 #[cfg(test)]
@@ -147,16 +152,21 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    fn message(words: &[i32], data: &[u8]) -> Unpacker {
+    fn output_message(integers: &[i32], data: &[u8]) -> Unpacker {
         let mut body = Packer::new(Encoding::Xdr);
-        body.items(words.iter().copied()).bytes(data);
-        Unpacker::xdr(body.finish())
+        body.pack_items(integers.iter().copied()).pack_bytes(data);
+        Unpacker::new_xdr(body.finish())
     }
 
-    fn printed(catch: &mut OutputCatcher, words: &[i32], data: &[u8], show: bool) -> String {
+    fn printed_text(
+        catcher: &mut OutputCatcher,
+        integers: &[i32],
+        data: &[u8],
+        show_tids: bool,
+    ) -> String {
         String::from_utf8(
-            catch
-                .process_message(message(words, data), show)
+            catcher
+                .process_message(output_message(integers, data), show_tids)
                 .expect("a good message"),
         )
         .expect("text")
@@ -166,48 +176,57 @@ mod tests {
     /// output ends.
     #[test]
     fn lines_show_tid_and_last_line_is_completed() {
-        let mut catch = OutputCatcher::default();
-        assert_eq!(printed(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
+        let mut catcher = OutputCatcher::default();
         assert_eq!(
-            printed(&mut catch, &[0x800c2, -2, 0x40001], b"", true),
+            printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true),
+            ""
+        );
+        assert_eq!(
+            printed_text(&mut catcher, &[0x800c2, -2, 0x40001], b"", true),
             "[t800c2] BEGIN\n"
         );
         assert_eq!(
-            printed(&mut catch, &[0x800c2, 5], b"a\nb\nc", true),
+            printed_text(&mut catcher, &[0x800c2, 5], b"a\nb\nc", true),
             "[t800c2] a\n[t800c2] b\n"
         );
-        assert_eq!(printed(&mut catch, &[0x800c2, 1], b"d", true), "");
+        assert_eq!(printed_text(&mut catcher, &[0x800c2, 1], b"d", true), "");
         assert_eq!(
-            printed(&mut catch, &[0x800c2, 0], b"", true),
+            printed_text(&mut catcher, &[0x800c2, 0], b"", true),
             "[t800c2] cd\n[t800c2] EOF\n"
         );
-        assert!(catch.children.values().all(|writer| writer.has_ended));
+        assert!(catcher.children.values().all(|child| child.has_ended));
     }
 
     /// Without `PvmShowTids` only the text is printed.
     #[test]
     fn without_tids_only_the_text_is_printed() {
-        let mut catch = OutputCatcher::default();
-        assert_eq!(printed(&mut catch, &[0x800c2, -2, 0x40001], b"", false), "");
-        assert_eq!(printed(&mut catch, &[0x800c2, 3], b"a\nb", false), "a\n");
-        assert_eq!(printed(&mut catch, &[0x800c2, 0], b"", false), "b\n");
+        let mut catcher = OutputCatcher::default();
+        assert_eq!(
+            printed_text(&mut catcher, &[0x800c2, -2, 0x40001], b"", false),
+            ""
+        );
+        assert_eq!(
+            printed_text(&mut catcher, &[0x800c2, 3], b"a\nb", false),
+            "a\n"
+        );
+        assert_eq!(printed_text(&mut catcher, &[0x800c2, 0], b"", false), "b\n");
     }
 
     /// The marks of a task may arrive in any order; a malformed message is an error.
     #[test]
     fn output_marks_may_arrive_in_any_order() {
-        let mut catch = OutputCatcher::default();
-        printed(&mut catch, &[0x800c2, 2], b"x\n", true);
-        printed(&mut catch, &[0x800c2, 0], b"", true);
-        catch.register(&[Tid::from_raw(0x800c2)]);
-        printed(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
+        let mut catcher = OutputCatcher::default();
+        printed_text(&mut catcher, &[0x800c2, 2], b"x\n", true);
+        printed_text(&mut catcher, &[0x800c2, 0], b"", true);
+        catcher.register(&[Tid::from_raw(0x800c2)]);
+        printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true);
         assert!(
-            catch.children.values().all(|writer| writer.has_ended),
+            catcher.children.values().all(|writer| writer.has_ended),
             "the end has been seen"
         );
         assert!(
-            catch
-                .process_message(message(&[0x800c2, i32::MAX], b""), true)
+            catcher
+                .process_message(output_message(&[0x800c2, i32::MAX], b""), true)
                 .is_err()
         );
     }

@@ -2,8 +2,8 @@
 //!
 //! Formats by encoding:
 //!
-//! - XDR: numbers are big-endian and at least four bytes wide; bytes and strings are padded to a
-//!   multiple of four per call.
+//! - XDR: numbers are big-endian and at least four bytes wide; the bytes and strings of each call
+//!   are padded to a multiple of four bytes.
 //! - Raw: elements are copied from memory, without padding.
 //! - In place: only references to the program's memory are stored; the memory is read when the
 //!   message is sent.
@@ -30,9 +30,9 @@ pub(crate) trait Packable: Copy {
     /// Type code in user trace events (`TEV_DATA_*`).
     const TRACE_TYPE: i32;
     /// Appends the value in XDR.
-    fn put_xdr(self, out: &mut Vec<u8>);
+    fn append_xdr(self, out: &mut Vec<u8>);
     /// Reads the value from exactly `XDR_BYTES` bytes of XDR.
-    fn get_xdr(bytes: &[u8]) -> Self;
+    fn from_xdr(bytes: &[u8]) -> Self;
 }
 
 macro_rules! wire {
@@ -40,11 +40,11 @@ macro_rules! wire {
         impl Packable for $t {
             const XDR_BYTES: usize = $bytes;
             const TRACE_TYPE: i32 = $trace;
-            fn put_xdr(self, out: &mut Vec<u8>) {
+            fn append_xdr(self, out: &mut Vec<u8>) {
                 out.extend_from_slice(&<$wide>::from(self).to_be_bytes());
             }
-            fn get_xdr(bytes: &[u8]) -> $t {
-                // A value that was packed as a wider type keeps its low bits.
+            fn from_xdr(bytes: &[u8]) -> $t {
+                // Of a value that was packed as a wider type, only the low bits are used.
                 <$wide>::from_be_bytes(bytes.try_into().expect("the caller passes XDR_BYTES bytes")) as $t
             }
         }
@@ -67,13 +67,13 @@ macro_rules! pairs {
         impl Packable for [$t; 2] {
             const XDR_BYTES: usize = 2 * <$t>::XDR_BYTES;
             const TRACE_TYPE: i32 = $trace;
-            fn put_xdr(self, out: &mut Vec<u8>) {
-                self[0].put_xdr(out);
-                self[1].put_xdr(out);
+            fn append_xdr(self, out: &mut Vec<u8>) {
+                self[0].append_xdr(out);
+                self[1].append_xdr(out);
             }
-            fn get_xdr(bytes: &[u8]) -> [$t; 2] {
+            fn from_xdr(bytes: &[u8]) -> [$t; 2] {
                 let (re, im) = bytes.split_at(<$t>::XDR_BYTES);
-                [<$t>::get_xdr(re), <$t>::get_xdr(im)]
+                [<$t>::from_xdr(re), <$t>::from_xdr(im)]
             }
         }
     )*};
@@ -88,51 +88,52 @@ fn pad_to_word(out: &mut Vec<u8>, len: usize) {
     out.resize(out.len() + len.next_multiple_of(4) - len, 0);
 }
 
-fn check_body_limit(out: &[u8], more: usize) -> PvmResult<()> {
-    if out.len().saturating_add(more) > BODY_BYTES_MAX {
+fn check_body_limit(out: &[u8], added_bytes: usize) -> PvmResult<()> {
+    if out.len().saturating_add(added_bytes) > BODY_BYTES_MAX {
         Err(PvmError::NoMem)
     } else {
         Ok(())
     }
 }
 
-/// Appends the header of the data of one pack call in a user trace event: type and count.
-fn put_trace_item_header(out: &mut Vec<u8>, kind: i32, count: usize) {
-    (kind | 0x80).put_xdr(out);
-    (count as i32).put_xdr(out);
+/// Appends the header of the data of one pack call in a user trace event. The header consists of
+/// type and count.
+fn append_trace_item_header(out: &mut Vec<u8>, kind: i32, count: usize) {
+    (kind | 0x80).append_xdr(out);
+    (count as i32).append_xdr(out);
 }
 
 /// Starts a user trace event: appends the marker, the event's number and name, and the time.
 pub(crate) fn begin_trace_event(buffer: &mut Buffer, seconds: i32, micros: i32) {
     if let Ok(out) = buffer.body_mut() {
-        USER_EVENT_MARK.put_xdr(out);
-        USER_EVENT_NUMBER.put_xdr(out);
+        USER_EVENT_MARK.append_xdr(out);
+        USER_EVENT_NUMBER.append_xdr(out);
         let name = b"user_defined\0";
-        (name.len() as i32).put_xdr(out);
+        (name.len() as i32).append_xdr(out);
         out.extend_from_slice(name);
         pad_to_word(out, name.len());
-        seconds.put_xdr(out);
-        micros.put_xdr(out);
+        seconds.append_xdr(out);
+        micros.append_xdr(out);
     }
 }
 
-fn pack_in_place<T: Copy>(pieces: &mut Vec<Segment>, items: &Strided<T>) -> PvmResult<()> {
+fn pack_in_place<T: Copy>(segments: &mut Vec<Segment>, items: &Strided<T>) -> PvmResult<()> {
     if items.stride() != 1 {
         return Err(PvmError::NotImpl);
     }
     if items.len() > 0 {
-        pieces.push(Segment::UserMemory(ProgramBytes::from_strided(items)));
+        segments.push(Segment::UserMemory(ProgramBytes::from_strided(items)));
     }
     Ok(())
 }
 
-/// Packs an array of at most `bytes` bytes. In a buffer packed in place only a reference is stored;
-/// otherwise `write` appends the data.
+/// Packs an array whose packed size is at most `packed_bytes_max` bytes. In a buffer packed in place only a
+/// reference is stored; otherwise `append_data` appends the data.
 fn pack_array<T: Copy>(
     buffer: &mut Buffer,
     items: &Strided<T>,
-    bytes: usize,
-    write: impl FnOnce(&mut Vec<u8>, Enc),
+    packed_bytes_max: usize,
+    append_data: impl FnOnce(&mut Vec<u8>, Enc),
 ) -> PvmResult<()> {
     if let Some(pieces) = buffer.segments() {
         return pack_in_place(pieces, items);
@@ -142,9 +143,9 @@ fn pack_array<T: Copy>(
     }
     let enc = buffer.enc;
     let out = buffer.body_mut()?;
-    check_body_limit(out, bytes)?;
-    buffer_pool::reserve(out, bytes);
-    write(out, enc);
+    check_body_limit(out, packed_bytes_max)?;
+    buffer_pool::reserve(out, packed_bytes_max);
+    append_data(out, enc);
     Ok(())
 }
 
@@ -152,7 +153,7 @@ fn pack_array<T: Copy>(
 ///
 /// # Errors
 /// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
-/// `NoMem` if the body gets longer than [`BODY_BYTES_MAX`].
+/// `NoMem` if the body becomes longer than [`BODY_BYTES_MAX`].
 pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
     pack_array(buffer, items, bytes, |out, enc| {
@@ -160,10 +161,10 @@ pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>)
             return items.append_raw(out);
         }
         if enc == Enc::Trace {
-            put_trace_item_header(out, T::TRACE_TYPE, items.len());
+            append_trace_item_header(out, T::TRACE_TYPE, items.len());
         }
         out.reserve(items.len() * T::XDR_BYTES);
-        (0..items.len()).for_each(|i| items.get(i).put_xdr(out));
+        (0..items.len()).for_each(|i| items.get(i).append_xdr(out));
     })
 }
 
@@ -174,7 +175,7 @@ pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>)
 pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
     pack_array(buffer, items, items.len().saturating_add(16), |out, enc| {
         if enc == Enc::Trace {
-            put_trace_item_header(out, 1, items.len());
+            append_trace_item_header(out, 1, items.len());
         }
         items.append_raw(out);
         if enc != Enc::Raw {
@@ -200,12 +201,12 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
         Enc::Trace => {
             // In a trace event a string is an array of characters, without a length of its own and
             // without NUL.
-            put_trace_item_header(out, 1, text.len());
+            append_trace_item_header(out, 1, text.len());
             out.extend_from_slice(text);
             pad_to_word(out, text.len());
             return Ok(());
         }
-        _ => (len as i32).put_xdr(out),
+        _ => (len as i32).append_xdr(out),
     }
     out.extend_from_slice(text);
     out.push(0);
@@ -215,8 +216,8 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     Ok(())
 }
 
-/// Packs a value by copy, even into a buffer packed in place. `pvm_packf` takes plain items by
-/// value, so there is no memory of the program to refer to.
+/// Packs a copy of a value, even into a buffer packed in place. `pvm_packf` takes single items by
+/// value, so there is no memory of the program to which the buffer could refer.
 ///
 /// # Errors
 /// As [`pack_numbers`].
@@ -224,28 +225,29 @@ pub(crate) fn pack_value<T: Packable>(buffer: &mut Buffer, value: T) -> PvmResul
     let items = [value];
     let items = Strided::from_slice(&items);
     match buffer.segments() {
-        Some(pieces) => {
+        Some(segments) => {
             let mut bytes = Vec::new();
             items.append_raw(&mut bytes);
-            pieces.push(Segment::Owned(bytes));
+            segments.push(Segment::CopiedBytes(bytes));
             Ok(())
         }
         None => pack_numbers(buffer, &items),
     }
 }
 
-/// Packs a string for `pvm_packf`, which allows strings in place: length and characters are copied.
+/// Packs a string for `pvm_packf`, which allows strings in a buffer packed in place. There, length
+/// and characters are copied.
 ///
 /// # Errors
 /// As [`pack_numbers`].
 pub(crate) fn pack_str_value(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
-    let Some(pieces) = buffer.segments() else {
+    let Some(segments) = buffer.segments() else {
         return pack_str(buffer, text);
     };
     let mut bytes = (text.len() as i32 + 1).to_ne_bytes().to_vec();
     bytes.extend_from_slice(text);
     bytes.push(0);
-    pieces.push(Segment::Owned(bytes));
+    segments.push(Segment::CopiedBytes(bytes));
     Ok(())
 }
 
@@ -256,15 +258,15 @@ fn check_readable(buffer: &Buffer) -> PvmResult<()> {
     }
 }
 
-fn take_bytes<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
+fn read_bytes<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
     let end = position.checked_add(len).ok_or(PvmError::NoData)?;
-    let taken = bytes.get(*position..end).ok_or(PvmError::NoData)?;
+    let read_slice = bytes.get(*position..end).ok_or(PvmError::NoData)?;
     *position = end;
-    Ok(taken)
+    Ok(read_slice)
 }
 
-/// Unpacks numbers or pairs into the program's array. If the message ends early, the elements read
-/// so far are stored.
+/// Unpacks numbers or pairs into the program's array. If the message ends early, the elements that
+/// it contains are stored.
 ///
 /// # Errors
 /// `NoData` past the end of the message, `BadMsg` if the buffer cannot be read.
@@ -276,22 +278,26 @@ pub(crate) fn unpack_numbers<T: Packable>(
         return Ok(());
     }
     check_readable(buffer)?;
-    let size = if buffer.enc == Enc::Raw {
+    let element_bytes = if buffer.enc == Enc::Raw {
         size_of::<T>()
     } else {
         T::XDR_BYTES
     };
-    let rest = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
-    let whole = (rest.len() / size).min(items.len());
+    let unread_bytes = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
+    let complete_elements = (unread_bytes.len() / element_bytes).min(items.len());
     if buffer.enc == Enc::Raw {
-        items.fill_raw(&rest[..whole * size]);
+        items.fill_raw(&unread_bytes[..complete_elements * element_bytes]);
     } else {
-        for (i, chunk) in rest.chunks_exact(size).take(whole).enumerate() {
-            items.set(i, T::get_xdr(chunk));
+        for (i, chunk) in unread_bytes
+            .chunks_exact(element_bytes)
+            .take(complete_elements)
+            .enumerate()
+        {
+            items.set(i, T::from_xdr(chunk));
         }
     }
-    buffer.read_offset += whole * size;
-    if whole < items.len() {
+    buffer.read_offset += complete_elements * element_bytes;
+    if complete_elements < items.len() {
         Err(PvmError::NoData)
     } else {
         Ok(())
@@ -299,7 +305,7 @@ pub(crate) fn unpack_numbers<T: Packable>(
 }
 
 /// Unpacks bytes and skips the padding of one pack call. Bytes can be read even from raw data of a
-/// machine with another layout.
+/// machine with a different data layout.
 ///
 /// # Errors
 /// As [`unpack_numbers`].
@@ -310,31 +316,35 @@ pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResul
     if buffer.enc == Enc::InPlace {
         return Err(PvmError::BadMsg);
     }
-    let padded = matches!(buffer.enc, Enc::Xdr | Enc::Trace);
-    let rest = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
-    let got = items.fill_raw(&rest[..rest.len().min(items.len())]);
-    let step = if padded { got.next_multiple_of(4) } else { got };
-    buffer.read_offset += step.min(rest.len());
-    if got < items.len() {
+    let is_padded = matches!(buffer.enc, Enc::Xdr | Enc::Trace);
+    let unread_bytes = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
+    let copied_bytes = items.fill_raw(&unread_bytes[..unread_bytes.len().min(items.len())]);
+    let consumed_bytes = if is_padded {
+        copied_bytes.next_multiple_of(4)
+    } else {
+        copied_bytes
+    };
+    buffer.read_offset += consumed_bytes.min(unread_bytes.len());
+    if copied_bytes < items.len() {
         Err(PvmError::NoData)
     } else {
         Ok(())
     }
 }
 
-fn take_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
-    let word = take_bytes(buffer.bytes(), position, 4)?
+fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
+    let int_bytes = read_bytes(buffer.bytes(), position, 4)?
         .try_into()
         .expect("four bytes were taken");
     Ok(if buffer.enc == Enc::Raw {
-        i32::from_ne_bytes(word)
+        i32::from_ne_bytes(int_bytes)
     } else {
-        i32::from_be_bytes(word)
+        i32::from_be_bytes(int_bytes)
     })
 }
 
-/// Unpacks a string and returns it without its NUL. If the message ends within the string, nothing
-/// is consumed.
+/// Unpacks a string and returns the string without its NUL. If the message ends within the string,
+/// the read position is unchanged.
 ///
 /// # Errors
 /// `NoData` past the end of the message, `BadMsg` if the length is invalid or the buffer cannot be
@@ -342,13 +352,13 @@ fn take_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
 pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
     check_readable(buffer)?;
     let mut position = buffer.read_offset;
-    let len = usize::try_from(take_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
-    let padded = if buffer.enc == Enc::Raw {
+    let len = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+    let padded_len = if buffer.enc == Enc::Raw {
         len
     } else {
         len.next_multiple_of(4)
     };
-    let text = take_bytes(buffer.bytes(), &mut position, padded)?;
+    let text = read_bytes(buffer.bytes(), &mut position, padded_len)?;
     // `CStr` searches with `memchr`, which is many times faster than a loop over the bytes.
     let end = CStr::from_bytes_until_nul(&text[..len]).map_or(len, CStr::count_bytes);
     let text = text[..end].to_vec();
@@ -362,7 +372,7 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// As [`pack_numbers`]; also `NoMem` if the body's length does not fit into an `i32`.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
     let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
-    let words: [i32; MESSAGE_HEADER_WORDS] = [
+    let header: [i32; MESSAGE_HEADER_WORDS] = [
         len,
         message.ctx,
         message.tag,
@@ -372,12 +382,12 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
         message.src.raw(),
         message.dst.raw(),
     ];
-    for word in words {
-        pack_value(buffer, word)?;
+    for field in header {
+        pack_value(buffer, field)?;
     }
     pack_value(buffer, len)?;
     match buffer.segments() {
-        Some(pieces) => pieces.push(Segment::Owned(message.body.to_vec())),
+        Some(segments) => segments.push(Segment::CopiedBytes(message.body.to_vec())),
         None => pack_bytes(buffer, &Strided::from_slice(&message.body))?,
     }
     Ok(())
@@ -386,26 +396,28 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
 /// Unpacks a message that [`pack_message`] packed. Its body may consist of several fragments.
 ///
 /// # Errors
-/// As [`unpack_numbers`]; in that case nothing is consumed.
+/// As [`unpack_numbers`]; after an error the read position is unchanged.
 pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
     check_readable(buffer)?;
     let mut position = buffer.read_offset;
-    let mut words = [0; MESSAGE_HEADER_WORDS];
-    for word in &mut words {
-        *word = take_int(buffer, &mut position)?;
+    let mut header = [0; MESSAGE_HEADER_WORDS];
+    for field in &mut header {
+        *field = read_int(buffer, &mut position)?;
     }
-    let [len, ctx, tag, wid, enc, _crc, src, dst] = words;
+    let [len, ctx, tag, wid, enc, _crc, src, dst] = header;
     let len = usize::try_from(len).map_err(|_| PvmError::BadMsg)?;
     let mut body = Vec::new();
     loop {
         let fragment_len =
-            usize::try_from(take_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
-        let padded = if buffer.enc == Enc::Raw {
+            usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+        let padded_len = if buffer.enc == Enc::Raw {
             fragment_len
         } else {
             fragment_len.next_multiple_of(4)
         };
-        body.extend_from_slice(&take_bytes(buffer.bytes(), &mut position, padded)?[..fragment_len]);
+        body.extend_from_slice(
+            &read_bytes(buffer.bytes(), &mut position, padded_len)?[..fragment_len],
+        );
         if body.len() > len || (fragment_len == 0 && body.len() < len) {
             return Err(PvmError::BadMsg);
         }
@@ -430,42 +442,42 @@ pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
 mod tests {
     use super::*;
 
-    fn packed(enc: Enc, pack_it: impl FnOnce(&mut Buffer)) -> Buffer {
+    fn packed_buffer(enc: Enc, pack_content: impl FnOnce(&mut Buffer)) -> Buffer {
         let mut buffer = Buffer::new(enc, 0);
-        pack_it(&mut buffer);
+        pack_content(&mut buffer);
         buffer
     }
 
-    /// Packed sizes are those of PVM, except that longs keep their 64 bits.
+    /// Packed sizes are the same as in PVM, except that longs have 64 bits.
     #[test]
     fn packed_sizes_match_pvm_with_64_bit_longs() {
-        fn sizes<T: Packable>(value: T) -> [usize; 2] {
+        fn packed_sizes<T: Packable>(value: T) -> [usize; 2] {
             let len = |enc| {
-                packed(enc, |b| {
+                packed_buffer(enc, |b| {
                     pack_numbers(b, &Strided::from_slice(&[value; 3])).expect("fits")
                 })
                 .len()
             };
             [len(Enc::Xdr), len(Enc::Raw)]
         }
-        assert_eq!(sizes(1i16), [12, 6]);
-        assert_eq!(sizes(1u16), [12, 6]);
-        assert_eq!(sizes(1i32), [12, 12]);
-        assert_eq!(sizes(1u32), [12, 12]);
-        assert_eq!(sizes(1i64), [24, 24]);
-        assert_eq!(sizes(1u64), [24, 24]);
-        assert_eq!(sizes(1f32), [12, 12]);
-        assert_eq!(sizes(1f64), [24, 24]);
-        assert_eq!(sizes([1f32; 2]), [24, 24]);
-        assert_eq!(sizes([1f64; 2]), [48, 48]);
+        assert_eq!(packed_sizes(1i16), [12, 6]);
+        assert_eq!(packed_sizes(1u16), [12, 6]);
+        assert_eq!(packed_sizes(1i32), [12, 12]);
+        assert_eq!(packed_sizes(1u32), [12, 12]);
+        assert_eq!(packed_sizes(1i64), [24, 24]);
+        assert_eq!(packed_sizes(1u64), [24, 24]);
+        assert_eq!(packed_sizes(1f32), [12, 12]);
+        assert_eq!(packed_sizes(1f64), [24, 24]);
+        assert_eq!(packed_sizes([1f32; 2]), [24, 24]);
+        assert_eq!(packed_sizes([1f64; 2]), [48, 48]);
         let bytes = |enc, n| {
-            packed(enc, |b| {
+            packed_buffer(enc, |b| {
                 pack_bytes(b, &Strided::from_slice(&vec![7; n])).expect("fits")
             })
             .len()
         };
         assert_eq!((bytes(Enc::Xdr, 5), bytes(Enc::Raw, 5)), (8, 5));
-        let text = |enc| packed(enc, |b| pack_str(b, b"hello").expect("fits")).len();
+        let text = |enc| packed_buffer(enc, |b| pack_str(b, b"hello").expect("fits")).len();
         assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
     }
 
@@ -473,7 +485,7 @@ mod tests {
     #[test]
     fn short_message_fills_available_elements() {
         for enc in [Enc::Xdr, Enc::Raw] {
-            let mut buffer = packed(enc, |b| {
+            let mut buffer = packed_buffer(enc, |b| {
                 pack_numbers(b, &Strided::from_slice(&[1i32, 2])).expect("fits")
             });
             let mut target = [0i32; 4];
@@ -485,10 +497,11 @@ mod tests {
         }
     }
 
-    /// Bytes of two pack calls are padded separately, and one unpack call sees the padding.
+    /// Each pack call pads its bytes. An unpack call over the bytes of two pack calls also reads
+    /// the padding between them.
     #[test]
     fn bytes_are_padded_per_pack_call() {
-        let mut buffer = packed(Enc::Xdr, |b| {
+        let mut buffer = packed_buffer(Enc::Xdr, |b| {
             pack_bytes(b, &Strided::from_slice(b"abc")).expect("fits");
             pack_bytes(b, &Strided::from_slice(b"def")).expect("fits");
         });
@@ -500,7 +513,7 @@ mod tests {
         assert_eq!(&target, b"abc\0de");
     }
 
-    /// Raw data of a machine with another layout can be read only as bytes.
+    /// Raw data of a machine with a different data layout can be read only as bytes.
     #[test]
     fn foreign_raw_data_is_readable_only_as_bytes() {
         let message = Message {
@@ -531,7 +544,8 @@ mod tests {
     fn in_place_data_is_read_at_send_time() {
         let mut data = vec![1i32, 2];
         let items = Strided::from_mut_slice(&mut data);
-        let mut buffer = packed(Enc::InPlace, |b| pack_numbers(b, &items).expect("stride 1"));
+        let mut buffer =
+            packed_buffer(Enc::InPlace, |b| pack_numbers(b, &items).expect("stride 1"));
         assert_eq!(buffer.len(), 0);
         items.set(0, 9);
         let body = buffer.wire_body().expect("small");
@@ -543,7 +557,7 @@ mod tests {
     /// A message that was packed into another message is unpacked unchanged.
     #[test]
     fn packed_message_unpacks_unchanged() {
-        let inner = Message {
+        let inner_message = Message {
             src: Tid::from_raw(0x40001),
             dst: Tid::from_raw(0x40002),
             ctx: 3,
@@ -553,25 +567,32 @@ mod tests {
             body: Bytes::from_static(b"12345"),
         };
         for enc in [Enc::Xdr, Enc::Raw] {
-            let mut outer = packed(enc, |b| pack_message(b, &inner).expect("fits"));
-            assert_eq!(outer.len(), 32 + 4 + if enc == Enc::Xdr { 8 } else { 5 });
-            assert_eq!(unpack_message(&mut outer).as_ref(), Ok(&inner));
-            assert_eq!(unpack_message(&mut outer), Err(PvmError::NoData));
+            let mut outer_buffer =
+                packed_buffer(enc, |b| pack_message(b, &inner_message).expect("fits"));
+            assert_eq!(
+                outer_buffer.len(),
+                32 + 4 + if enc == Enc::Xdr { 8 } else { 5 }
+            );
+            assert_eq!(
+                unpack_message(&mut outer_buffer).as_ref(),
+                Ok(&inner_message)
+            );
+            assert_eq!(unpack_message(&mut outer_buffer), Err(PvmError::NoData));
         }
     }
 
     /// Negative, too large or empty lengths inside a message are errors.
     #[test]
     fn invalid_lengths_are_rejected() {
-        let mut buffer = packed(Enc::Xdr, |b| {
+        let mut buffer = packed_buffer(Enc::Xdr, |b| {
             pack_numbers(b, &Strided::from_slice(&[i32::MAX])).expect("fits")
         });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::NoData));
-        let mut buffer = packed(Enc::Xdr, |b| {
+        let mut buffer = packed_buffer(Enc::Xdr, |b| {
             pack_numbers(b, &Strided::from_slice(&[-1])).expect("fits")
         });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
-        let mut buffer = packed(Enc::Xdr, |b| {
+        let mut buffer = packed_buffer(Enc::Xdr, |b| {
             pack_numbers(b, &Strided::from_slice(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
         });
         assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));

@@ -9,35 +9,41 @@ use std::cell::RefCell;
 use std::io::Write;
 use std::sync::{MutexGuard, Once};
 
-pub(crate) fn pid() -> i32 {
+pub(crate) fn process_id() -> i32 {
     std::process::id() as i32
 }
 
-pub(crate) fn uid() -> i32 {
+pub(crate) fn real_uid() -> i32 {
     // SAFETY: `getuid` cannot fail and accesses no memory of this process.
     unsafe { libc::getuid() as i32 }
 }
 
 /// Writes to standard error; errors are ignored.
 pub(crate) fn write_stderr(bytes: &[u8]) {
-    // There is no other place to report that standard error is closed.
+    // There is no other output on which a closed standard error could be reported.
     let _ = std::io::stderr().write_all(bytes);
 }
 
 /// Returns the time since 1970 as seconds and microseconds.
-pub(crate) fn now() -> (i64, i64) {
-    let since = std::time::SystemTime::now()
+pub(crate) fn unix_time() -> (i64, i64) {
+    let elapsed = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap_or_default();
-    (since.as_secs() as i64, i64::from(since.subsec_micros()))
+    (elapsed.as_secs() as i64, i64::from(elapsed.subsec_micros()))
 }
 
 /// Registers handlers so that the child of every later `fork` has a usable session.
 pub(crate) fn prepare_for_fork() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+    static REGISTRATION: Once = Once::new();
+    REGISTRATION.call_once(|| {
         // SAFETY: both functions never unwind and stay valid while this library is loaded.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+        unsafe {
+            libc::pthread_atfork(
+                Some(acquire_fork_locks),
+                Some(release_fork_locks),
+                Some(release_fork_locks),
+            )
+        };
     });
 }
 
@@ -49,21 +55,21 @@ thread_local! {
 
 /// Acquires the locks before a fork. A lock that another thread holds at the fork would stay locked
 /// in the child forever.
-extern "C" fn before_fork() {
+extern "C" fn acquire_fork_locks() {
     // In a message handler this thread already dispatches messages, so it must not lock again. The
     // session is never locked while code of the program runs.
-    let dispatch_guard = (!receive::in_handler()).then(receive::lock_dispatch);
+    let dispatch_guard = (!receive::is_in_handler()).then(receive::lock_dispatch);
     // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
     // already destroyed. The locks are then released immediately.
     let session = session::lock();
     if let Some(runtime) = &session.runtime {
-        // Prepares again: another thread may have received messages before the locks were acquired,
-        // and the child has copies of these messages.
+        // The runtime prepares once more: another thread may have received messages before the
+        // locks were acquired, and the child has copies of these messages.
         runtime.prepare_for_fork();
     }
-    let _ = FORK_LOCKS.try_with(|held| *held.borrow_mut() = Some((dispatch_guard, session)));
+    let _ = FORK_LOCKS.try_with(|slot| *slot.borrow_mut() = Some((dispatch_guard, session)));
 }
 
-extern "C" fn after_fork() {
-    let _ = FORK_LOCKS.try_with(|held| drop(held.borrow_mut().take()));
+extern "C" fn release_fork_locks() {
+    let _ = FORK_LOCKS.try_with(|slot| drop(slot.borrow_mut().take()));
 }

@@ -2,12 +2,12 @@
 //!
 //! 1. [`poll_incoming`] removes all messages that have arrived from the runtime's inbox.
 //! 2. Each message is dispatched in the order of arrival: a control message to the library, a
-//!    message that matches a handler to that handler, any other message to the list of messages
+//!    message that matches a handler to this handler, any other message to the list of messages
 //!    that can be received.
-//! 3. A receive call searches that list, and waits for further messages if none matches.
+//! 3. A receive call searches this list, and waits for further messages if none matches.
 //!
-//! Only one thread at a time performs steps 1 and 2, so that the messages keep their order. No
-//! handler runs inside a handler.
+//! Only one thread at a time performs steps 1 and 2, so that the messages stay in order. No handler
+//! runs inside another handler.
 
 use crate::buffers::Buffer;
 use crate::control;
@@ -25,8 +25,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
-/// A matching function of the program with the arguments buffer number, wanted tid and wanted tag;
-/// see `pvm_recvf`.
+/// A matching function of the program. Its arguments are the buffer number, the requested tid and
+/// the requested tag; see `pvm_recvf`.
 pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 
 /// Time for which a receive call waits for a message.
@@ -42,12 +42,12 @@ thread_local! {
     static IN_HANDLER: Cell<bool> = const { Cell::new(false) };
 }
 
-pub(crate) fn in_handler() -> bool {
+pub(crate) fn is_in_handler() -> bool {
     IN_HANDLER.get()
 }
 
 /// The right to dispatch messages, with the queue of messages that were removed from the inbox but
-/// are not dispatched yet. Only one thread at a time has this right, so that messages keep their
+/// are not dispatched yet. Only one thread at a time has this right, so that messages stay in
 /// order.
 pub(crate) type DispatchGuard = MutexGuard<'static, VecDeque<Message>>;
 
@@ -60,10 +60,10 @@ pub(crate) fn lock_dispatch() -> DispatchGuard {
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the right to dispatch messages unless another thread holds it.
+/// Returns the right to dispatch messages; `None` if another thread has this right.
 fn try_lock_dispatch() -> Option<DispatchGuard> {
     match DISPATCH_QUEUE.try_lock() {
-        Ok(turn) => Some(turn),
+        Ok(dispatch_guard) => Some(dispatch_guard),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
         Err(TryLockError::WouldBlock) => None,
     }
@@ -72,7 +72,7 @@ fn try_lock_dispatch() -> Option<DispatchGuard> {
 /// Removes all messages from the runtime's inbox and dispatches them. Does nothing inside a
 /// handler.
 pub(crate) fn poll_incoming(rt: &Runtime) {
-    if in_handler() {
+    if is_in_handler() {
         return;
     }
     let mut queue = lock_dispatch();
@@ -89,8 +89,8 @@ fn dispatch_all(rt: &Runtime, mut dispatch_guard: DispatchGuard) -> MutexGuard<'
             dispatch_message(rt, message);
             session = session::lock();
         } else {
-            // An error means that the program holds the maximum number of buffers (millions of
-            // messages). The message is lost, because there is no call that could report it.
+            // An error means that the program has the maximum number of buffers (millions of
+            // messages). The message is lost, because there is no call that could report the error.
             let _ = session.queue_message(message);
         }
     }
@@ -109,8 +109,8 @@ pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
         ctx: message.ctx,
     };
     let mut session = session::lock();
-    // If the program holds the maximum number of buffers, the message is lost: there is no call
-    // that could report it.
+    // If the program has the maximum number of buffers, the message is lost: there is no call that
+    // could report the error.
     match session.handlers.find(&filter) {
         Some(handler) => {
             let Ok(mid) = session.buffers.add(Buffer::from_message(message)) else {
@@ -123,10 +123,10 @@ pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
     }
 }
 
-/// Runs a handler. While it runs, the message is the active receive buffer, there is no active send
-/// buffer, and the current context is the message's context.
+/// Runs a handler. During the run, the message is the active receive buffer, there is no active
+/// send buffer, and the current context is the message's context.
 fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
-    let (sbuf, rbuf) = {
+    let (saved_send_mid, saved_receive_mid) = {
         let mut session = session::lock();
         (
             std::mem::replace(&mut session.send_buffer_id, 0),
@@ -156,16 +156,17 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
     for buffer_id in [session.send_buffer_id, session.receive_buffer_id, mid] {
-        if buffer_id != sbuf && buffer_id != rbuf && buffer_id > 0 {
-            // Fails if the handler has freed the buffer, or if two of these numbers are equal.
+        if buffer_id != saved_send_mid && buffer_id != saved_receive_mid && buffer_id > 0 {
+            // The call fails if the handler has freed the buffer, or if two of these numbers are
+            // equal.
             let _ = session.free_buffer(buffer_id);
         }
     }
-    (session.send_buffer_id, session.receive_buffer_id) = (sbuf, rbuf);
+    (session.send_buffer_id, session.receive_buffer_id) = (saved_send_mid, saved_receive_mid);
 }
 
-/// The library's own matching rule: sender, tag and current context must be equal to the message's;
-/// −1 matches anything.
+/// The library's own matching rule: sender, tag and current context must be equal to the sender,
+/// tag and context of the message; −1 matches any value.
 fn matches(buffer: &Buffer, tid: i32, tag: i32) -> bool {
     let ctx = pvmmyctx.load(Relaxed);
     (tid == -1 || tid == buffer.src)
@@ -181,58 +182,67 @@ pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
         .map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
 }
 
-/// Returns the queued message that the program's matching function ranks highest, the first one of
-/// equal rank. Rank 1 ends the search. A negative result of the function is returned as an error.
+/// Returns the queued message that the program's matching function ranks highest; of several
+/// messages with the same rank, the first one. `None` if no message matches. Rank 1 ends the
+/// search.
+///
+/// # Errors
+/// A negative result of the matching function.
 fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32> {
-    let waiting: Vec<i32> = session::lock().receivable.iter().copied().collect();
-    let mut best: Option<(i32, i32)> = None;
-    for mid in waiting {
+    let queued_mids: Vec<i32> = session::lock().receivable_mids.iter().copied().collect();
+    let mut best_match: Option<(i32, i32)> = None;
+    for mid in queued_mids {
         match matcher(mid, tid, tag) {
             error @ ..0 => return Err(error),
             0 => (),
             1 => return Ok(Some(mid)),
-            rank if best.is_none_or(|(top, _)| rank > top) => best = Some((rank, mid)),
+            rank if best_match.is_none_or(|(best_rank, _)| rank > best_rank) => {
+                best_match = Some((rank, mid))
+            }
             _ => (),
         }
     }
-    Ok(best.map(|(_, mid)| mid))
+    Ok(best_match.map(|(_, mid)| mid))
 }
 
-/// Returns the message that the next receive call would return, together with the locked session.
-/// The message stays in the list.
+/// Returns the locked session and the number of the message that the next receive call would
+/// return; `None` if no message matches. The message stays in the list.
+///
+/// # Errors
+/// A negative result of the program's matching function.
 fn find_match(
     mut session: MutexGuard<'static, Session>,
     tid: i32,
     tag: i32,
-) -> Result<Lookup, i32> {
-    let found = match session.matcher {
+) -> Result<MatchResult, i32> {
+    let matching_mid = match session.matcher {
         Some(matcher) => {
             drop(session);
-            let ranked = find_ranked(matcher, tid, tag)?;
+            let ranked_mid = find_ranked(matcher, tid, tag)?;
             session = session::lock();
-            ranked
+            ranked_mid
         }
         None => {
-            let wanted = |mid: &&i32| {
+            let is_match = |mid: &&i32| {
                 session
                     .buffers
                     .get(**mid)
                     .is_ok_and(|buffer| matches(buffer, tid, tag))
             };
-            session.receivable.iter().find(wanted).copied()
+            session.receivable_mids.iter().find(is_match).copied()
         }
     };
-    Ok((session, found))
+    Ok((session, matching_mid))
 }
 
-/// The locked session, and the number of the matching message if there is one.
-type Lookup = (MutexGuard<'static, Session>, Option<i32>);
+/// The locked session, and the number of the matching message; `None` if no message matches.
+type MatchResult = (MutexGuard<'static, Session>, Option<i32>);
 
 /// True if a program may wait for messages with this sender and tag.
 fn is_valid_request(tid: i32, tag: i32) -> bool {
-    let reserved = crate::data::pvmrescode.load(Relaxed) != 0;
+    let allows_reserved = crate::data::pvmrescode.load(Relaxed) != 0;
     let source = sempa_proto::Tid::from_raw(tid);
-    reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
+    allows_reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
 }
 
 /// Reason for the failure of a receive call.
@@ -243,83 +253,89 @@ pub(crate) enum ReceiveError {
 }
 
 impl From<PvmError> for ReceiveError {
-    fn from(error: PvmError) -> ReceiveError {
-        ReceiveError::Pvm(error)
+    fn from(error: PvmError) -> Self {
+        Self::Pvm(error)
     }
 }
 
-/// Waits for a matching message, and returns its number. The message stays in the list. `before`
-/// runs once, after the arguments have been checked.
+/// Waits for a matching message, and returns its number. The message stays in the list. `on_valid_arguments` is
+/// called once, after the arguments have been checked.
 fn wait_for_message(
     tid: i32,
     tag: i32,
-    mode: WaitMode,
-    before: fn(&mut Session),
-) -> Result<Lookup, ReceiveError> {
+    wait_mode: WaitMode,
+    on_valid_arguments: fn(&mut Session),
+) -> Result<MatchResult, ReceiveError> {
     let mut session = session::lock();
     let rt = session.runtime_or_enrol()?.clone();
     if !is_valid_request(tid, tag) {
         return Err(PvmError::BadParam.into());
     }
-    if in_handler() && mode != WaitMode::NoWait {
+    if is_in_handler() && wait_mode != WaitMode::NoWait {
         return Err(PvmError::NotImpl.into());
     }
-    before(&mut session);
-    let mut found = (session, None);
-    if !found.0.needs_prompt_dispatch() {
-        // Neither handlers nor caught output need newer messages first, so the list is searched
-        // before the runtime is polled.
-        found = find_match(found.0, tid, tag).map_err(ReceiveError::Matcher)?;
+    on_valid_arguments(&mut session);
+    let mut match_result = (session, None);
+    if !match_result.0.needs_prompt_dispatch() {
+        // Without handlers and printed output of children, newer messages need not be dispatched
+        // first. Therefore the list is searched before the runtime is polled.
+        match_result = find_match(match_result.0, tid, tag).map_err(ReceiveError::Matcher)?;
     }
-    if found.1.is_none() {
-        drop(found);
+    if match_result.1.is_none() {
+        drop(match_result);
         poll_incoming(&rt);
-        found = find_match(session::lock(), tid, tag).map_err(ReceiveError::Matcher)?;
+        match_result = find_match(session::lock(), tid, tag).map_err(ReceiveError::Matcher)?;
     }
-    while found.1.is_none() {
-        let deadline = match mode {
-            WaitMode::NoWait => return Ok(found),
+    while match_result.1.is_none() {
+        let deadline = match wait_mode {
+            WaitMode::NoWait => return Ok(match_result),
             WaitMode::Deadline(deadline) => Some(deadline),
             WaitMode::Forever => None,
         };
-        drop(found);
+        drop(match_result);
         let Some(queue) = wait_for_arrivals(&rt, deadline)? else {
             return Ok((session::lock(), None));
         };
-        found = find_match(dispatch_all(&rt, queue), tid, tag).map_err(ReceiveError::Matcher)?;
+        match_result =
+            find_match(dispatch_all(&rt, queue), tid, tag).map_err(ReceiveError::Matcher)?;
     }
-    Ok(found)
+    Ok(match_result)
 }
 
-/// Waits until messages arrive, and removes them from the inbox together with acquiring the right
-/// to dispatch them. Returns `None` at the deadline.
+/// Waits until messages arrive. Then acquires the right to dispatch messages, and moves the
+/// messages from the inbox to the dispatch queue. Returns `None` at the deadline.
 fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<DispatchGuard>> {
-    let mut take = |inbox: &mut Inbox| {
+    let mut take_messages = |inbox: &mut Inbox| {
         if inbox.is_empty() {
             return None;
         }
-        let mut turn = try_lock_dispatch();
-        if let Some(turn) = &mut turn {
-            inbox.drain_into(turn);
+        let mut dispatch_guard = try_lock_dispatch();
+        if let Some(dispatch_guard) = &mut dispatch_guard {
+            inbox.drain_into(dispatch_guard);
         }
-        Some(turn)
+        Some(dispatch_guard)
     };
-    let Some(taken) = rt.wait_for_inbox(deadline, &mut take)? else {
+    let Some(dispatch_guard_result) = rt.wait_for_inbox(deadline, &mut take_messages)? else {
         return Ok(None);
     };
-    // Another thread is dispatching messages, possibly the message for which this thread waits. So
-    // this thread waits until the dispatch has finished.
-    Ok(Some(taken.unwrap_or_else(|| {
-        let mut turn = lock_dispatch();
-        rt.drain_inbox_into(&mut turn);
-        turn
+    // Another thread is dispatching messages, possibly the message for which this thread waits.
+    // Therefore this thread waits until the dispatch has finished.
+    Ok(Some(dispatch_guard_result.unwrap_or_else(|| {
+        let mut dispatch_guard = lock_dispatch();
+        rt.drain_inbox_into(&mut dispatch_guard);
+        dispatch_guard
     })))
 }
 
 /// Receives a message and makes it the active receive buffer. The previous active receive buffer is
 /// freed, even if no message arrives.
-pub(crate) fn receive(tid: i32, tag: i32, mode: WaitMode) -> Result<Option<i32>, ReceiveError> {
-    let (mut session, Some(mid)) = wait_for_message(tid, tag, mode, Session::free_receive_buffer)?
+pub(crate) fn receive(
+    tid: i32,
+    tag: i32,
+    wait_mode: WaitMode,
+) -> Result<Option<i32>, ReceiveError> {
+    let (mut session, Some(mid)) =
+        wait_for_message(tid, tag, wait_mode, Session::free_receive_buffer)?
     else {
         return Ok(None);
     };
@@ -340,29 +356,29 @@ pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
 
 /// Receives a message without making it the active receive buffer (`pvm_precv`).
 pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveError> {
-    let (mut session, found) = wait_for_message(tid, tag, WaitMode::Forever, |_| ())?;
-    let mid = found.ok_or(PvmError::SysErr)?;
+    let (mut session, matching_mid) = wait_for_message(tid, tag, WaitMode::Forever, |_| ())?;
+    let mid = matching_mid.ok_or(PvmError::SysErr)?;
     session.unqueue_message(mid);
     Ok(session.buffers.remove(mid)?)
 }
 
-/// Dispatches messages until `done` returns a value; returns that value.
+/// Dispatches messages until `check` returns a value; returns that value.
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost, `NotImpl` inside a handler.
 pub(crate) fn wait_until<R>(
     rt: &Runtime,
-    mut done: impl FnMut(&mut Session) -> Option<R>,
+    mut check: impl FnMut(&mut Session) -> Option<R>,
 ) -> PvmResult<R> {
     loop {
         poll_incoming(rt);
-        if let Some(found) = done(&mut session::lock()) {
+        if let Some(found) = check(&mut session::lock()) {
             return Ok(found);
         }
-        if in_handler() {
+        if is_in_handler() {
             return Err(PvmError::NotImpl);
         }
-        let mut any = |inbox: &mut Inbox| (!inbox.is_empty()).then_some(());
-        rt.wait_for_inbox(None, &mut any)?;
+        let mut has_messages = |inbox: &mut Inbox| (!inbox.is_empty()).then_some(());
+        rt.wait_for_inbox(None, &mut has_messages)?;
     }
 }

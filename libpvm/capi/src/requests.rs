@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 /// Maximum number of tasks of one spawn; a daemon refuses more.
-const SPAWNED_TASKS_MAX: u32 = 65_536;
-/// Maximum number of hosts that one call may add or delete.
+const TASKS_PER_SPAWN_MAX: u32 = 65_536;
+/// Maximum number of hosts that one call may add or remove.
 pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
 const NOTIFY_CANCEL: i32 = 256;
 const MBOX_PERSISTENT: i32 = 1;
@@ -28,8 +28,8 @@ pub(crate) const MBOX_MULTI_INSTANCE: i32 = 2;
 const MBOX_FIRST_AVAIL: i32 = 8;
 /// Bit position of a direct index in mailbox flags (`PvmMboxDirectIndexShift`).
 const MBOX_INDEX_SHIFT: u32 = 10;
-/// Upper bound of direct mailbox indices, exclusive (`PvmMboxMaxDirectIndex`).
-const MBOX_INDEX_MAX: i32 = 1 << 21;
+/// Exclusive upper bound of direct mailbox indices (`PvmMboxMaxDirectIndex`).
+const MBOX_INDEX_END: i32 = 1 << 21;
 /// Maximum time for which [`halt`] waits until the local daemon has ended.
 const HALT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two checks of the daemon's lock file.
@@ -43,7 +43,7 @@ fn expect_done(reply: Reply) -> PvmResult<()> {
     }
 }
 
-/// Returns the error code of a reply of another kind than expected.
+/// Returns the error code for a reply of an unexpected kind.
 fn reply_error(reply: &Reply) -> PvmError {
     match reply {
         Reply::Failed { error, .. } => *error,
@@ -51,7 +51,7 @@ fn reply_error(reply: &Reply) -> PvmError {
     }
 }
 
-fn task_tid(tid: i32) -> PvmResult<Tid> {
+fn checked_task_tid(tid: i32) -> PvmResult<Tid> {
     Some(Tid::from_raw(tid))
         .filter(|tid| tid.is_task())
         .ok_or(PvmError::BadParam)
@@ -65,7 +65,7 @@ pub(crate) fn spawn(
     file: String,
     args: Vec<Vec<u8>>,
     flags: i32,
-    place: String,
+    selection: String,
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
     let rt = session::runtime()?;
@@ -78,58 +78,60 @@ pub(crate) fn spawn(
         .ok()
         .filter(|n| *n > 0)
         .ok_or(PvmError::BadParam)?;
-    if count > SPAWNED_TASKS_MAX {
+    if count > TASKS_PER_SPAWN_MAX {
         return Err(PvmError::OutOfRes);
     }
-    let flags = flags | env::get("PVMTASK").map_or(0, |text| env::parse_number(text.as_bytes()));
-    if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && place.is_empty() {
+    let flags =
+        flags | env::read_var("PVMTASK").map_or(0, |text| env::parse_number(text.as_bytes()));
+    if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && selection.is_empty() {
         return Ok(vec![Err(PvmError::NoHost); count as usize]);
     }
-    // The program sets a negative tid to suppress the messages; the daemon knows only 0 for that.
-    let sink = |tid: i32, ctx, tag| Sink {
+    // The program sets a negative tid to suppress the messages. The daemon accepts only 0 for this
+    // purpose.
+    let make_sink = |tid: i32, ctx, tag| Sink {
         tid: Tid::from_raw(tid.max(0)),
         ctx,
         tag,
     };
-    let output = sink(
+    let output = make_sink(
         pvmctrc.out_tid.load(Relaxed),
         pvmctrc.out_ctx.load(Relaxed),
         pvmctrc.out_tag.load(Relaxed),
     );
-    let trace = sink(
+    let trace = make_sink(
         pvmctrc.trace_tid.load(Relaxed),
         pvmctrc.trace_ctx.load(Relaxed),
         pvmctrc.trace_tag.load(Relaxed),
     );
     let request = SpawnRequest {
-        file,
+        program: file,
         args,
         flags,
-        place,
-        count,
+        where_arg: selection,
+        task_count: count,
         env: env::child_environment(),
-        output,
-        trace,
+        output_sink: output,
+        trace_sink: trace,
     };
     let mut results = rt.spawn(request).map_err(|error| error.code)?;
-    // A stable sort: the tids keep their order, and the errors follow them.
+    // The sort is stable: the tids stay in order, and the errors follow the tids.
     results.sort_by_key(Result::is_err);
-    let started: Vec<Tid> = results.iter().copied().flatten().collect();
-    if output::catches_children() {
-        session::lock().output_catcher.register(&started);
+    let started_tids: Vec<Tid> = results.iter().copied().flatten().collect();
+    if output::prints_child_output() {
+        session::lock().output_catcher.register(&started_tids);
     }
-    control::send_siblings(&rt, &started);
+    control::send_siblings(&rt, &started_tids);
     Ok(results)
 }
 
-/// Returns the tids of all tasks of the spawn that started this task, and waits until they are
-/// known. For a task that was not spawned, returns only its own tid.
+/// Waits until the siblings are known, and returns the tids of all tasks of the spawn that started
+/// this task. For a task that was not spawned, returns only its own tid.
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost.
-pub(crate) fn siblings() -> PvmResult<Vec<Tid>> {
+pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
     let rt = session::runtime()?;
-    if rt.parent() == Tid::NONE {
+    if rt.parent_tid() == Tid::NONE {
         return Ok(vec![rt.tid()]);
     }
     receive::wait_until(&rt, |session| session.siblings.clone())
@@ -157,7 +159,7 @@ pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
         .ok_or(PvmError::NotFound)
 }
 
-/// Returns the tasks of all hosts (`selector` 0), of one host, or one task.
+/// Returns the tasks that `selector` selects: all tasks (0), the tasks of one host, or one task.
 ///
 /// # Errors
 /// `NoHost` for an unknown host.
@@ -174,7 +176,7 @@ fn lossy_strings(names: Vec<Vec<u8>>) -> Vec<String> {
         .collect()
 }
 
-/// Adds hosts. Each name is a line as in a host file.
+/// Adds hosts. Each name is a line as in a host file. Returns one result for each name.
 ///
 /// # Errors
 /// The whole request failed.
@@ -184,7 +186,7 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
         .map_err(|error| error.code)
 }
 
-/// Removes hosts by name.
+/// Removes hosts by name. Returns one result for each name.
 ///
 /// # Errors
 /// The whole request failed.
@@ -203,7 +205,7 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
     if name.is_empty() {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request(Request::HostStatus { name }))
+    expect_done(rt.request_and_wait(Request::HostStatus { name }))
 }
 
 /// Checks that a task exists.
@@ -212,19 +214,19 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
 /// `NoTask`; `BadParam` if `tid` cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
-    expect_done(rt.request(Request::TaskStatus {
-        tid: task_tid(tid)?,
+    expect_done(rt.request_and_wait(Request::TaskStatus {
+        tid: checked_task_tid(tid)?,
     }))
 }
 
-/// Sends a signal to a task. It is not an error if the task has already exited.
+/// Sends a signal to a task. If the task has already exited, the call succeeds without effect.
 ///
 /// # Errors
 /// `BadParam` if `tid` cannot be a task.
 pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
-    match expect_done(rt.request(Request::Signal {
-        tid: task_tid(tid)?,
+    match expect_done(rt.request_and_wait(Request::Signal {
+        tid: checked_task_tid(tid)?,
         signal,
     })) {
         Err(PvmError::NoTask) => Ok(()),
@@ -238,7 +240,7 @@ pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
 /// `NoHost`, `HostFail`.
 pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
     let rt = session::runtime()?;
-    match rt.request(Request::HostSync {
+    match rt.request_and_wait(Request::HostSync {
         host: Tid::from_raw(host),
     }) {
         Reply::Clock(time) => Ok(time.0),
@@ -256,18 +258,18 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
     let rt = session::runtime()?;
-    let paths = RuntimePaths::from_env(process::uid() as u32, env::get)
+    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var)
         .ok()
-        .filter(|_| rt.parent() == Tid::NONE);
-    // The lock file holds the daemon's pid and is the last file that the daemon removes.
+        .filter(|_| rt.parent_tid() == Tid::NONE);
+    // The lock file contains the daemon's pid and is the last file that the daemon removes.
     let lock_holder = || fs::read_to_string(paths.as_ref()?.lock_file()).ok();
-    let before = lock_holder();
-    match expect_done(rt.request(Request::Halt)) {
+    let initial_holder = lock_holder();
+    match expect_done(rt.request_and_wait(Request::Halt)) {
         Ok(()) | Err(PvmError::SysErr) => {}
         other => return other,
     }
     let deadline = Instant::now() + HALT_TIMEOUT;
-    while before.is_some() && lock_holder() == before && Instant::now() < deadline {
+    while initial_holder.is_some() && lock_holder() == initial_holder && Instant::now() < deadline {
         thread::sleep(LOCK_POLL_INTERVAL);
     }
     Ok(())
@@ -276,9 +278,9 @@ pub(crate) fn halt() -> PvmResult<()> {
 /// Returns a new message context that no other task uses.
 ///
 /// # Errors
-/// `OutOfRes` if none is left.
+/// `OutOfRes` if no context is available.
 pub(crate) fn new_context() -> PvmResult<i32> {
-    match session::runtime()?.request(Request::NewContext) {
+    match session::runtime()?.request_and_wait(Request::NewContext) {
         Reply::Context(ctx) => Ok(ctx),
         other => Err(reply_error(&other)),
     }
@@ -289,7 +291,7 @@ pub(crate) fn new_context() -> PvmResult<i32> {
 /// # Errors
 /// `NotFound` if the context does not belong to this task.
 pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
-    expect_done(session::runtime()?.request(Request::FreeContext { ctx }))
+    expect_done(session::runtime()?.request_and_wait(Request::FreeContext { ctx }))
 }
 
 /// Sets the destination of this task's own output.
@@ -297,7 +299,7 @@ pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request(Request::SetOutput(sink)))
+    expect_done(session::runtime()?.request_and_wait(Request::SetOutput(sink)))
 }
 
 /// Sets the destination of this task's own trace records.
@@ -305,81 +307,86 @@ pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request(Request::SetTrace(sink)))
+    expect_done(session::runtime()?.request_and_wait(Request::SetTrace(sink)))
 }
 
 /// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
-/// entry at `index` of this class. With `kill`, ends tasks as a reset does and removes all entries
+/// entry at `index` of this class. With `kills_tasks`, ends tasks as a reset does and removes all entries
 /// without an owner.
 ///
 /// # Errors
 /// An error of the daemon.
-pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<()> {
-    let what = if kill {
-        Request::Reset { kill }
+pub(crate) fn reset(kills_tasks: bool, name: String, index: Option<i32>) -> PvmResult<()> {
+    let scope = if kills_tasks {
+        Request::Reset {
+            kill_tasks: kills_tasks,
+        }
     } else {
         Request::Mailbox(MailboxRequest::Clean { name, index })
     };
-    expect_done(session::runtime()?.request(what))
+    expect_done(session::runtime()?.request_and_wait(scope))
 }
 
-/// Requests messages about an event. `vals` are the tids to watch; for added hosts and routes,
-/// `count` is the number of messages instead.
+/// Requests messages about an event. `vals` contains the tids of the watched tasks or hosts. For
+/// added hosts and routes, `vals` is not used and `count` is the number of messages.
 ///
 /// # Errors
 /// `BadParam` for an unknown event, no tids, or tids that are not tasks.
-pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
+pub(crate) fn notify(event_code: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
     let rt = session::runtime()?;
-    let cancel = what & NOTIFY_CANCEL != 0;
+    let is_cancellation = event_code & NOTIFY_CANCEL != 0;
     let ctx = pvmmyctx.load(Relaxed);
     if tag < 0 && pvmrescode.load(Relaxed) == 0 {
         return Err(PvmError::BadParam);
     }
     let tids: Vec<Tid> = vals.iter().map(|tid| Tid::from_raw(*tid)).collect();
-    let ask = |what| {
+    let send_request = |event_code| {
         rt.notify(NotifyRequest {
-            subjects: what,
+            subjects: event_code,
             ctx,
             tag,
-            cancel,
+            is_cancellation,
         })
         .map_err(|error| error.code)
     };
-    match what & !NOTIFY_CANCEL {
+    match event_code & !NOTIFY_CANCEL {
         1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
         1 => {
-            let (own, others): (Vec<Tid>, Vec<Tid>) =
+            let (own_tids, other_tids): (Vec<Tid>, Vec<Tid>) =
                 tids.into_iter().partition(|tid| *tid == rt.tid());
-            update_own_exit_notices(own.len(), ctx, tag, cancel, &rt);
-            if others.is_empty() {
+            update_own_exit_notices(own_tids.len(), ctx, tag, is_cancellation, &rt);
+            if other_tids.is_empty() {
                 Ok(())
             } else {
-                ask(NotifySubjects::TaskExit(others))
+                send_request(NotifySubjects::TaskExit(other_tids))
             }
         }
         2 if count < 1 => Err(PvmError::BadParam),
-        2 => ask(NotifySubjects::HostDelete(tids)),
-        3 => ask(NotifySubjects::HostAdd { count }),
-        4 => rt.notify_new_routes(ctx, tag, if cancel { 0 } else { count }),
+        2 => send_request(NotifySubjects::HostDelete(tids)),
+        3 => send_request(NotifySubjects::HostAdd {
+            messages_max: count,
+        }),
+        4 => rt.notify_new_routes(ctx, tag, if is_cancellation { 0 } else { count }),
         5 if count < 1 => Err(PvmError::BadParam),
         5 => tids
             .iter()
-            .try_for_each(|tid| rt.notify_route_end(*tid, ctx, tag, cancel)),
+            .try_for_each(|tid| rt.notify_route_end(*tid, ctx, tag, is_cancellation)),
         _ => Err(PvmError::BadParam),
     }
 }
 
-/// Adds or cancels requests for notices about this task's own exit. This library sends these
-/// notices, not the daemon. A cancelled request is answered immediately.
-fn update_own_exit_notices(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
-    for _ in 0..times {
+/// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count` requests. This
+/// library sends these notices, not the daemon. For a cancelled request the notice is delivered
+/// immediately.
+fn update_own_exit_notices(request_count: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
+    for _ in 0..request_count {
         let mut session = session::lock();
         if !cancel {
             session.own_exit_notices.push((ctx, tag));
         } else if let Some(index) = session
             .own_exit_notices
             .iter()
-            .position(|asked| *asked == (ctx, tag))
+            .position(|notice| *notice == (ctx, tag))
         {
             session.own_exit_notices.remove(index);
             drop(session);
@@ -391,7 +398,7 @@ fn update_own_exit_notices(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &
 /// Delivers the notice about this task's own exit to this task, with its daemon as the sender.
 pub(crate) fn notify_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(rt.tid().raw());
+    body.pack_int(rt.tid().raw());
     let (src, dst) = (Tid::MY_DAEMON, rt.tid());
     receive::dispatch_message(
         rt,
@@ -423,7 +430,7 @@ fn check_class_name(name: String) -> PvmResult<String> {
 pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
     let rt = session::runtime()?;
     let name = check_class_name(name)?;
-    match rt.request(Request::Mailbox(MailboxRequest::Put {
+    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Put {
         name,
         flags,
         message,
@@ -443,7 +450,7 @@ pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Me
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    match rt.request(Request::Mailbox(MailboxRequest::Take {
+    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Take {
         name,
         index,
         flags,
@@ -463,16 +470,16 @@ pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request(Request::Mailbox(MailboxRequest::Delete { name, index })))
+    expect_done(rt.request_and_wait(Request::Mailbox(MailboxRequest::Delete { name, index })))
 }
 
-/// Lists the mailbox classes whose names match, or all for an empty pattern.
+/// Lists the mailbox classes whose names match `pattern`. The empty pattern matches all classes.
 ///
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn mailbox_list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
     let rt = session::runtime()?;
-    match rt.request(Request::Mailbox(MailboxRequest::List { pattern })) {
+    match rt.request_and_wait(Request::Mailbox(MailboxRequest::List { pattern })) {
         Reply::MailboxClasses(classes) => Ok(classes),
         other => Err(reply_error(&other)),
     }
@@ -481,11 +488,11 @@ pub(crate) fn mailbox_list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
 /// Creates a message with one int, the format of `pvm_insert` and of registrations.
 fn int_message(rt: &Runtime, value: i32) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(value);
-    let me = rt.tid();
+    body.pack_int(value);
+    let own_tid = rt.tid();
     Message {
-        src: me,
-        dst: me,
+        src: own_tid,
+        dst: own_tid,
         ctx: CTX_BASE,
         tag: 0,
         wid: 0,
@@ -494,25 +501,28 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
     }
 }
 
-/// Stores one int (`pvm_insert`) and returns its index: a free index for −1, else the given index
-/// if it is free.
+/// Stores one int (`pvm_insert`) and returns its index. With −1 a free index is used, otherwise the
+/// given index.
 ///
 /// # Errors
-/// `Denied` if the index is taken, `BadParam` if it is out of range.
+/// `Denied` if the index is not free, `BadParam` if it is out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
     let rt = session::runtime()?;
     let message = int_message(&rt, value);
     if index == -1 {
         return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);
     }
-    if !(0..MBOX_INDEX_MAX).contains(&index) {
+    if !(0..MBOX_INDEX_END).contains(&index) {
         return Err(PvmError::BadParam);
     }
     let classes = mailbox_list(name.clone())?;
-    let occupied = classes
-        .iter()
-        .any(|c| c.name == name && c.entries.iter().any(|(at, _, _)| *at == index));
-    if occupied {
+    let is_occupied = classes.iter().any(|c| {
+        c.name == name
+            && c.entries
+                .iter()
+                .any(|(entry_index, _, _)| *entry_index == index)
+    });
+    if is_occupied {
         Err(PvmError::Denied)
     } else {
         mailbox_put(name, message, MBOX_PERSISTENT | index << MBOX_INDEX_SHIFT)
@@ -531,7 +541,7 @@ pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<i32> {
     };
     let message = mailbox_take(name, index, flags)?;
     libpvm::Vm::unpack(&message)
-        .and_then(|mut body| Ok(body.int()?))
+        .and_then(|mut body| Ok(body.read_int()?))
         .map_err(|_| PvmError::BadMsg)
 }
 
@@ -572,10 +582,10 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
 /// Queries internal counters of the daemon (`pvm_tickle`).
 ///
 /// # Errors
-/// `BadParam` for no numbers or too many numbers.
-pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
-    match session::runtime()?.request(Request::DebugQuery(words)) {
-        Reply::Numbers(numbers) => Ok(numbers),
+/// `BadParam` if `query` is empty or too long.
+pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
+    match session::runtime()?.request_and_wait(Request::DebugQuery(query)) {
+        Reply::DebugValues(counters) => Ok(counters),
         other => Err(reply_error(&other)),
     }
 }
@@ -587,19 +597,19 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
 /// `Already` or `Denied` if another task is the resource manager.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
-    let (previous, master) = rt
+    let (previous_rm, master) = rt
         .register_rm(RmServices {
-            spawn: true,
-            other_requests: true,
+            placement: true,
+            vm_requests: true,
             task_exits: true,
         })
         .map_err(|error| error.code)?;
     put_own_tid(sempa_proto::sm::RM_CLASS)?;
-    Ok((previous.raw(), master))
+    Ok((previous_rm.raw(), master))
 }
 
-/// Starts to serve the daemon in this role, or stops if this task serves already. The role's
-/// mailbox class then names the serving task.
+/// Starts to serve the daemon in the role `service`, or stops if this task serves already. While
+/// this task serves, the role's mailbox class contains its tid.
 ///
 /// # Errors
 /// `Already` if another task serves, `HosterNotMaster` for a hoster on another host than the
@@ -613,7 +623,7 @@ pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
     let message = int_message(&rt, rt.tid().raw());
     update_service_entry(
         &rt,
-        rt.request(Request::Serve(service)),
+        rt.request_and_wait(Request::Serve(service)),
         class,
         message,
         MBOX_MULTI_INSTANCE,
@@ -631,24 +641,25 @@ pub(crate) fn toggle_tracer(settings: TracerSettings) -> PvmResult<()> {
         trace_tag,
         out_ctx,
         out_tag,
-        event_mask: mask,
-        buffer_bytes: buffer,
-        options,
+        event_mask,
+        buffer_bytes,
+        trace_option: options,
     } = &settings;
     let mut body = Packer::new(Encoding::Xdr);
-    body.items([rt.tid().raw(), *trace_ctx, *trace_tag, *out_ctx, *out_tag]);
-    body.str(mask).items([*buffer, *options]);
-    let me = rt.tid();
+    body.pack_items([rt.tid().raw(), *trace_ctx, *trace_tag, *out_ctx, *out_tag]);
+    body.pack_str(event_mask)
+        .pack_items([*buffer_bytes, *options]);
+    let own_tid = rt.tid();
     let message = Message {
-        src: me,
-        dst: me,
+        src: own_tid,
+        dst: own_tid,
         ctx: CTX_BASE,
         tag: 0,
         wid: 0,
         enc: ENC_XDR,
         body: body.finish(),
     };
-    let reply = rt.request(Request::ServeTracer(settings));
+    let reply = rt.request_and_wait(Request::ServeTracer(settings));
     update_service_entry(&rt, reply, sempa_proto::sm::TRACER_CLASS, message, 0)
 }
 

@@ -20,14 +20,14 @@ const USER_TRACE_TAG: i32 = -2222;
 const ROUTE_DIRECT: i32 = 3;
 
 fn check_destination(tid: i32, tag: i32) -> PvmResult<()> {
-    let reserved = pvmrescode.load(Relaxed) != 0;
+    let allows_reserved = pvmrescode.load(Relaxed) != 0;
     let tid = Tid::from_raw(tid);
-    let allowed = if reserved {
+    let is_allowed = if allows_reserved {
         tid.is_task() || tid.is_daemon()
     } else {
         tid.is_task() && tag >= 0
     };
-    if allowed {
+    if is_allowed {
         Ok(())
     } else {
         Err(PvmError::BadParam)
@@ -39,7 +39,7 @@ fn check_destination(tid: i32, tag: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` for a destination that is not a task or for a reserved tag, `NoBuf` without an active
 /// buffer, `SysErr` without a daemon.
-pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
+pub(crate) fn send_active_buffer(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.runtime_or_enrol()?;
     if try_send_inline(&mut session, tid, tag) {
@@ -54,23 +54,23 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
         return Ok(());
     }
     drop(session);
-    send_queued(tid, tag)
+    send_through_queue(tid, tag)
 }
 
-/// Fast path for a small message: writes it directly to the receiver's ring. Returns false, with
-/// nothing sent, if that is not possible.
+/// Fast path for a small message: writes the message directly to the receiver's ring. Returns false
+/// without sending if the direct write is not possible.
 #[inline]
 fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
     let Session {
         runtime: Some(rt),
         buffers,
-        send_buffer_id: sbuf,
+        send_buffer_id: active_mid,
         ..
     } = session
     else {
         return false;
     };
-    let Ok(buffer) = buffers.get_mut(*sbuf) else {
+    let Ok(buffer) = buffers.get_mut(*active_mid) else {
         return false;
     };
     let Some(body) = buffer.small_body() else {
@@ -80,16 +80,16 @@ fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
         return false;
     }
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
-    let direct = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
-    let head = encode_message_head(ctx, tag, buffer.wid, buffer.enc.sent_header_field());
-    let sent = rt.try_send_inline(dst, head, body, direct);
-    if sent {
-        buffer.record_sent(rt.tid(), dst, ctx, tag);
+    let uses_direct_route = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
+    let message_head = encode_message_head(ctx, tag, buffer.wid, buffer.enc.wire_header_field());
+    let is_sent = rt.try_send_inline(dst, message_head, body, uses_direct_route);
+    if is_sent {
+        buffer.record_sent_header(rt.tid(), dst, ctx, tag);
     }
-    sent
+    is_sent
 }
 
-fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
+fn send_through_queue(tid: i32, tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     let message = {
         let mut session = session::lock();
@@ -99,7 +99,7 @@ fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
         {
             let event = session.send_buffer()?.wire_body()?;
             drop(session);
-            crate::trace::user_event(&event);
+            crate::trace::send_user_event(&event);
             return Ok(());
         }
         check_destination(tid, tag)?;
@@ -108,37 +108,37 @@ fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
             .send_buffer()?
             .make_message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
     };
-    enqueue(&rt, message)
+    enqueue_message(&rt, message)
 }
 
-/// Runs `act` with the buffer `mid` as the active send buffer.
+/// Runs `action` with the buffer `mid` as the active send buffer.
 ///
 /// # Errors
-/// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `act`.
-pub(crate) fn with_send_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
-    let previous = {
+/// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `action`.
+pub(crate) fn with_send_buffer(mid: i32, action: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
+    let previous_buffer = {
         let mut session = session::lock();
         session.buffers.get(mid)?;
         std::mem::replace(&mut session.send_buffer_id, mid)
     };
-    let result = act();
-    session::lock().send_buffer_id = previous;
+    let result = action();
+    session::lock().send_buffer_id = previous_buffer;
     result
 }
 
-fn enqueue(rt: &Runtime, message: Message) -> PvmResult<()> {
+fn enqueue_message(rt: &Runtime, message: Message) -> PvmResult<()> {
     if pvmrouteopt.load(Relaxed) == ROUTE_DIRECT {
-        rt.open_route(message.dst);
+        rt.open_route_and_wait(message.dst);
     }
     rt.send(message)?;
     poll_if_prompt(rt);
     Ok(())
 }
 
-/// Dispatches incoming messages after a send if handlers or caught output need them promptly.
+/// Dispatches incoming messages after a send if [`Session::needs_prompt_dispatch`] is true.
 fn poll_if_prompt(rt: &Runtime) {
-    let prompt = session::lock().needs_prompt_dispatch();
-    if prompt {
+    let needs_dispatch = session::lock().needs_prompt_dispatch();
+    if needs_dispatch {
         receive::poll_incoming(rt);
     }
 }
@@ -156,29 +156,29 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
     if !tids.iter().all(|tid| Tid::from_raw(*tid).is_task()) {
         return Err(PvmError::BadParam);
     }
-    let mut seen = std::collections::HashSet::from([rt.tid().raw()]);
-    let others: Vec<Tid> = tids
+    let mut seen_tids = std::collections::HashSet::from([rt.tid().raw()]);
+    let receivers: Vec<Tid> = tids
         .iter()
-        .filter(|tid| seen.insert(**tid))
+        .filter(|tid| seen_tids.insert(**tid))
         .map(|tid| Tid::from_raw(*tid))
         .collect();
     let ctx = pvmmyctx.load(Relaxed);
     let message = {
         let mut session = session::lock();
         let buffer = session.send_buffer()?;
-        let Some(last) = others.last() else {
+        let Some(last_receiver) = receivers.last() else {
             return Ok(());
         };
-        buffer.make_message(rt.tid(), *last, ctx, tag)?
+        buffer.make_message(rt.tid(), *last_receiver, ctx, tag)?
     };
-    rt.send_to_many(&message, &others)?;
+    rt.send_to_many(&message, &receivers)?;
     poll_if_prompt(&rt);
     Ok(())
 }
 
-/// Sends an array as raw bytes without using the active send buffer (`pvm_psend`). The receiver is
-/// known before any data is packed, so a small array is copied from the program's memory directly
-/// into the ring.
+/// Sends an array as raw bytes without using the active send buffer (`pvm_psend`). A small array is
+/// copied from the program's memory directly into the receiver's ring, because the receiver is
+/// known before any data is packed.
 ///
 /// # Errors
 /// As [`send`].
@@ -186,19 +186,24 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
     let rt = session::runtime()?;
     check_destination(tid, tag)?;
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
-    if let Some(small) = items
+    if let Some(small_body) = items
         .as_slice()
         .filter(|bytes| bytes.len() <= INLINE_BODY_BYTES_MAX)
     {
-        let head = encode_message_head(ctx, tag, 0, DSIG_X86_64);
-        if rt.try_send_inline(dst, head, small, pvmrouteopt.load(Relaxed) == ROUTE_DIRECT) {
+        let message_head = encode_message_head(ctx, tag, 0, DSIG_X86_64);
+        if rt.try_send_inline(
+            dst,
+            message_head,
+            small_body,
+            pvmrouteopt.load(Relaxed) == ROUTE_DIRECT,
+        ) {
             poll_if_prompt(&rt);
             return Ok(());
         }
     }
     let mut body = Vec::new();
     items.append_raw(&mut body);
-    enqueue(
+    enqueue_message(
         &rt,
         Message {
             src: rt.tid(),

@@ -1,8 +1,9 @@
 //! State of this process as a task: its connection to the daemon, its buffers and its received
 //! messages.
 //!
-//! One lock guards the whole state. The lock is never held while code of the program runs (message
-//! handlers, matching functions) or while a call waits, so such code may call the library again.
+//! One lock guards the whole state. No thread has the lock while code of the program runs (message
+//! handlers, matching functions) or while a call waits, so the code of the program may call the
+//! library again.
 
 use crate::abi::NO_EVENTS_MASK;
 use crate::buffers::{Buffer, Buffers, Enc};
@@ -24,24 +25,25 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// State of this process as a task.
+/// State of this process as a task; [`lock`] returns it.
 #[derive(Default)]
 pub(crate) struct Session {
-    /// The connection to the daemon. The value is kept after the connection is lost.
+    /// The connection to the daemon; `None` before the first enrolment. The value stays after the
+    /// connection is lost.
     pub(crate) runtime: Option<Runtime>,
     pub(crate) buffers: Buffers,
-    /// Active send buffer; 0 if there is none.
+    /// Number of the active send buffer; 0 if there is none.
     pub(crate) send_buffer_id: i32,
-    /// Active receive buffer; 0 if there is none.
+    /// Number of the active receive buffer; 0 if there is none.
     pub(crate) receive_buffer_id: i32,
-    /// Buffers of the messages that can be received, in the order of arrival.
-    pub(crate) receivable: VecDeque<i32>,
+    /// Buffer numbers of the messages that can be received, in the order of arrival.
+    pub(crate) receivable_mids: VecDeque<i32>,
     pub(crate) handlers: Handlers,
     /// Matching function that the program set with `pvm_recvf`.
     pub(crate) matcher: Option<Matcher>,
-    /// Output of children that this task prints.
+    /// State of the output of children that this task prints.
     pub(crate) output_catcher: OutputCatcher,
-    /// Tids of all tasks of the spawn that started this task; `None` until they are known.
+    /// Tids of all tasks of the spawn that started this task; `None` while the tids are unknown.
     pub(crate) siblings: Option<Vec<Tid>>,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
@@ -57,33 +59,35 @@ pub(crate) fn lock() -> MutexGuard<'static, Session> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reads the settings that the spawning task passes in the environment.
+/// Reads the settings that the parent passes in the environment.
 fn read_environment() {
-    let number = |name: &str| env::get(name).map(|text| env::parse_number(text.as_bytes()));
-    if let Some(ctx) = number("PVMCTX") {
+    let env_number =
+        |name: &str| env::read_var(name).map(|text| env::parse_number(text.as_bytes()));
+    if let Some(ctx) = env_number("PVMCTX") {
         pvmmyctx.store(ctx, Relaxed);
     }
-    if let Some(mask) = number("PVMTASKDEBUG") {
+    if let Some(mask) = env_number("PVMTASKDEBUG") {
         pvmdebmask.store(mask, Relaxed);
     }
     for tracer in [&pvmtrc, &pvmctrc] {
         tracer.set_mask(&NO_EVENTS_MASK);
         if let Some(mask) =
-            env::get("PVMTMASK").filter(|mask| mask.len() + 1 == NO_EVENTS_MASK.len())
+            env::read_var("PVMTMASK").filter(|mask| mask.len() + 1 == NO_EVENTS_MASK.len())
         {
             tracer.set_mask(mask.as_bytes());
         }
         tracer
             .trace_buf
-            .store(number("PVMTRCBUF").unwrap_or(0), Relaxed);
+            .store(env_number("PVMTRCBUF").unwrap_or(0), Relaxed);
         tracer
             .trace_opt
-            .store(number("PVMTRCOPT").unwrap_or(0), Relaxed);
+            .store(env_number("PVMTRCOPT").unwrap_or(0), Relaxed);
     }
 }
 
 impl Session {
-    /// Frees a buffer. If it was active, there is no active buffer afterwards.
+    /// Frees a buffer. If the buffer was active for sending or receiving, no buffer is active for
+    /// that purpose afterwards.
     ///
     /// # Errors
     /// As [`Buffers::remove`].
@@ -107,7 +111,7 @@ impl Session {
         let mut buffer = Buffer::from_message(message);
         buffer.awaits_receive = true;
         let mid = self.buffers.add(buffer)?;
-        self.receivable.push_back(mid);
+        self.receivable_mids.push_back(mid);
         Ok(())
     }
 
@@ -117,9 +121,12 @@ impl Session {
             return;
         };
         if std::mem::take(&mut buffer.awaits_receive)
-            && let Some(index) = self.receivable.iter().position(|waiting| *waiting == mid)
+            && let Some(index) = self
+                .receivable_mids
+                .iter()
+                .position(|queued_mid| *queued_mid == mid)
         {
-            self.receivable.remove(index);
+            self.receivable_mids.remove(index);
         }
     }
 
@@ -127,7 +134,7 @@ impl Session {
     pub(crate) fn free_receive_buffer(&mut self) {
         let mid = std::mem::take(&mut self.receive_buffer_id);
         if mid != 0 {
-            // Fails if the program has already freed the buffer by its number.
+            // The call fails if the program has already freed the buffer by its number.
             let _ = self.free_buffer(mid);
         }
     }
@@ -142,7 +149,7 @@ impl Session {
     }
 
     /// True if incoming messages must be dispatched promptly, because the program has handlers or
-    /// catches the output of children.
+    /// prints the output of children.
     pub(crate) fn needs_prompt_dispatch(&self) -> bool {
         !self.handlers.is_empty() || self.output_catcher.is_active()
     }
@@ -167,7 +174,8 @@ impl Session {
             .map_err(|_| PvmError::NoBuf)
     }
 
-    /// Returns the connection to the daemon if it is open and was made by this process.
+    /// Returns the connection to the daemon; `None` if the connection is closed or was inherited
+    /// over a `fork`.
     pub(crate) fn connected_runtime(&self) -> Option<Runtime> {
         self.runtime
             .as_ref()
@@ -182,19 +190,19 @@ impl Session {
     #[inline]
     pub(crate) fn runtime_or_enrol(&mut self) -> PvmResult<&Runtime> {
         if !self.runtime.as_ref().is_some_and(Runtime::is_connected) {
-            self.enrol()?;
+            self.enrol_process()?;
         }
         Ok(self.runtime.as_ref().expect("just enrolled"))
     }
 
-    fn enrol(&mut self) -> PvmResult<()> {
-        if let Some(lost) = self.runtime.take() {
-            let forked = pvmmyupid.load(Relaxed) != process::pid();
-            if !forked {
-                log_stderr(&format!("{}\n", lost.lost_reason()), true);
+    fn enrol_process(&mut self) -> PvmResult<()> {
+        if let Some(lost_runtime) = self.runtime.take() {
+            let is_forked = pvmmyupid.load(Relaxed) != process::process_id();
+            if !is_forked {
+                log_stderr(&format!("{}\n", lost_runtime.lost_reason()), true);
             }
-            self.reset();
-            if !forked {
+            self.reset_after_exit();
+            if !is_forked {
                 return Err(PvmError::SysErr);
             }
         }
@@ -208,39 +216,43 @@ impl Session {
 
     fn adopt_settings(&mut self, rt: &Runtime) {
         pvmmytid.store(rt.tid().raw(), Relaxed);
-        pvmmyptid.store(rt.parent().raw(), Relaxed);
-        pvmmyupid.store(process::pid(), Relaxed);
-        pvm_useruid.store(process::uid(), Relaxed);
+        pvmmyptid.store(rt.parent_tid().raw(), Relaxed);
+        pvmmyupid.store(process::process_id(), Relaxed);
+        pvm_useruid.store(process::real_uid(), Relaxed);
         pvmmydsig.store(rt.dsig(), Relaxed);
         pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
-        let (output, trace) = (rt.output_sink(), rt.trace_sink());
-        let requested = rt.tracer_settings();
+        let (output_sink, trace_sink) = (rt.output_sink(), rt.trace_sink());
+        let tracer_settings = rt.tracer_settings();
         for tracer in [&pvmtrc, &pvmctrc] {
-            if let Some(requested) = requested
+            if let Some(tracer_settings) = tracer_settings
                 .as_ref()
                 .filter(|_| tracer.trace_tid.load(Relaxed) >= 0)
             {
-                tracer.set_mask(&requested.event_mask);
-                tracer.trace_buf.store(requested.buffer_bytes, Relaxed);
-                tracer.trace_opt.store(requested.options, Relaxed);
+                tracer.set_mask(&tracer_settings.event_mask);
+                tracer
+                    .trace_buf
+                    .store(tracer_settings.buffer_bytes, Relaxed);
+                tracer
+                    .trace_opt
+                    .store(tracer_settings.trace_option, Relaxed);
             }
-            // A negative tid means that the program wants no sink, not even an inherited one.
+            // A negative tid means that the program requests no sink, not even an inherited one.
             if tracer.out_tid.load(Relaxed) >= 0 {
-                tracer.out_tid.store(output.tid.raw(), Relaxed);
-                tracer.out_ctx.store(output.ctx, Relaxed);
-                tracer.out_tag.store(output.tag, Relaxed);
+                tracer.out_tid.store(output_sink.tid.raw(), Relaxed);
+                tracer.out_ctx.store(output_sink.ctx, Relaxed);
+                tracer.out_tag.store(output_sink.tag, Relaxed);
             }
             if tracer.trace_tid.load(Relaxed) >= 0 {
-                tracer.trace_tid.store(trace.tid.raw(), Relaxed);
-                tracer.trace_ctx.store(trace.ctx, Relaxed);
-                tracer.trace_tag.store(trace.tag, Relaxed);
+                tracer.trace_tid.store(trace_sink.tid.raw(), Relaxed);
+                tracer.trace_ctx.store(trace_sink.ctx, Relaxed);
+                tracer.trace_tag.store(trace_sink.tag, Relaxed);
             }
         }
     }
 
-    /// Resets the state of a process that stops being a task, and returns the connection. The
-    /// buffers and received messages are kept.
-    pub(crate) fn reset(&mut self) -> Option<Runtime> {
+    /// Resets the state of a process that stops being a task, and returns the connection. Buffers
+    /// and received messages stay.
+    pub(crate) fn reset_after_exit(&mut self) -> Option<Runtime> {
         for id in [
             &pvmmytid,
             &pvmmyptid,
@@ -263,7 +275,7 @@ impl Session {
 /// Reports a failed enrolment in one line; the error line of the calling function follows.
 fn report_enroll_error(error: EnrollError) -> PvmError {
     if matches!(error, EnrollError::Root) {
-        refuse_root();
+        exit_as_root();
     }
     if pvmautoerr.load(Relaxed) != 0 {
         log_stderr(&format!("{error}\n"), true);
@@ -272,9 +284,9 @@ fn report_enroll_error(error: EnrollError) -> PvmError {
 }
 
 /// Prints on standard output, as PVM does, that root needs a permission, and exits.
-pub(crate) fn refuse_root() -> ! {
+pub(crate) fn exit_as_root() -> ! {
     use std::io::Write;
-    // There is no other place to report that standard output is closed.
+    // There is no other output on which a closed standard output could be reported.
     let _ = writeln!(
         std::io::stdout(),
         "libpvm {}: {}",
@@ -295,13 +307,13 @@ pub(crate) fn runtime() -> PvmResult<Runtime> {
 /// Returns the prefix of a log line: `[t40002]`, or `[pid123]` while the process is not a task.
 fn log_prefix() -> String {
     match pvmmytid.load(Relaxed) {
-        -1 => format!("[pid{}]", process::pid()),
+        -1 => format!("[pid{}]", process::process_id()),
         tid => format!("[t{tid:x}]"),
     }
 }
 
-/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` there is no colon after
-/// the task, as in PVM's log lines.
+/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` the colon after the tid
+/// is omitted, as in PVM's log lines.
 pub(crate) fn log_stderr(text: &str, without_colon: bool) {
     let colon = if without_colon { "" } else { ":" };
     process::write_stderr(format!("libpvm {}{colon} {text}", log_prefix()).as_bytes());
@@ -338,14 +350,14 @@ pub(crate) fn value_or_report(call: &str, result: PvmResult<i32>) -> i32 {
     result.unwrap_or_else(|error| report_error(call, error.code()))
 }
 
-/// As [`value_or_report`], but prints nothing for the errors in `expected`.
+/// As [`value_or_report`], but prints nothing for the errors in `silent_errors`.
 pub(crate) fn value_or_report_except(
     call: &str,
     result: PvmResult<i32>,
-    expected: &[PvmError],
+    silent_errors: &[PvmError],
 ) -> i32 {
     match result {
-        Err(error) if expected.contains(&error) => {
+        Err(error) if silent_errors.contains(&error) => {
             set_errno(error.code());
             error.code()
         }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// Time limit for a new daemon to accept connections.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time limit for a halted daemon to stop accepting connections.
+/// Time limit for a halted daemon to stop accepting connections, in [`start_daemon`].
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two attempts to connect to the daemon's socket.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
@@ -30,28 +30,31 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// `DupHost` if a daemon is already running, `CantStart` if the new daemon does not start, `SysErr`
 /// if the new daemon does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
-    let paths = RuntimePaths::from_env(process::uid() as u32, env::get).map_err(|reason| {
-        session::log_stderr(&format!("{reason}\n"), true);
-        PvmError::CantStart
-    })?;
-    let accepts_connections = || UnixStream::connect(paths.daemon_socket()).is_ok();
+    let paths =
+        RuntimePaths::from_env(process::real_uid() as u32, env::read_var).map_err(|reason| {
+            session::log_stderr(&format!("{reason}\n"), true);
+            PvmError::CantStart
+        })?;
+    let accepts_connections = || UnixStream::connect(paths.daemon_socket_path()).is_ok();
     let deadline = Instant::now() + EXIT_TIMEOUT;
-    // A daemon that was halted accepts connections for a moment longer.
+    // A halted daemon may accept connections for a short time.
     while accepts_connections() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left < RETRY_INTERVAL || libpvm::runtime::daemon_answers(&paths.daemon_socket(), left) {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        if remaining_time < RETRY_INTERVAL
+            || libpvm::runtime::wait_for_daemon_answer(&paths.daemon_socket_path(), remaining_time)
+        {
             return Err(PvmError::DupHost);
         }
         std::thread::sleep(RETRY_INTERVAL);
     }
-    let mut command = Command::new(daemon_program());
+    let mut command = Command::new(daemon_executable());
     command
         .args(args.iter().map(|arg| OsStr::from_bytes(arg)))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
     // SAFETY: between fork and exec, `detach` makes only async-signal-safe calls, as the child of
     // a process with threads requires.
-    unsafe { command.pre_exec(detach) };
+    unsafe { command.pre_exec(detach_from_parent) };
     let mut child = command.spawn().map_err(|error| {
         session::log_stderr(&format!("pvmd: {error}\n"), true);
         PvmError::CantStart
@@ -86,14 +89,14 @@ fn wait_until_ready(
     deadline: Instant,
 ) -> PvmResult<()> {
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let mut ready = libc::pollfd {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        let mut poll_fd = libc::pollfd {
             fd: stdout.as_raw_fd(),
             events: libc::POLLIN,
             revents: 0,
         };
         // SAFETY: the array has one entry, and its descriptor is open.
-        match unsafe { libc::poll(&mut ready, 1, left.as_millis() as i32) } {
+        match unsafe { libc::poll(&mut poll_fd, 1, remaining_time.as_millis() as i32) } {
             0 => return Err(PvmError::CantStart),
             1 => break,
             _ => (),
@@ -108,7 +111,7 @@ fn wait_until_ready(
 
 /// Runs in the forked child, before exec, and forks again. The second child continues as the daemon
 /// in a new session; the first child exits.
-fn detach() -> std::io::Result<()> {
+fn detach_from_parent() -> std::io::Result<()> {
     // SAFETY: `fork`, `_exit` and `setsid` take no pointers.
     unsafe {
         match libc::fork() {
@@ -123,17 +126,17 @@ fn detach() -> std::io::Result<()> {
 
 /// Returns the daemon's executable: `PVM_DPATH` if set, else `pvmd` in this library's directory or
 /// in `../bin`, else `pvmd` from `KDAT_PATH`.
-pub(crate) fn daemon_program() -> OsString {
-    if let Some(path) = env::get("PVM_DPATH") {
+pub(crate) fn daemon_executable() -> OsString {
+    if let Some(path) = env::read_var("PVM_DPATH") {
         return path.into();
     }
-    let next_to_library = library_path().and_then(|library| {
-        let folder = library.parent()?;
-        [folder.join("pvmd"), folder.join("../bin/pvmd")]
+    let installed_path = library_path().and_then(|library| {
+        let directory = library.parent()?;
+        [directory.join("pvmd"), directory.join("../bin/pvmd")]
             .into_iter()
             .find(|path| path.is_file())
     });
-    next_to_library.map_or_else(|| "pvmd".into(), Into::into)
+    installed_path.map_or_else(|| "pvmd".into(), Into::into)
 }
 
 /// Returns the path of this library's file.

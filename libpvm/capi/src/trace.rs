@@ -2,8 +2,9 @@
 //!
 //! - Only the outermost call is recorded. Calls that the library or a group function makes
 //!   internally produce no records. Calls in a message handler count as outermost again.
-//! - Depending on the option `PvmTraceOptions`, every call is recorded (full), or only the total
-//!   time (`OPTION_TIME`) or number (`OPTION_COUNT`) of calls per event, which [`flush`] sends.
+//! - The option `PvmTraceOptions` determines what is recorded: every call (full), or only the total
+//!   time (`OPTION_TIME`) or the number (`OPTION_COUNT`) of calls of each event. [`flush`] sends
+//!   the totals.
 //! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
 //!   Without a buffer each record is sent immediately.
 
@@ -14,7 +15,7 @@ use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{ENC_TRACE, ENC_XDR};
 use sempa_proto::trace::{
     EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, TraceItem, TraceValue, USER_EVENT_END_MARKER, int_item,
-    ints_item, mask_selects, pack_group, pack_record, record_head,
+    ints_item, mask_selects, pack_group, pack_record, record_head_items,
 };
 use sempa_proto::{Message, Tid};
 use std::cell::Cell;
@@ -24,38 +25,40 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use libpvm::trace_events::EventMask;
 
-/// `PvmTraceTime`: record the total time of each kind of call.
+/// Value of `PvmTraceTime`: the total time of the calls of each event is recorded.
 const OPTION_TIME: i32 = 2;
-/// `PvmTraceCount`: record the number of each kind of call.
+/// Value of `PvmTraceCount`: the number of calls of each event is recorded.
 const OPTION_COUNT: i32 = 3;
-/// Upper bound of the collected records in bytes, whatever buffer size a program requests.
+/// Maximum total size of the collected records in bytes. A larger buffer size that a program
+/// requests has no effect.
 const COLLECTED_BYTES_MAX: usize = 1 << 20;
 
-/// Totals of one kind of call, kept when only times or numbers are recorded.
+/// Totals of the calls of one event, if only times or numbers are recorded.
 #[derive(Clone, Copy, Debug, Default)]
 struct CallTotals {
     micros: i64,
-    count: i32,
+    call_count: i32,
 }
 
-/// Records that have not been sent yet, and the events that the tracer already knows.
+/// Records that have not been sent yet, and the events whose descriptions have been sent to the
+/// tracer.
 #[derive(Debug, Default)]
 struct TraceState {
     /// Tid, context and tag to which the descriptions in `described_events` were sent.
     sink: (i32, i32, i32),
     described_events: BTreeSet<i32>,
-    collected: Vec<u8>,
-    totals: BTreeMap<i32, CallTotals>,
+    collected_records: Vec<u8>,
+    totals_by_event: BTreeMap<i32, CallTotals>,
 }
 
 static STATE: Mutex<TraceState> = Mutex::new(TraceState {
     sink: (0, 0, 0),
     described_events: BTreeSet::new(),
-    collected: Vec::new(),
-    totals: BTreeMap::new(),
+    collected_records: Vec::new(),
+    totals_by_event: BTreeMap::new(),
 });
 
-fn state() -> MutexGuard<'static, TraceState> {
+fn lock_state() -> MutexGuard<'static, TraceState> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -66,17 +69,17 @@ thread_local! {
 
 /// Runs code of the program within a call of the library. Calls that this code makes count as
 /// outermost.
-pub(crate) fn run_program_code<R>(run: impl FnOnce() -> R) -> R {
-    let inside = IN_LIBRARY_CALL.replace(false);
-    let answer = run();
-    IN_LIBRARY_CALL.set(inside);
-    answer
+pub(crate) fn run_program_code<R>(program_code: impl FnOnce() -> R) -> R {
+    let was_in_call = IN_LIBRARY_CALL.replace(false);
+    let result = program_code();
+    IN_LIBRARY_CALL.set(was_in_call);
+    result
 }
 
-/// True if another task receives the trace of this task.
+/// True if the trace of this task is sent to another task.
 fn has_tracer() -> bool {
-    let sink = pvmtrc.trace_tid.load(Relaxed);
-    sink > 0 && sink != pvmmytid.load(Relaxed)
+    let tracer_tid = pvmtrc.trace_tid.load(Relaxed);
+    tracer_tid > 0 && tracer_tid != pvmmytid.load(Relaxed)
 }
 
 fn enabled_event_number(event: &str) -> Option<i32> {
@@ -87,84 +90,93 @@ fn enabled_event_number(event: &str) -> Option<i32> {
     mask_selects(&pvmtrc.mask(), number).then_some(number)
 }
 
-/// Runs a call of the interface and records it. `entry` and `exit` return the items to record
+/// Runs a call of the interface and records it. `entry_items` and `exit_items` return the items to record
 /// before and after `body`.
 pub(crate) fn traced_call<R>(
     event: &str,
-    entry: impl FnOnce() -> Vec<TraceItem>,
+    entry_items: impl FnOnce() -> Vec<TraceItem>,
     body: impl FnOnce() -> R,
-    exit: impl FnOnce(&R) -> Vec<TraceItem>,
+    exit_items: impl FnOnce(&R) -> Vec<TraceItem>,
 ) -> R {
-    IN_LIBRARY_CALL.with(|inside| {
-        if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
+    IN_LIBRARY_CALL.with(|in_call| {
+        if in_call.get() || pvmtoplvl.load(Relaxed) == 0 {
             return body();
         }
-        // A process that enrols in this call does not know before the end of the call whether it is
-        // traced.
+        // If the process enrols in this call, it is known only after the call whether a tracer
+        // receives the trace.
         if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
-            inside.set(true);
-            let answer = body();
-            inside.set(false);
-            return answer;
+            in_call.set(true);
+            let result = body();
+            in_call.set(false);
+            return result;
         }
-        recorded_call(inside, event, entry, body, exit)
+        record_call(in_call, event, entry_items, body, exit_items)
     })
 }
 
 /// Runs a call and records it if its event is enabled. If the call itself enrols the process, its
 /// entry event is recorded after the call.
-fn recorded_call<R>(
-    inside: &Cell<bool>,
+fn record_call<R>(
+    in_call: &Cell<bool>,
     event: &str,
     entry: impl FnOnce() -> Vec<TraceItem>,
     body: impl FnOnce() -> R,
-    exit: impl FnOnce(&R) -> Vec<TraceItem>,
+    exit_items: impl FnOnce(&R) -> Vec<TraceItem>,
 ) -> R {
-    let began = process::now();
+    let start_time = process::unix_time();
     let mut entry = Some(entry);
     if let Some(number) = enabled_event_number(event) {
-        record(
+        append_record(
             event,
             number | EVENT_ENTRY_OFFSET,
-            began,
+            start_time,
             entry.take().map(|entry| entry()).unwrap_or_default(),
         );
     }
-    inside.set(true);
-    let answer = body();
-    inside.set(false);
+    in_call.set(true);
+    let result = body();
+    in_call.set(false);
     if let Some(number) = enabled_event_number(event) {
         if let Some(entry) = entry {
-            record(event, number | EVENT_ENTRY_OFFSET, began, entry());
+            append_record(event, number | EVENT_ENTRY_OFFSET, start_time, entry());
         }
-        let ended = process::now();
+        let end_time = process::unix_time();
         if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
             let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
-            state().totals.entry(number).or_default().micros += micros(ended) - micros(began);
+            lock_state()
+                .totals_by_event
+                .entry(number)
+                .or_default()
+                .micros += micros(end_time) - micros(start_time);
         }
-        record(event, number | EVENT_EXIT_OFFSET, ended, exit(&answer));
+        append_record(
+            event,
+            number | EVENT_EXIT_OFFSET,
+            end_time,
+            exit_items(&result),
+        );
     }
-    answer
+    result
 }
 
 /// Events that code outside of this library reports through PVM's exported names. PVM's group
 /// library reports its calls in this way.
 pub(crate) mod external {
     use super::{
-        EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, OPTION_TIME, TraceItem, event_name, has_tracer,
-        process, pvmtrc, record, state,
+        EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, OPTION_TIME, TraceItem, append_record, event_name,
+        has_tracer, lock_state, process, pvmtrc,
     };
     use sempa_proto::trace::mask_selects;
     use std::cell::{Cell, RefCell};
     use std::sync::atomic::Ordering::Relaxed;
 
     /// Maximum number of items of one record; PVM's records have at most twenty.
-    const ITEMS_MAX: usize = 64;
+    const RECORD_ITEMS_MAX: usize = 64;
 
     /// A record under construction.
     struct OpenRecord {
         event: i32,
-        at: (i64, i64),
+        time: (i64, i64),
         items: Vec<TraceItem>,
     }
 
@@ -174,30 +186,36 @@ pub(crate) mod external {
         static CALL_START: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
     }
 
-    /// True if the tracer wants this event.
+    /// True if a tracer receives the trace and its mask selects this event.
     pub(crate) fn is_enabled(number: i32) -> bool {
         has_tracer()
             && (0..libpvm::trace_events::EVENT_NAMES.len() as i32).contains(&number)
             && mask_selects(&pvmtrc.mask(), number)
     }
 
-    /// Starts a record of an event, or of the begin or end of a call. Returns false, with nothing
-    /// started, if the event is not enabled.
-    pub(crate) fn begin_record(number: i32, which: i32) -> bool {
-        if !is_enabled(number) || ![0, EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET].contains(&which) {
+    /// Starts a record of an event, or of the entry or exit of a call. `entry_or_exit` is 0 or one of the
+    /// two offsets. Returns false without starting a record if the event is not enabled or `entry_or_exit`
+    /// is invalid.
+    pub(crate) fn begin_record(number: i32, entry_or_exit: i32) -> bool {
+        if !is_enabled(number)
+            || ![0, EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET].contains(&entry_or_exit)
+        {
             return false;
         }
-        let at = process::now();
-        if which != EVENT_EXIT_OFFSET {
-            CALL_START.set(at);
+        let time = process::unix_time();
+        if entry_or_exit != EVENT_EXIT_OFFSET {
+            CALL_START.set(time);
         } else if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
-            let began = CALL_START.get();
-            state().totals.entry(number).or_default().micros +=
-                (at.0 - began.0) * 1_000_000 + at.1 - began.1;
+            let start_time = CALL_START.get();
+            lock_state()
+                .totals_by_event
+                .entry(number)
+                .or_default()
+                .micros += (time.0 - start_time.0) * 1_000_000 + time.1 - start_time.1;
         }
         OPEN_RECORD.set(Some(OpenRecord {
-            event: number | which,
-            at,
+            event: number | entry_or_exit,
+            time,
             items: Vec::new(),
         }));
         true
@@ -206,9 +224,9 @@ pub(crate) mod external {
     /// Adds an item to the record under construction. Returns false if there is no such record or
     /// if the record is full.
     pub(crate) fn add_item(item: TraceItem) -> bool {
-        OPEN_RECORD.with_borrow_mut(|open| match open {
-            Some(open) if open.items.len() < ITEMS_MAX => {
-                open.items.push(item);
+        OPEN_RECORD.with_borrow_mut(|open_record| match open_record {
+            Some(open_record) if open_record.items.len() < RECORD_ITEMS_MAX => {
+                open_record.items.push(item);
                 true
             }
             _ => false,
@@ -217,9 +235,14 @@ pub(crate) mod external {
 
     /// Completes the record under construction, if any, and adds it to the collected records.
     pub(crate) fn end_record() {
-        if let Some(OpenRecord { event, at, items }) = OPEN_RECORD.take() {
+        if let Some(OpenRecord {
+            event,
+            time: at,
+            items,
+        }) = OPEN_RECORD.take()
+        {
             let name = event_name(event & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET));
-            record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
+            append_record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
         }
     }
 
@@ -243,13 +266,18 @@ pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<TraceItem>) 
         return;
     }
     if let Some(number) = enabled_event_number(event) {
-        record(event, number | EVENT_ENTRY_OFFSET, process::now(), items());
+        append_record(
+            event,
+            number | EVENT_ENTRY_OFFSET,
+            process::unix_time(),
+            items(),
+        );
     }
 }
 
 /// Returns the items of a call that returns only a code.
-pub(crate) fn return_code_items(answer: &i32) -> Vec<TraceItem> {
-    vec![int_item("CC", *answer)]
+pub(crate) fn return_code_items(code: &i32) -> Vec<TraceItem> {
+    vec![int_item("CC", *code)]
 }
 
 /// Returns an item with an address in the program's memory.
@@ -272,22 +300,22 @@ pub(crate) fn no_items() -> Vec<TraceItem> {
     Vec::new()
 }
 
-fn record(name: &str, event: i32, at: (i64, i64), items: Vec<TraceItem>) {
-    let mut state = state();
+fn append_record(name: &str, event: i32, time: (i64, i64), items: Vec<TraceItem>) {
+    let mut state = lock_state();
     if matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT) {
         state
-            .totals
+            .totals_by_event
             .entry(event & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET))
             .or_default()
-            .count += 1;
+            .call_count += 1;
         return;
     }
-    state.append(name, event, at, items);
-    let limit = usize::try_from(pvmtrc.trace_buf.load(Relaxed))
+    state.append(name, event, time, items);
+    let buffer_bytes_max = usize::try_from(pvmtrc.trace_buf.load(Relaxed))
         .unwrap_or(0)
         .min(COLLECTED_BYTES_MAX);
-    if state.collected.len() > limit {
-        state.send(limit > 0);
+    if state.collected_records.len() > buffer_bytes_max {
+        state.send(buffer_bytes_max > 0);
     }
 }
 
@@ -300,34 +328,40 @@ impl TraceState {
         items: Vec<TraceItem>,
     ) {
         let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag]
-            .map(|place| place.load(Relaxed));
+            .map(|field| field.load(Relaxed));
         let sink = (sink[0], sink[1], sink[2]);
         if self.sink != sink {
             (self.sink, self.described_events) = (sink, BTreeSet::new());
         }
-        let mut all = record_head(seconds as i32, micros as i32, pvmmytid.load(Relaxed));
-        all.extend(items);
-        let mut out = Packer::new(Encoding::Xdr);
-        let describe = self.described_events.insert(event);
-        pack_record(&mut out, event, describe.then_some(name), &all);
-        self.collected.extend_from_slice(&out.finish());
+        let mut record_items =
+            record_head_items(seconds as i32, micros as i32, pvmmytid.load(Relaxed));
+        record_items.extend(items);
+        let mut packer = Packer::new(Encoding::Xdr);
+        let is_first_record = self.described_events.insert(event);
+        pack_record(
+            &mut packer,
+            event,
+            is_first_record.then_some(name),
+            &record_items,
+        );
+        self.collected_records.extend_from_slice(&packer.finish());
     }
 
-    fn send(&mut self, group: bool) {
-        let records = std::mem::take(&mut self.collected);
-        let mut out = Packer::new(Encoding::Xdr);
-        if group {
-            pack_group(&mut out, &records);
+    fn send(&mut self, as_group: bool) {
+        let records = std::mem::take(&mut self.collected_records);
+        let mut packer = Packer::new(Encoding::Xdr);
+        if as_group {
+            pack_group(&mut packer, &records);
         } else {
-            out.append_encoded(&records);
+            packer.append_encoded(&records);
         }
-        send_to_tracer(self.sink, ENC_XDR, out.finish());
+        send_to_tracer(self.sink, ENC_XDR, packer.finish());
     }
 }
 
 fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
     // The session is not locked at this point: records are made before or after a call, never
-    // within it.
+    // during a call.
     if let Some(rt) = session::lock().connected_runtime() {
         let message = Message {
             src: rt.tid(),
@@ -338,70 +372,72 @@ fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes
             enc,
             body,
         };
-        // An error means that the tracer is unreachable. The tracer misses the record, and the
-        // program continues.
+        // An error means that the tracer is unreachable. The record is lost, and the program
+        // continues.
         let _ = rt.send(message);
     }
 }
 
-/// Sends the collected records, or the totals if only those are recorded.
-pub(crate) fn flush() {
-    let mut state = state();
-    if has_tracer() && !state.totals.is_empty() {
-        let timing = pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME;
-        let sums = std::mem::take(&mut state.totals);
-        let names = sums
+/// Sends the collected records. If only times or numbers are recorded, also sends the totals.
+pub(crate) fn send_collected_records() {
+    let mut state = lock_state();
+    if has_tracer() && !state.totals_by_event.is_empty() {
+        let records_times = pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME;
+        let totals = std::mem::take(&mut state.totals_by_event);
+        let names = totals
             .keys()
             .map(|event| event_name(*event).to_vec())
             .collect();
         let mut items = vec![
-            int_item("VCT", sums.len() as i32),
+            int_item("VCT", totals.len() as i32),
             text_list_item("VID", names),
         ];
-        if timing {
+        if records_times {
             items.push(ints_item(
                 "TGS",
-                sums.values()
-                    .map(|sum| (sum.micros / 1_000_000) as i32)
+                totals
+                    .values()
+                    .map(|total| (total.micros / 1_000_000) as i32)
                     .collect(),
             ));
             items.push(ints_item(
                 "TGU",
-                sums.values()
-                    .map(|sum| (sum.micros % 1_000_000) as i32)
+                totals
+                    .values()
+                    .map(|total| (total.micros % 1_000_000) as i32)
                     .collect(),
             ));
         }
         items.push(ints_item(
             "PRF",
-            sums.values().map(|sum| sum.count).collect(),
+            totals.values().map(|total| total.call_count).collect(),
         ));
-        let name = if timing { "timing" } else { "profiling" };
+        let name = if records_times { "timing" } else { "profiling" };
         let number = EventMask::event_number(name).map_or(0, |number| number as i32);
-        state.append(name, number, process::now(), items);
+        state.append(name, number, process::unix_time(), items);
     }
-    if !state.collected.is_empty() {
-        let group = pvmtrc.trace_buf.load(Relaxed) > 0
+    if !state.collected_records.is_empty() {
+        let as_group = pvmtrc.trace_buf.load(Relaxed) > 0
             && !matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT);
-        state.send(group);
+        state.send(as_group);
     }
 }
 
 fn event_name(number: i32) -> &'static [u8] {
     let name = usize::try_from(number)
         .ok()
-        .and_then(|at| libpvm::trace_events::EVENT_NAMES.get(at));
+        .and_then(|index| libpvm::trace_events::EVENT_NAMES.get(index));
     name.map_or(b"?".as_slice(), |name| name.to_bytes())
 }
 
-/// Sends an event that the program has defined, if the tracer wants such events.
-pub(crate) fn user_event(body: &[u8]) {
+/// Sends an event that the program has defined, if the tracer's mask selects such events.
+pub(crate) fn send_user_event(body: &[u8]) {
     if enabled_event_number("user_defined").is_none() {
         return;
     }
-    let mut out = Packer::new(Encoding::Xdr);
-    out.append_encoded(body).int(USER_EVENT_END_MARKER);
+    let mut packer = Packer::new(Encoding::Xdr);
+    packer.append_encoded(body).pack_int(USER_EVENT_END_MARKER);
     let sink =
-        [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
-    send_to_tracer((sink[0], sink[1], sink[2]), ENC_TRACE, out.finish());
+        [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|field| field.load(Relaxed));
+    send_to_tracer((sink[0], sink[1], sink[2]), ENC_TRACE, packer.finish());
 }

@@ -1,14 +1,14 @@
-//! Calls every function with bad arguments. Each call runs in its own process, returns a documented
-//! number, and never ends the process by a signal. The calls are made from the header and the
-//! symbol table, so no function is forgotten.
+//! Calls every function with bad arguments. Each call runs in its own process. It must return a
+//! documented number and must never end the process by a signal. The calls are generated from the
+//! header and the symbol table, so no function is forgotten.
 
 mod common;
 
-use common::{FakeDaemon, Program, include, library};
+use common::{FakeDaemon, Program, built_library, include_dir};
 use std::fmt::Write as _;
 use std::process::Command;
 
-/// Calls that may wait forever as documented.
+/// Functions that may wait forever, as the documentation states.
 const WAITING_FUNCTIONS: [&str; 5] = [
     "pvm_recv",
     "pvm_trecv",
@@ -16,18 +16,18 @@ const WAITING_FUNCTIONS: [&str; 5] = [
     "pvm_recvinfo",
     "pvm_siblings",
 ];
-/// Functions that end the process or wait as documented, and functions with variable arguments.
+/// Functions that the test does not call, because they have variable arguments.
 const SKIPPED_FUNCTIONS: [&str; 4] = ["pvm_packf", "pvm_unpackf", "pvmlogprintf", "vpvmlogprintf"];
-/// Meaningless numbers: unknown, negative, huge.
+/// Invalid numbers: unknown, negative, huge.
 const BAD_NUMBERS: [&str; 6] = ["0", "-1", "-5", "99999", "2147483647", "(-2147483647 - 1)"];
-/// Texts: null, empty, unknown, longer than any buffer.
+/// Invalid texts: null, empty, unknown, longer than any buffer.
 const BAD_TEXTS: [&str; 4] = ["(char *)0", "\"\"", "\"no such thing\"", "longer"];
 
 /// Splits arguments at the commas outside of parentheses.
 fn split_arguments(arguments: &str) -> Vec<String> {
     let (mut parts, mut depth) = (vec![String::new()], 0);
-    for c in arguments.chars() {
-        match c {
+    for character in arguments.chars() {
+        match character {
             '(' => depth += 1,
             ')' => depth -= 1,
             ',' if depth == 0 => {
@@ -36,62 +36,66 @@ fn split_arguments(arguments: &str) -> Vec<String> {
             }
             _ => {}
         }
-        parts.last_mut().expect("never empty").push(c);
+        parts.last_mut().expect("never empty").push(character);
     }
     parts.iter().map(|part| part.trim().to_string()).collect()
 }
 
-/// Returns each function of the header: its name, whether it returns an int, and its arguments in
-/// C.
+/// Returns the functions of the header. Each tuple contains the function's name, whether the
+/// function returns an int, and the arguments in C.
 fn parse_functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
-    let mut found = Vec::new();
+    let mut functions = Vec::new();
     for statement in header.split(';') {
-        let flat = statement.split_whitespace().collect::<Vec<_>>().join(" ");
-        let Some((before, arguments)) = flat.split_once('(') else {
+        let declaration = statement.split_whitespace().collect::<Vec<_>>().join(" ");
+        let Some((type_and_name, arguments)) = declaration.split_once('(') else {
             continue;
         };
-        let Some(name) = before
+        let Some(name) = type_and_name
             .rsplit([' ', '*'])
             .next()
             .filter(|name| name.starts_with("pvm"))
         else {
             continue;
         };
-        if arguments.contains('{') || before.contains('#') || before.contains("typedef") {
+        if arguments.contains('{')
+            || type_and_name.contains('#')
+            || type_and_name.contains("typedef")
+        {
             continue;
         }
         let arguments = arguments.trim_end().strip_suffix(')').unwrap_or(arguments);
-        let list = split_arguments(arguments)
+        let argument_list = split_arguments(arguments)
             .into_iter()
             .filter(|a| !a.is_empty() && a != "void")
             .collect();
-        found.push((
+        functions.push((
             name.to_string(),
-            before
+            type_and_name
                 .strip_suffix(name)
                 .is_some_and(|kind| kind.trim_end().ends_with("int")),
-            list,
+            argument_list,
         ));
     }
-    found
+    functions
 }
 
 /// Returns argument lists for calls of a function: every test value appears in every position,
 /// combined with other bad values.
 fn argument_lists(arguments: &[String]) -> Vec<String> {
     let mut lists = Vec::new();
-    let rounds = 2 * BAD_NUMBERS.len();
-    for round in 0..rounds {
-        let value = |(at, argument): (usize, &String)| {
+    let round_count = 2 * BAD_NUMBERS.len();
+    for round in 0..round_count {
+        let test_value = |(position, argument): (usize, &String)| {
             let is_text = argument.contains("char *") && !argument.contains("**");
             match () {
                 () if is_text => BAD_TEXTS
-                    [(round + round / BAD_NUMBERS.len() + at) % BAD_TEXTS.len()]
+                    [(round + round / BAD_NUMBERS.len() + position) % BAD_TEXTS.len()]
                 .to_string(),
-                // Other pointers are null: in C their targets must exist.
+                // Other pointers are null: a pointer with another value must have a valid target in
+                // C.
                 () if argument.contains('*') || argument.contains('[') => "(void *)0".to_string(),
                 () => BAD_NUMBERS
-                    [(round + at * (1 + round / BAD_NUMBERS.len())) % BAD_NUMBERS.len()]
+                    [(round + position * (1 + round / BAD_NUMBERS.len())) % BAD_NUMBERS.len()]
                 .to_string(),
             }
         };
@@ -99,7 +103,7 @@ fn argument_lists(arguments: &[String]) -> Vec<String> {
             arguments
                 .iter()
                 .enumerate()
-                .map(value)
+                .map(test_value)
                 .collect::<Vec<_>>()
                 .join(", "),
         );
@@ -109,48 +113,49 @@ fn argument_lists(arguments: &[String]) -> Vec<String> {
     lists
 }
 
-/// True for functions that write text to a buffer: a constant text must not be passed.
-fn writes_text(name: &str) -> bool {
+/// True for functions that write to a text argument. The test must not pass a constant text to such
+/// a function.
+fn writes_text_argument(name: &str) -> bool {
     matches!(
         name,
         "pvm_upkstr" | "pvmtmpnam" | "pvm_gettmask" | "pvm_upkbyte" | "pvm_pkbyte" | "pvm_settmask"
     )
 }
 
-fn program_text() -> String {
+fn generate_program() -> String {
     let mut calls_text = String::new();
-    let mut count = 0;
-    let mut call = |name: &str, expression: &str| {
-        let waits = i32::from(WAITING_FUNCTIONS.contains(&name));
-        let shown = expression.replace('\\', "\\\\").replace('"', "\\\"");
+    let mut call_count = 0;
+    let mut add_call = |name: &str, expression: &str| {
+        let may_wait = i32::from(WAITING_FUNCTIONS.contains(&name));
+        let quoted_expression = expression.replace('\\', "\\\\").replace('"', "\\\"");
         writeln!(
             calls_text,
-            "    if (child(\"{shown}\", {waits})) finish((long)({expression}));"
+            "    if (child(\"{quoted_expression}\", {may_wait})) finish((long)({expression}));"
         )
         .expect("a string");
-        count += 1;
+        call_count += 1;
     };
     let symbols = Command::new("nm")
         .args(["-D", "--defined-only"])
-        .arg(library())
+        .arg(built_library())
         .output()
         .expect("binutils");
     let symbols = String::from_utf8_lossy(&symbols.stdout).into_owned();
-    let exported: Vec<&str> = symbols
+    let exported_functions: Vec<&str> = symbols
         .lines()
         .filter_map(|line| line.split_once(" T "))
         .map(|(_, name)| name)
         .collect();
-    let header = std::fs::read_to_string(include().join("pvm3.h")).expect("the header");
-    let mut known = Vec::new();
+    let header = std::fs::read_to_string(include_dir().join("pvm3.h")).expect("the header");
+    let mut header_functions = Vec::new();
     for (name, is_int, arguments) in parse_functions(&header) {
-        if !exported.contains(&name.as_str())
+        if !exported_functions.contains(&name.as_str())
             || SKIPPED_FUNCTIONS.contains(&name.as_str())
             || arguments.iter().any(|a| a.contains("..."))
         {
             continue;
         }
-        let arguments: Vec<String> = match writes_text(&name) {
+        let arguments: Vec<String> = match writes_text_argument(&name) {
             true => arguments
                 .iter()
                 .map(|a| {
@@ -163,25 +168,29 @@ fn program_text() -> String {
                 .collect(),
             false => arguments,
         };
-        for list in argument_lists(&arguments) {
-            call(
+        for argument_list in argument_lists(&arguments) {
+            add_call(
                 &name,
                 &if is_int {
-                    format!("{name}({list})")
+                    format!("{name}({argument_list})")
                 } else {
-                    format!("({name}({list}), 0)")
+                    format!("({name}({argument_list}), 0)")
                 },
             );
         }
-        known.push(name);
+        header_functions.push(name);
     }
-    assert!(known.len() > 90, "{known:?}");
-    for name in exported {
-        if !known.iter().any(|known| known == name) && !SKIPPED_FUNCTIONS.contains(&name) {
-            call(name, &format!("(nothing(\"{name}\"), 0)"));
+    assert!(header_functions.len() > 90, "{header_functions:?}");
+    for name in exported_functions {
+        if !header_functions
+            .iter()
+            .any(|header_functions| header_functions == name)
+            && !SKIPPED_FUNCTIONS.contains(&name)
+        {
+            add_call(name, &format!("(nothing(\"{name}\"), 0)"));
         }
     }
-    assert!(count > 600, "{count} calls");
+    assert!(call_count > 600, "{call_count} calls");
     format!(
         "#define _GNU_SOURCE\n#include <pvm3.h>\n#include <dlfcn.h>\n#include <fcntl.h>\n#include <signal.h>\n#include <stdio.h>\n\
          #include <stdlib.h>\n#include <string.h>\n#include <sys/wait.h>\n#include <unistd.h>\n\
@@ -202,26 +211,26 @@ fn program_text() -> String {
     )
 }
 
-/// No function crashes on meaningless arguments or returns an undocumented number.
+/// On invalid arguments no function crashes or returns an undocumented number.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn no_function_breaks_on_bad_arguments() {
-    let (daemon, nowhere) = (
+    let (daemon, empty_dir) = (
         FakeDaemon::start(),
         tempfile::tempdir().expect("a directory"),
     );
-    let bad = Program::of_text("bad", &program_text(), &["-w"]);
-    for (what, tmp) in [
+    let program = Program::compile_text("bad", &generate_program(), &["-w"]);
+    for (case, tmp) in [
         ("with a daemon", daemon.tmp()),
-        ("without a daemon", nowhere.path()),
+        ("without a daemon", empty_dir.path()),
     ] {
-        let mut command = bad.command(tmp);
-        // No call may start a daemon: its program does not exist.
+        let mut command = program.command(tmp);
+        // No call may start a daemon, so the path of the daemon's program does not exist.
         command
             .env("PVM_DPATH", "/nonexistent/pvmd")
-            .current_dir(nowhere.path());
-        let done = command.output().expect("runs");
-        let said = String::from_utf8_lossy(&done.stdout).into_owned();
-        assert!(done.status.success(), "{what}:\n{said}");
+            .current_dir(empty_dir.path());
+        let output = command.output().expect("runs");
+        let stdout_text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{case}:\n{stdout_text}");
     }
 }

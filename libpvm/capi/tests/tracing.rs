@@ -1,15 +1,20 @@
-//! Tests of tracing: a C tracer receives the documented records of a C task, either one by one,
-//! collected, or as totals.
+//! Tests of tracing: a C tracer receives the documented records of a C task. The task sends each
+//! record immediately, a collection of records, or only totals.
 
 mod common;
 
 use common::vm::{RunningProgram, Vm};
-use common::{Program, include};
+use common::{Program, include_dir};
 
-fn start_tracer_and_task(vm: &Vm, program: &Program, buffer: &str, option: &str) -> RunningProgram {
-    let mut tracer = vm.run(program, &["tracer", buffer, option]);
+fn start_tracer_and_task(
+    vm: &Vm,
+    program: &Program,
+    buffer_bytes: &str,
+    option: &str,
+) -> RunningProgram {
+    let mut tracer = vm.start_program(program, &["tracer", buffer_bytes, option]);
     tracer.wait_for_output("serving");
-    vm.run(program, &["task"]).wait_for_success();
+    vm.start_program(program, &["task"]).wait_for_success();
     tracer.wait_for_output("output 0\n");
     tracer.wait_for_output("endtask: ");
     tracer
@@ -19,15 +24,15 @@ fn start_tracer_and_task(vm: &Vm, program: &Program, buffer: &str, option: &str)
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn traced_calls_report_begin_and_end() {
-    let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
+    let (vm, program) = (Vm::start(), Program::compile("traced", &include_dir()));
     let mut tracer = start_tracer_and_task(&vm, &program, "0", "1");
     tracer.wait_for_output("exit begins: ");
-    let said = tracer.output();
+    let output = tracer.output();
     assert!(
-        !said.contains("group") && said.contains("123 items\n") && said.contains("newtask: "),
-        "{said}"
+        !output.contains("group") && output.contains("123 items\n") && output.contains("newtask: "),
+        "{output}"
     );
-    for (line, end) in [
+    for (line_start, line_end) in [
         ("mytid begins:", ""),
         ("mytid ends:", " 262146"),
         ("pkint begins:", " somewhere 3 1"),
@@ -41,23 +46,23 @@ fn traced_calls_report_begin_and_end() {
         ("spawn ends:", " 262146 1 262147"),
         ("spntask:", " 262146"),
     ] {
-        let found = said
+        let is_reported = output
             .lines()
-            .any(|said| said.starts_with(line) && said.ends_with(end));
-        assert!(found, "{line} … {end}: {said}");
+            .any(|output| output.starts_with(line_start) && output.ends_with(line_end));
+        assert!(is_reported, "{line_start} … {line_end}: {output}");
     }
     assert!(
-        said.contains("own event 108 user_defined 1: 3 of type 134\n"),
-        "{said}"
+        output.contains("own event 108 user_defined 1: 3 of type 134\n"),
+        "{output}"
     );
     assert!(
-        said.contains("output -2\n") && said.contains("output 6\n"),
-        "output that nobody collects comes too: {said}"
+        output.contains("output -2\n") && output.contains("output 6\n"),
+        "output that nobody collects comes too: {output}"
     );
-    // Internal work of the library inside a call is not traced.
+    // Calls that the library makes internally during a call are not traced.
     assert!(
-        !said.contains("notify") && !said.contains("putinfo"),
-        "{said}"
+        !output.contains("notify") && !output.contains("putinfo"),
+        "{output}"
     );
 }
 
@@ -65,20 +70,20 @@ fn traced_calls_report_begin_and_end() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn trace_records_are_collected_and_summed() {
-    let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
+    let (vm, program) = (Vm::start(), Program::compile("traced", &include_dir()));
     let mut tracer = start_tracer_and_task(&vm, &program, "100000", "1");
     tracer.wait_for_output("group\n");
     tracer.kill();
-    for (option, line) in [("2", "timing: "), ("3", "profiling: ")] {
+    for (option, expected_text) in [("2", "timing: "), ("3", "profiling: ")] {
         let mut tracer = start_tracer_and_task(&vm, &program, "0", option);
-        tracer.wait_for_output(line);
-        let said = tracer.output();
+        tracer.wait_for_output(expected_text);
+        let output = tracer.output();
         assert!(
-            !said.contains("recv begins") && said.contains("'recv'"),
-            "{said}"
+            !output.contains("recv begins") && output.contains("'recv'"),
+            "{output}"
         );
         tracer.kill();
     }
     // Without a tracer the calls of the task succeed as well.
-    vm.run(&program, &["task"]).wait_for_success();
+    vm.start_program(&program, &["task"]).wait_for_success();
 }

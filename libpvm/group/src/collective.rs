@@ -9,7 +9,8 @@ use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_int};
 
-/// The members of the group of a collective call, and the calling task's role.
+/// The members of the group of a collective call, and the arguments that determine the calling
+/// task's role.
 pub(crate) struct Collective {
     /// Tids of the members by instance number; 0 for a free instance.
     members: Vec<c_int>,
@@ -24,13 +25,13 @@ impl Collective {
     /// # Errors
     /// `NoGroup`, `NotInGroup`; `NoInst` if the root is not a member; `BadParam` for a negative
     /// tag.
-    pub(crate) fn query(group: &CStr, root: c_int, tag: c_int) -> PvmResult<Collective> {
+    pub(crate) fn query(group: &CStr, root: c_int, tag: c_int) -> PvmResult<Self> {
         if tag < 0 {
             return Err(PvmError::BadParam);
         }
-        let me = pvm::mytid()?;
+        let own_tid = pvm::mytid()?;
         let members = pvm::request_list(GroupCall::Members, group)?;
-        if !members.contains(&me) {
+        if !members.contains(&own_tid) {
             return Err(PvmError::NotInGroup);
         }
         let root = usize::try_from(root)
@@ -38,9 +39,9 @@ impl Collective {
             .and_then(|root| members.get(root))
             .filter(|tid| **tid != 0);
         let root = *root.ok_or(PvmError::NoInst)?;
-        Ok(Collective {
+        Ok(Self {
             members,
-            own_tid: me,
+            own_tid,
             root,
             tag,
         })
@@ -50,11 +51,11 @@ impl Collective {
         self.own_tid == self.root
     }
 
-    /// Returns the number of instances; it equals the number of members.
+    /// Returns the number of instances, which equals the number of members.
     ///
     /// # Errors
     /// `NoInst` if an instance is free, because the elements for that instance have no receiver.
-    pub(crate) fn contiguous_size(&self) -> PvmResult<usize> {
+    pub(crate) fn size_without_free_instances(&self) -> PvmResult<usize> {
         if self.members.contains(&0) {
             Err(PvmError::NoInst)
         } else {
@@ -63,64 +64,64 @@ impl Collective {
     }
 }
 
-/// Collects the elements of all members at the root. `destination` returns the place for the
+/// Collects the elements of all members at the root. `destination_of` returns the memory for the
 /// elements of an instance.
 pub(crate) fn gather(
     collective: &Collective,
-    data: &Elements,
-    destination: &dyn Fn(usize) -> Elements,
+    own_elements: &Elements,
+    destination_of: &dyn Fn(usize) -> Elements,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
     if !collective.is_root() {
-        return channel.send(collective.root, collective.tag, data);
+        return channel.send(collective.root, collective.tag, own_elements);
     }
     for (instance, tid) in collective.members.iter().enumerate() {
         if *tid == collective.own_tid {
-            destination(instance).copy_from(data);
+            destination_of(instance).copy_from(own_elements);
         } else {
-            channel.receive(*tid, collective.tag, &destination(instance))?;
+            channel.receive(*tid, collective.tag, &destination_of(instance))?;
         }
     }
     Ok(())
 }
 
-/// Distributes the root's elements to all members, each into its `result`. `part` returns the
-/// elements for an instance.
+/// Distributes the root's elements to all members, each into its `result`. `instance_elements` returns the
+/// elements for an instance number.
 pub(crate) fn scatter(
     collective: &Collective,
     result: &Elements,
-    part: &dyn Fn(usize) -> Elements,
+    instance_elements: &dyn Fn(usize) -> Elements,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
     if !collective.is_root() {
         return channel.receive(collective.root, collective.tag, result);
     }
-    let mut own = None;
+    let mut own_elements = None;
     for (instance, tid) in collective.members.iter().enumerate() {
         if *tid == collective.own_tid {
-            own = Some(part(instance));
+            own_elements = Some(instance_elements(instance));
         } else {
-            channel.send(*tid, collective.tag, &part(instance))?;
+            channel.send(*tid, collective.tag, &instance_elements(instance))?;
         }
     }
-    // Must be last, because `result` may overlap the array to send.
-    if let Some(own) = own {
-        result.copy_from(&own);
+    // The copy must be the last step, because `result` may overlap the array to send.
+    if let Some(own_elements) = own_elements {
+        result.copy_from(&own_elements);
     }
     Ok(())
 }
 
-/// Combines the elements of all members into the root's `data`. The root receives the elements of
-/// one member after another into `spare`; `combine` then combines `spare` into `data`.
+/// Combines the elements of all members into the root's `combined`. The root receives the elements of
+/// one member after another into `received`; `combine` then combines `received` into `combined`.
 pub(crate) fn reduce(
     collective: &Collective,
-    data: &Elements,
-    spare: &Elements,
+    combined: &Elements,
+    received: &Elements,
     mut combine: impl FnMut() -> PvmResult<()>,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
     if !collective.is_root() {
-        return channel.send(collective.root, collective.tag, data);
+        return channel.send(collective.root, collective.tag, combined);
     }
     let mut outcome = Ok(());
     for tid in collective
@@ -128,8 +129,8 @@ pub(crate) fn reduce(
         .iter()
         .filter(|tid| **tid != collective.own_tid && **tid != 0)
     {
-        // Continue after an error, too: an unread message would be received by the next call.
-        channel.receive(*tid, collective.tag, spare)?;
+        // The loop continues after an error, because the next call would receive an unread message.
+        channel.receive(*tid, collective.tag, received)?;
         outcome = outcome.and_then(|()| combine());
     }
     outcome

@@ -1,9 +1,9 @@
 //! The C functions of the group library that programs call.
 //!
 //! Every function trusts the caller where C has no means to check: pointers are null or valid,
-//! strings are terminated, and arrays have the length that count and group imply. It checks
-//! everything else. If membership functions, barriers and broadcasts fail, they only set
-//! `pvm_errno`; collective calls also report errors as `libpvm3` does.
+//! strings are terminated, and arrays have the length that follows from `count` and the group. The
+//! functions check all other arguments. If membership functions, barriers and broadcasts fail, they
+//! only set `pvm_errno`; collective calls also report errors as `libpvm3` does.
 
 #![allow(unsafe_code)]
 
@@ -16,19 +16,20 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
 
-/// A function for `pvm_reduce`. Its arguments are the element type, the first operand (which is
-/// replaced by the result), the second operand, the number of elements, and the error code.
-pub type Reducer = extern "C" fn(*mut c_int, *mut c_void, *mut c_void, *mut c_int, *mut c_int);
+/// A function for `pvm_reduce`. Its arguments are the element type, the first operand, the second
+/// operand, the number of elements, and the error code. The function replaces the first operand by
+/// the result.
+pub type ReduceFn = extern "C" fn(*mut c_int, *mut c_void, *mut c_void, *mut c_int, *mut c_int);
 
 /// Tid to which programs send messages for the group server; set by [`gs_getgstid`].
 #[unsafe(no_mangle)]
 pub static gstid: AtomicI32 = AtomicI32::new(-1);
 
-/// Time limit of programs that use the group server directly; a null pointer means no limit.
+/// Time limit of programs that call the group server directly; a null pointer means no limit.
 #[unsafe(no_mangle)]
 pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Reads a group name; null counts as the empty name, and no group has that name.
+/// Reads a group name. Null is read as the empty name, which no group has.
 ///
 /// # Safety
 /// `group` is null or a string that lives for `'a`.
@@ -53,13 +54,13 @@ unsafe fn request_number(
 ) -> c_int {
     // SAFETY: the caller's contract: null or a string.
     let group = unsafe { group_name(group) };
-    let ask = || {
+    let make_request = || {
         (
             pvm::request_number(call, group, number).unwrap_or_else(pvm::set_errno),
             Vec::new(),
         )
     };
-    pvm::call_traced(event, group, number, ask)
+    pvm::call_traced(event, group, number, make_request)
 }
 
 /// Adds the calling task to a group; returns its instance number.
@@ -112,7 +113,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     unsafe { request_number(GroupCall::Size, TracedGroupCall::Size, group, 0) }
 }
 
-/// Waits until `count` members have called this function; −1 means all current members.
+/// Waits until `count` members have called this function; −1 means the number of current members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -142,37 +143,37 @@ pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> 
 pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
     // SAFETY: by this function's contract.
     let group = unsafe { group_name(group) };
-    let others = || {
-        let me = pvm::mytid()?;
+    let receivers = || {
+        let own_tid = pvm::mytid()?;
         let mut members = pvm::request_list(GroupCall::Members, group)?;
-        members.retain(|tid| *tid != 0 && *tid != me);
+        members.retain(|tid| *tid != 0 && *tid != own_tid);
         if members.is_empty() {
             Err(PvmError::NoInst)
         } else {
             Ok(members)
         }
     };
-    pvm::call_traced(TracedGroupCall::Bcast, group, tag, || match others() {
-        Ok(others) => (pvm::mcast(&others, tag), others),
+    pvm::call_traced(TracedGroupCall::Bcast, group, tag, || match receivers() {
+        Ok(receivers) => (pvm::mcast(&receivers, tag), receivers),
         Err(error) => (pvm::set_errno(error), Vec::new()),
     })
 }
 
-/// Makes a traced collective call. Returns 0 on success; otherwise reports the error as a function
-/// of `libpvm3` does and returns its code. The tuple contains the function's name for the report,
-/// the group and the tag.
+/// Makes a traced collective call. The tuple contains the C function's name for error reports, the
+/// group and the tag. Returns 0 on success; otherwise reports the error as a function of `libpvm3`
+/// does and returns the error code.
 fn collective_call(
     event: TracedGroupCall,
-    (place, group, tag): (&CStr, &CStr, c_int),
+    (function_name, group, tag): (&CStr, &CStr, c_int),
     body: impl FnOnce() -> PvmResult<()>,
 ) -> c_int {
-    let answer = || {
+    let run_call = || {
         (
-            body().map_or_else(|error| pvm::report_error(place, error), |()| 0),
+            body().map_or_else(|error| pvm::report_error(function_name, error), |()| 0),
             Vec::new(),
         )
     };
-    pvm::call_traced(event, group, tag, answer)
+    pvm::call_traced(event, group, tag, run_call)
 }
 
 /// Arrays of a gather or scatter call.
@@ -185,8 +186,8 @@ struct CollectiveArrays {
     kind: c_int,
 }
 
-/// A function that exchanges data between the members. It gets the calling member's elements, and a
-/// function that returns the root's elements for an instance.
+/// A function that exchanges data between the members. Its arguments are the calling member's
+/// elements and a function that returns the root's elements for an instance.
 type ExchangeFn = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmResult<()>;
 
 /// Makes a gather or scatter call, in which `exchange` transfers the elements.
@@ -195,30 +196,30 @@ type ExchangeFn = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmR
 /// `group` is null or a string; the arrays are null or have the length that [`CollectiveArrays`]
 /// states.
 unsafe fn gather_or_scatter(
-    (event, place): (TracedGroupCall, &CStr),
+    (event, function_name): (TracedGroupCall, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
     arrays: CollectiveArrays,
     exchange: ExchangeFn,
 ) -> c_int {
     // SAFETY: by this function's contract.
     let group = unsafe { group_name(group) };
-    let work = || {
+    let run_exchange = || {
         let kind = ElementType::try_from(arrays.kind)?;
         // SAFETY: by this function's contract.
-        let one = unsafe { Elements::new(arrays.member_elements, arrays.count, kind)? };
-        let circle = Collective::query(group, root, tag)?;
-        if !circle.is_root() {
-            return exchange(&circle, &one, &|_| one);
+        let member_elements = unsafe { Elements::new(arrays.member_elements, arrays.count, kind)? };
+        let collective = Collective::query(group, root, tag)?;
+        if !collective.is_root() {
+            return exchange(&collective, &member_elements, &|_| member_elements);
         }
-        circle.contiguous_size()?;
+        collective.size_without_free_instances()?;
         // SAFETY: by this function's contract, because this is the root.
-        let all = unsafe { Elements::new(arrays.root_elements, arrays.count, kind)? };
+        let root_elements = unsafe { Elements::new(arrays.root_elements, arrays.count, kind)? };
         // SAFETY: the array has `count` elements for each instance.
-        exchange(&circle, &one, &|instance| unsafe {
-            all.instance_part(instance)
+        exchange(&collective, &member_elements, &|instance| unsafe {
+            root_elements.instance_part(instance)
         })
     };
-    collective_call(event, (place, group, tag), work)
+    collective_call(event, (function_name, group, tag), run_exchange)
 }
 
 /// Collects `count` elements of every member in the root's `result`, ordered by instance number.
@@ -236,7 +237,7 @@ pub unsafe extern "C" fn pvm_gather(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = CollectiveArrays {
+    let arrays = CollectiveArrays {
         member_elements: data,
         root_elements: result,
         count,
@@ -247,7 +248,7 @@ pub unsafe extern "C" fn pvm_gather(
         gather_or_scatter(
             (TracedGroupCall::Gather, c"pvm_gather"),
             (group, root, tag),
-            parts,
+            arrays,
             collective::gather,
         )
     }
@@ -269,7 +270,7 @@ pub unsafe extern "C" fn pvm_scatter(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = CollectiveArrays {
+    let arrays = CollectiveArrays {
         member_elements: result,
         root_elements: data,
         count,
@@ -280,21 +281,21 @@ pub unsafe extern "C" fn pvm_scatter(
         gather_or_scatter(
             (TracedGroupCall::Scatter, c"pvm_scatter"),
             (group, root, tag),
-            parts,
+            arrays,
             collective::scatter,
         )
     }
 }
 
-/// Combines the elements of all members into the root's `data`, by a function of the program or a
-/// predefined one.
+/// Combines the elements of all members into the root's `data`. `function` is a function of the
+/// program or one of the predefined functions.
 ///
 /// # Safety
 /// `group` is null or a string; `data` is null or has `count` elements; `function` accepts arrays
 /// of `count` elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_reduce(
-    function: Option<Reducer>,
+    function: Option<ReduceFn>,
     data: *mut c_void,
     count: c_int,
     kind: c_int,
@@ -304,46 +305,51 @@ pub unsafe extern "C" fn pvm_reduce(
 ) -> c_int {
     // SAFETY: by this function's contract.
     let group = unsafe { group_name(group) };
-    let mut function_error = 0;
-    let reduce = || {
+    let mut function_error_code = 0;
+    let run_reduce = || {
         let (function, element_type) = (
             function.ok_or(PvmError::BadParam)?,
             ElementType::try_from(kind)?,
         );
         // SAFETY: by this function's contract.
         let data = unsafe { Elements::new(data, count, element_type)? };
-        let circle = Collective::query(group, root, tag)?;
-        let words = if circle.is_root() {
-            (count as usize * element_type.size()).div_ceil(8)
+        let collective = Collective::query(group, root, tag)?;
+        let word_count = if collective.is_root() {
+            (count as usize * element_type.size_bytes()).div_ceil(8)
         } else {
             1
         };
-        let mut memory = vec![0u64; words];
+        let mut receive_memory = vec![0u64; word_count];
         // SAFETY: the memory has all elements at the root; other members do not use it.
-        let received = unsafe { Elements::new(memory.as_mut_ptr().cast(), count, element_type)? };
-        collective::reduce(&circle, &data, &received, || {
+        let received_elements =
+            unsafe { Elements::new(receive_memory.as_mut_ptr().cast(), count, element_type)? };
+        collective::reduce(&collective, &data, &received_elements, || {
             let (mut kind, mut count, mut info) = (kind, count, 0);
             function(
                 &mut kind,
                 data.as_ptr(),
-                received.as_ptr(),
+                received_elements.as_ptr(),
                 &mut count,
                 &mut info,
             );
-            function_error = info.min(0);
-            if function_error == 0 {
+            function_error_code = info.min(0);
+            if function_error_code == 0 {
                 Ok(())
             } else {
-                Err(PvmError::from_code(function_error).unwrap_or(PvmError::BadParam))
+                Err(PvmError::from_code(function_error_code).unwrap_or(PvmError::BadParam))
             }
         })
     };
-    let done = collective_call(TracedGroupCall::Reduce, (c"pvm_reduce", group, tag), reduce);
-    // The program's function may use error codes that PVM does not know.
-    if function_error < 0 {
-        function_error
+    let code = collective_call(
+        TracedGroupCall::Reduce,
+        (c"pvm_reduce", group, tag),
+        run_reduce,
+    );
+    // The function of the program may use error codes that PVM does not know.
+    if function_error_code < 0 {
+        function_error_code
     } else {
-        done
+        code
     }
 }
 
@@ -363,11 +369,11 @@ unsafe fn run_predefined_reduce(
     // SAFETY: by this function's contract both point to one value.
     let (kind, count) = unsafe { (ElementType::try_from(*kind), *count) };
     // SAFETY: by this function's contract the arrays have this many elements.
-    let done = kind
+    let result = kind
         .and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
     if !info.is_null() {
         // SAFETY: by this function's contract it points to one value.
-        unsafe { *info = done.map_or_else(PvmError::code, |()| 0) };
+        unsafe { *info = result.map_or_else(PvmError::code, |()| 0) };
     }
 }
 
@@ -393,9 +399,11 @@ macro_rules! reducers {
     )*};
 }
 reducers! {
-    /// Selects the larger of two elements; for complex numbers the one with the larger modulus.
+    /// Selects the larger of two elements. Of two complex numbers, the number with the larger
+    /// modulus is selected.
     PvmMax = ReduceOp::Max;
-    /// Selects the smaller of two elements; for complex numbers the one with the smaller modulus.
+    /// Selects the smaller of two elements. Of two complex numbers, the number with the smaller
+    /// modulus is selected.
     PvmMin = ReduceOp::Min;
     /// Adds the elements of both arrays.
     PvmSum = ReduceOp::Sum;
@@ -403,8 +411,8 @@ reducers! {
     PvmProduct = ReduceOp::Product;
 }
 
-/// Returns the tid to which programs send messages for the group server. It is the tid of the
-/// calling task, whose own library answers.
+/// Returns the tid to which programs send messages for the group server. The result is the tid of
+/// the calling task, whose own library answers these messages.
 #[unsafe(no_mangle)]
 pub extern "C" fn gs_getgstid() -> c_int {
     let tid = server_compat::server_tid().unwrap_or_else(pvm::set_errno);

@@ -9,8 +9,8 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
-/// Context of the notifications that the group library requests about members; programs do not use
-/// it.
+/// Context of the notifications about members that the group library requests. Programs do not use
+/// this context.
 const CTX_NOTIFICATIONS: c_int = CTX_GROUPS - 1;
 /// PVM's constant `PvmTaskExit` for `pvm_notify`.
 const NOTIFY_TASK_EXIT: c_int = 1;
@@ -18,7 +18,8 @@ const NOTIFY_TASK_EXIT: c_int = 1;
 const NOTIFY_CANCEL: c_int = 256;
 /// PVM's constant `PvmDataDefault`, XDR encoding.
 const DATA_DEFAULT: c_int = 0;
-/// Time limit for a member's message, after which the library checks whether the member has exited.
+/// Time limit of one wait for a member's message. When it expires, the library checks whether the
+/// member has exited.
 const EXIT_CHECK_INTERVAL: TimeVal = TimeVal {
     seconds: 1,
     micros: 0,
@@ -102,25 +103,25 @@ unsafe extern "C" {
     fn pvm_upklong(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
 }
 
-/// Converts a return value of a PVM function: negative numbers are error codes.
-fn check_code(answer: c_int) -> PvmResult<c_int> {
-    if answer >= 0 {
-        Ok(answer)
+/// Converts a return value of a PVM function. Negative numbers are error codes.
+fn check_code(return_value: c_int) -> PvmResult<c_int> {
+    if return_value >= 0 {
+        Ok(return_value)
     } else {
-        Err(PvmError::from_code(answer).unwrap_or(PvmError::SysErr))
+        Err(PvmError::from_code(return_value).unwrap_or(PvmError::SysErr))
     }
 }
 
 /// Makes a group request whose reply is a number.
 pub(crate) fn request_number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
-    let null = std::ptr::null_mut();
+    let null_list = std::ptr::null_mut();
     // SAFETY: the name is a string, and no list is requested.
     check_code(unsafe {
         sempa_group_request(
             call as c_int,
             group.as_ptr(),
             number,
-            null,
+            null_list,
             std::ptr::null_mut(),
         )
     })
@@ -128,20 +129,20 @@ pub(crate) fn request_number(call: GroupCall, group: &CStr, number: c_int) -> Pv
 
 /// Makes a group request whose reply is a list.
 pub(crate) fn request_list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
-    let (mut place, mut count) = (std::ptr::null_mut(), 0);
+    let (mut list, mut count) = (std::ptr::null_mut(), 0);
     // SAFETY: the name is a string, and the pointers point to one value each.
     check_code(unsafe {
-        sempa_group_request(call as c_int, group.as_ptr(), 0, &mut place, &mut count)
+        sempa_group_request(call as c_int, group.as_ptr(), 0, &mut list, &mut count)
     })?;
-    if place.is_null() {
+    if list.is_null() {
         return Ok(Vec::new());
     }
     // SAFETY: the library stored `count` integers there, which this function may read and must
     // free.
     unsafe {
-        let words = std::slice::from_raw_parts(place, count.max(0) as usize).to_vec();
-        free(place.cast());
-        Ok(words)
+        let integers = std::slice::from_raw_parts(list, count.max(0) as usize).to_vec();
+        free(list.cast());
+        Ok(integers)
     }
 }
 
@@ -162,27 +163,30 @@ where
         list: std::ptr::null(),
         count: 0,
     };
-    let place: *mut TracedCall<F> = &mut call;
+    let call_pointer: *mut TracedCall<F> = &mut call;
     // SAFETY: `run_traced` gets the call that it expects, and no other code uses the call until it
     // returns. The receivers live as long as the call.
     unsafe {
         let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
         if event == TracedGroupCall::Bcast {
-            (list, count) = (&raw const (*place).list, &raw const (*place).count);
+            (list, count) = (
+                &raw const (*call_pointer).list,
+                &raw const (*call_pointer).count,
+            );
         }
         sempa_group_traced(
             event as c_int,
             group.as_ptr(),
             argument,
             run_traced::<F>,
-            place.cast(),
+            call_pointer.cast(),
             list,
             count,
         )
     }
 }
 
-/// A call in progress, and the data for the trace record of its end.
+/// A call in progress, and the list of receivers for the trace record of its end.
 struct TracedCall<F> {
     body: Option<F>,
     receivers: Vec<c_int>,
@@ -191,15 +195,15 @@ struct TracedCall<F> {
 }
 
 extern "C" fn run_traced<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
-    // SAFETY: `traced` passes its own call, and only to this function.
+    // SAFETY: `call_traced` passes its own call, and only to this function.
     let call = unsafe { &mut *data.cast::<TracedCall<F>>() };
     let Some(body) = call.body.take() else {
         return PvmError::SysErr.code();
     };
-    let (answer, receivers) = body();
+    let (return_value, receivers) = body();
     call.receivers = receivers;
     (call.list, call.count) = (call.receivers.as_ptr(), call.receivers.len() as c_int);
-    answer
+    return_value
 }
 
 pub(crate) fn mytid() -> PvmResult<c_int> {
@@ -207,9 +211,9 @@ pub(crate) fn mytid() -> PvmResult<c_int> {
 }
 
 /// Reports an error as a function of `libpvm3` does; returns the error code.
-pub(crate) fn report_error(place: &CStr, error: PvmError) -> c_int {
+pub(crate) fn report_error(function_name: &CStr, error: PvmError) -> c_int {
     // SAFETY: the name is a string.
-    unsafe { lpvmerr(place.as_ptr(), error.code()) }
+    unsafe { lpvmerr(function_name.as_ptr(), error.code()) }
 }
 
 /// Sets `pvm_errno` without a report; returns the error code.
@@ -252,16 +256,16 @@ impl TryFrom<c_int> for ElementType {
 
     /// Converts an element type code of `pvm3.h`; collective calls do not support strings and
     /// unsigned types.
-    fn try_from(code: c_int) -> PvmResult<ElementType> {
+    fn try_from(code: c_int) -> PvmResult<Self> {
         Ok(match code {
-            1 => ElementType::Byte,
-            2 => ElementType::Short,
-            3 => ElementType::Int,
-            4 => ElementType::Float,
-            5 => ElementType::Cplx,
-            6 => ElementType::Double,
-            7 => ElementType::Dcplx,
-            8 => ElementType::Long,
+            1 => Self::Byte,
+            2 => Self::Short,
+            3 => Self::Int,
+            4 => Self::Float,
+            5 => Self::Cplx,
+            6 => Self::Double,
+            7 => Self::Dcplx,
+            8 => Self::Long,
             _ => return Err(PvmError::BadParam),
         })
     }
@@ -269,13 +273,13 @@ impl TryFrom<c_int> for ElementType {
 
 impl ElementType {
     /// Size of one element in bytes.
-    pub(crate) fn size(self) -> usize {
+    pub(crate) fn size_bytes(self) -> usize {
         match self {
-            ElementType::Byte => 1,
-            ElementType::Short => 2,
-            ElementType::Int | ElementType::Float => 4,
-            ElementType::Cplx | ElementType::Double | ElementType::Long => 8,
-            ElementType::Dcplx => 16,
+            Self::Byte => 1,
+            Self::Short => 2,
+            Self::Int | Self::Float => 4,
+            Self::Cplx | Self::Double | Self::Long => 8,
+            Self::Dcplx => 16,
         }
     }
 }
@@ -295,20 +299,20 @@ impl Elements {
     /// `BadParam` if the array is null or empty.
     ///
     /// # Safety
-    /// `place` is null or points to `count` elements that live as long as this value. Only
-    /// [`Elements::unpack`] and [`Elements::copy_from`] write them.
+    /// `address` is null or points to `count` elements that live as long as the returned
+    /// [`Elements`]. Only [`Elements::unpack`] and [`Elements::copy_from`] write to the elements.
     pub(crate) unsafe fn new(
-        place: *mut c_void,
+        address: *mut c_void,
         count: c_int,
-        kind: ElementType,
-    ) -> PvmResult<Elements> {
-        if place.is_null() || count <= 0 {
+        element_type: ElementType,
+    ) -> PvmResult<Self> {
+        if address.is_null() || count <= 0 {
             Err(PvmError::BadParam)
         } else {
-            Ok(Elements {
-                address: place,
+            Ok(Self {
+                address,
                 count,
-                element_type: kind,
+                element_type,
             })
         }
     }
@@ -322,20 +326,26 @@ impl Elements {
     ///
     /// # Safety
     /// The array has `(instance + 1) * count` elements.
-    pub(crate) unsafe fn instance_part(&self, instance: usize) -> Elements {
-        let bytes = self.count as usize * self.element_type.size();
-        Elements {
+    pub(crate) unsafe fn instance_part(&self, instance: usize) -> Self {
+        let instance_bytes = self.count as usize * self.element_type.size_bytes();
+        Self {
             // SAFETY: the part is within the array by this function's contract.
-            address: unsafe { self.address.byte_add(instance * bytes) },
+            address: unsafe { self.address.byte_add(instance * instance_bytes) },
             ..*self
         }
     }
 
-    /// Copies `count` elements from `other`; the arrays may overlap.
-    pub(crate) fn copy_from(&self, other: &Elements) {
-        let bytes = self.count as usize * self.element_type.size();
+    /// Copies `count` elements from `source`; the arrays may overlap.
+    pub(crate) fn copy_from(&self, source: &Self) {
+        let total_bytes = self.count as usize * self.element_type.size_bytes();
         // SAFETY: both arrays have `count` elements by the contract of `new`.
-        unsafe { std::ptr::copy(other.address.cast::<u8>(), self.address.cast::<u8>(), bytes) };
+        unsafe {
+            std::ptr::copy(
+                source.address.cast::<u8>(),
+                self.address.cast::<u8>(),
+                total_bytes,
+            )
+        };
     }
 
     fn pack(&self) -> PvmResult<()> {
@@ -349,7 +359,7 @@ impl Elements {
             ElementType::Dcplx => pvm_pkdcplx,
             ElementType::Long => pvm_pklong,
         };
-        // SAFETY: `count` elements of this kind by the contract of `new`.
+        // SAFETY: there are `count` elements of this type by the contract of `new`.
         check_code(unsafe { pack(self.address, self.count, 1) }).map(|_| ())
     }
 
@@ -371,7 +381,7 @@ impl Elements {
 
 /// Exchanges messages between members without an effect on the program's own messages. The
 /// program's buffers, context and matching function are saved when the channel is opened, and
-/// restored when it is dropped.
+/// restored when the channel is dropped.
 pub(crate) struct MemberChannel {
     saved_send_buffer: c_int,
     saved_receive_buffer: c_int,
@@ -381,8 +391,8 @@ pub(crate) struct MemberChannel {
 
 impl MemberChannel {
     /// Saves the program's state and enters the context of groups.
-    pub(crate) fn open() -> MemberChannel {
-        MemberChannel {
+    pub(crate) fn open() -> Self {
+        Self {
             saved_send_buffer: pvm_setsbuf(0),
             saved_receive_buffer: pvm_setrbuf(0),
             saved_context: pvm_setcontext(CTX_GROUPS),
@@ -394,36 +404,36 @@ impl MemberChannel {
         self.send_packed(tid, tag, || data.pack())
     }
 
-    /// Sends a message that `fill` packs.
+    /// Sends a message that `pack_content` packs.
     pub(crate) fn send_packed(
         &self,
         tid: c_int,
         tag: c_int,
-        fill: impl FnOnce() -> PvmResult<()>,
+        pack_content: impl FnOnce() -> PvmResult<()>,
     ) -> PvmResult<()> {
         let mid = check_code(pvm_mkbuf(DATA_DEFAULT))?;
         pvm_setsbuf(mid);
-        let sent = fill().and_then(|()| check_code(pvm_send(tid, tag)));
+        let result = pack_content().and_then(|()| check_code(pvm_send(tid, tag)));
         pvm_setsbuf(0);
         pvm_freebuf(mid);
-        sent.map(|_| ())
+        result.map(|_| ())
     }
 
     /// Waits for the elements that a member sends, and unpacks them into `data`. If they do not
-    /// arrive within a second, the member's exit is checked, too; messages that the member sent
-    /// before its exit are still received.
+    /// arrive within a second, the library also checks whether the member has exited; messages that
+    /// the member sent before its exit are still received.
     ///
     /// # Errors
     /// `NoInst` if the member has ended without sending its elements.
     pub(crate) fn receive(&self, tid: c_int, tag: c_int, data: &Elements) -> PvmResult<()> {
-        let mut watch = None;
+        let mut exit_watch = None;
         loop {
             // SAFETY: the time lives as long as the call.
             if check_code(unsafe { pvm_trecv(tid, tag, &EXIT_CHECK_INTERVAL) })? > 0 {
                 break;
             }
-            let watch = watch.get_or_insert_with(|| ExitWatch::request(tid));
-            if watch.has_ended() {
+            let exit_watch = exit_watch.get_or_insert_with(|| ExitWatch::request(tid));
+            if exit_watch.poll_exit() {
                 // The notification of the exit arrives after the member's last message.
                 if check_code(pvm_nrecv(tid, tag))? == 0 {
                     return Err(PvmError::NoInst);
@@ -431,9 +441,9 @@ impl MemberChannel {
                 break;
             }
         }
-        let unpacked = data.unpack();
+        let result = data.unpack();
         pvm_freebuf(pvm_setrbuf(0));
-        unpacked
+        result
     }
 }
 
@@ -447,9 +457,10 @@ impl Drop for MemberChannel {
 }
 
 /// Packs integers into the active send buffer.
-pub(crate) fn pack_ints(words: &[c_int]) -> PvmResult<()> {
+pub(crate) fn pack_ints(integers: &[c_int]) -> PvmResult<()> {
     // SAFETY: pointer and length belong to one slice.
-    check_code(unsafe { pvm_pkint(words.as_ptr().cast(), words.len() as c_int, 1) }).map(|_| ())
+    check_code(unsafe { pvm_pkint(integers.as_ptr().cast(), integers.len() as c_int, 1) })
+        .map(|_| ())
 }
 
 /// Packs a string into the active send buffer.
@@ -462,55 +473,57 @@ pub(crate) fn pack_text(text: &CStr) -> PvmResult<()> {
 struct ExitWatch {
     tid: c_int,
     tag: c_int,
-    pending: bool,
+    is_pending: bool,
 }
 
 impl ExitWatch {
-    fn request(tid: c_int) -> ExitWatch {
-        static LAST: AtomicI32 = AtomicI32::new(0);
-        let mut watch = ExitWatch {
+    fn request(tid: c_int) -> Self {
+        static NEXT_TAG: AtomicI32 = AtomicI32::new(0);
+        let mut watch = Self {
             tid,
-            tag: LAST.fetch_add(1, Relaxed) & c_int::MAX,
-            pending: false,
+            tag: NEXT_TAG.fetch_add(1, Relaxed) & c_int::MAX,
+            is_pending: false,
         };
         // If the notification cannot be requested, the library waits for the message without a
         // check.
-        watch.pending = watch.in_notification_context(|| watch.notify(NOTIFY_TASK_EXIT)) >= 0;
+        watch.is_pending =
+            watch.run_in_notification_context(|| watch.notify(NOTIFY_TASK_EXIT)) >= 0;
         watch
     }
 
     /// Calls `f` in the context of the library's notifications.
-    fn in_notification_context<R>(&self, f: impl FnOnce() -> R) -> R {
+    fn run_in_notification_context<R>(&self, f: impl FnOnce() -> R) -> R {
         pvm_setcontext(CTX_NOTIFICATIONS);
-        let answer = f();
+        let result = f();
         pvm_setcontext(CTX_GROUPS);
-        answer
+        result
     }
 
-    fn notify(&self, what: c_int) -> c_int {
+    fn notify(&self, kind_code: c_int) -> c_int {
         // SAFETY: the pointer points to one tid.
-        unsafe { pvm_notify(what, self.tag, 1, &self.tid) }
+        unsafe { pvm_notify(kind_code, self.tag, 1, &self.tid) }
     }
 
     /// True if the notification of the task's exit has arrived.
-    fn has_ended(&mut self) -> bool {
-        let came = self.pending && self.in_notification_context(|| pvm_nrecv(-1, self.tag)) > 0;
-        if came {
-            self.pending = false;
+    fn poll_exit(&mut self) -> bool {
+        let has_arrived =
+            self.is_pending && self.run_in_notification_context(|| pvm_nrecv(-1, self.tag)) > 0;
+        if has_arrived {
+            self.is_pending = false;
             pvm_freebuf(pvm_setrbuf(0));
         }
-        came
+        has_arrived
     }
 }
 
 impl Drop for ExitWatch {
     fn drop(&mut self) {
-        if !self.pending {
+        if !self.is_pending {
             return;
         }
-        // The daemon sends the notification immediately when it is cancelled.
+        // After the cancellation the daemon sends the notification immediately.
         let message = pvm_setrbuf(0);
-        self.in_notification_context(|| {
+        self.run_in_notification_context(|| {
             self.notify(NOTIFY_TASK_EXIT | NOTIFY_CANCEL);
             // SAFETY: the time lives as long as the call.
             unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIMEOUT) }

@@ -23,14 +23,14 @@ pub(crate) enum ReduceOp {
 struct Complex<T>(T, T);
 
 trait Element: Copy {
-    fn is_less(self, other: Self) -> bool;
+    fn is_less_than(self, other: Self) -> bool;
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
 
     fn combine(self, op: ReduceOp, other: Self) -> Self {
         match op {
-            ReduceOp::Max if self.is_less(other) => other,
-            ReduceOp::Min if other.is_less(self) => other,
+            ReduceOp::Max if self.is_less_than(other) => other,
+            ReduceOp::Min if other.is_less_than(self) => other,
             ReduceOp::Max | ReduceOp::Min => self,
             ReduceOp::Sum => self.sum(other),
             ReduceOp::Product => self.product(other),
@@ -41,7 +41,7 @@ trait Element: Copy {
 macro_rules! integers {
     ($($t:ty),*) => {$(
         impl Element for $t {
-            fn is_less(self, other: Self) -> bool { self < other }
+            fn is_less_than(self, other: Self) -> bool { self < other }
             fn sum(self, other: Self) -> Self { self.wrapping_add(other) }
             fn product(self, other: Self) -> Self { self.wrapping_mul(other) }
         }
@@ -52,7 +52,7 @@ integers!(i8, i16, i32, i64);
 macro_rules! floats {
     ($($t:ty),*) => {$(
         impl Element for $t {
-            fn is_less(self, other: Self) -> bool { self < other }
+            fn is_less_than(self, other: Self) -> bool { self < other }
             fn sum(self, other: Self) -> Self { self + other }
             fn product(self, other: Self) -> Self { self * other }
         }
@@ -65,17 +65,17 @@ where
     T: Copy + Into<f64> + Add<Output = T> + Mul<Output = T> + std::ops::Sub<Output = T>,
 {
     /// Compares complex numbers by their modulus.
-    fn is_less(self, other: Self) -> bool {
+    fn is_less_than(self, other: Self) -> bool {
         let modulus = |z: Self| z.0.into().hypot(z.1.into());
         modulus(self) < modulus(other)
     }
 
     fn sum(self, other: Self) -> Self {
-        Complex(self.0 + other.0, self.1 + other.1)
+        Self(self.0 + other.0, self.1 + other.1)
     }
 
     fn product(self, other: Self) -> Self {
-        Complex(
+        Self(
             self.0 * other.0 - self.1 * other.1,
             self.0 * other.1 + self.1 * other.0,
         )
@@ -96,11 +96,11 @@ unsafe fn combine_elements<T: Element>(
     for i in 0..count {
         // SAFETY: both arrays have an element `i`.
         unsafe {
-            let combined = x
+            let new_value = x
                 .add(i)
                 .read_unaligned()
                 .combine(op, y.add(i).read_unaligned());
-            x.add(i).write_unaligned(combined);
+            x.add(i).write_unaligned(new_value);
         }
     }
 }
@@ -114,12 +114,12 @@ unsafe fn combine_elements<T: Element>(
 /// Both arrays have `count` elements of this type.
 pub(crate) unsafe fn combine(
     op: ReduceOp,
-    kind: ElementType,
+    element_type: ElementType,
     x: *mut c_void,
     y: *const c_void,
     count: usize,
 ) -> PvmResult<()> {
-    let each = match kind {
+    let combine_typed = match element_type {
         ElementType::Byte if matches!(op, ReduceOp::Sum | ReduceOp::Product) => {
             return Err(PvmError::BadParam);
         }
@@ -133,6 +133,6 @@ pub(crate) unsafe fn combine(
         ElementType::Long => combine_elements::<i64>,
     };
     // SAFETY: by this function's contract.
-    unsafe { each(op, x, y, count) };
+    unsafe { combine_typed(op, x, y, count) };
     Ok(())
 }

@@ -18,7 +18,8 @@ const TAG_DUMP: c_int = 9;
 /// Tag of the request for the list of all groups, and of the reply.
 const TAG_LIST: c_int = 10;
 
-/// Ids of the message handlers for the list request and the print request; −1 if not installed.
+/// Ids of the message handlers for the list request (index 0) and the print request (index 1); −1
+/// if not installed.
 static HANDLER_IDS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
 /// Returns the tid to which the program sends messages for the group server: this task's own tid.
@@ -27,20 +28,20 @@ static HANDLER_IDS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 /// # Errors
 /// `SysErr` if the daemon cannot be reached.
 pub(crate) fn server_tid() -> PvmResult<c_int> {
-    let me = pvm::mytid()?;
-    ensure_handler(&HANDLER_IDS[0], me, TAG_LIST, send_list)?;
-    ensure_handler(&HANDLER_IDS[1], me, TAG_DUMP, print_groups)?;
-    Ok(me)
+    let own_tid = pvm::mytid()?;
+    ensure_handler(&HANDLER_IDS[0], own_tid, TAG_LIST, send_list)?;
+    ensure_handler(&HANDLER_IDS[1], own_tid, TAG_DUMP, print_groups)?;
+    Ok(own_tid)
 }
 
 fn ensure_handler(
-    slot: &AtomicI32,
-    me: c_int,
+    handler_id: &AtomicI32,
+    own_tid: c_int,
     tag: c_int,
     handler: pvm::MessageHandler,
 ) -> PvmResult<()> {
-    if slot.load(Relaxed) < 0 {
-        slot.store(pvm::add_handler(me, tag, handler)?, Relaxed);
+    if handler_id.load(Relaxed) < 0 {
+        handler_id.store(pvm::add_handler(own_tid, tag, handler)?, Relaxed);
     }
     Ok(())
 }
@@ -48,38 +49,41 @@ fn ensure_handler(
 /// A group as the group service lists it.
 struct Group {
     name: CString,
-    size: c_int,
+    member_count: c_int,
     /// Number of members that must reach the barrier; −1 without a barrier.
     barrier_count: c_int,
     /// Tids of the members by instance number; −1 for a free instance.
     members: Vec<c_int>,
-    waiting: Vec<c_int>,
+    waiting_tids: Vec<c_int>,
 }
 
 /// Queries all groups, and decodes them from the integers that
 /// [`sempa_proto::group::encode_group_list`] encoded.
 fn query_groups() -> PvmResult<Vec<Group>> {
-    let words = pvm::request_list(GroupCall::List, c"")?;
-    let mut rest = &words[..];
-    let mut take = |count: c_int| {
-        let taken = usize::try_from(count)
+    let integers = pvm::request_list(GroupCall::List, c"")?;
+    let mut unread_integers = &integers[..];
+    let mut take_integers = |count: c_int| {
+        let taken_integers = usize::try_from(count)
             .ok()
-            .and_then(|count| rest.split_off(..count));
-        taken.ok_or(PvmError::BadMsg)
+            .and_then(|count| unread_integers.split_off(..count));
+        taken_integers.ok_or(PvmError::BadMsg)
     };
     let mut groups = Vec::new();
-    for _ in 0..take(1)?[0] {
-        let length = take(1)?[0];
-        let name: Vec<u8> = take(length)?.iter().map(|byte| *byte as u8).collect();
-        let &[size, members, wanted, waiting] = take(4)? else {
+    for _ in 0..take_integers(1)?[0] {
+        let name_len = take_integers(1)?[0];
+        let name: Vec<u8> = take_integers(name_len)?
+            .iter()
+            .map(|byte| *byte as u8)
+            .collect();
+        let &[size, members, barrier_count, waiting] = take_integers(4)? else {
             return Err(PvmError::BadMsg);
         };
         groups.push(Group {
             name: CString::new(name).map_err(|_| PvmError::BadMsg)?,
-            size,
-            barrier_count: wanted,
-            members: take(members)?.to_vec(),
-            waiting: take(waiting)?.to_vec(),
+            member_count: size,
+            barrier_count,
+            members: take_integers(members)?.to_vec(),
+            waiting_tids: take_integers(waiting)?.to_vec(),
         });
     }
     Ok(groups)
@@ -89,26 +93,26 @@ fn query_groups() -> PvmResult<Vec<Group>> {
 extern "C" fn send_list(_request: c_int) -> c_int {
     // The reply has the tag of the request and must not reach this handler again.
     pvm::remove_handler(HANDLER_IDS[0].swap(-1, Relaxed));
-    let send = || {
-        let (me, groups) = (pvm::mytid()?, query_groups()?);
-        MemberChannel::open().send_packed(me, TAG_LIST, || {
+    let send_reply = || {
+        let (own_tid, groups) = (pvm::mytid()?, query_groups()?);
+        MemberChannel::open().send_packed(own_tid, TAG_LIST, || {
             pvm::pack_ints(&[groups.len() as c_int])?;
             for group in &groups {
                 pvm::pack_ints(&[group.name.as_bytes_with_nul().len() as c_int])?;
                 pvm::pack_text(&group.name)?;
                 pvm::pack_ints(&[
-                    group.size,
+                    group.member_count,
                     group.members.len() as c_int,
                     group.barrier_count,
-                    group.waiting.len() as c_int,
+                    group.waiting_tids.len() as c_int,
                 ])?;
                 pvm::pack_ints(&group.members)?;
-                pvm::pack_ints(&group.waiting)?;
+                pvm::pack_ints(&group.waiting_tids)?;
             }
             Ok(())
         })
     };
-    send().map_or_else(
+    send_reply().map_or_else(
         |error: PvmError| pvm::report_error(c"pvm_gstat", error),
         |()| 0,
     )
@@ -116,16 +120,20 @@ extern "C" fn send_list(_request: c_int) -> c_int {
 
 /// Message handler for the print request: prints all groups to this task's standard error.
 extern "C" fn print_groups(_request: c_int) -> c_int {
-    let print = || {
-        let (me, groups) = (pvm::mytid()?, query_groups()?);
-        let mut text = format!("DUMP {me:#x}, {} groups:\n", groups.len());
+    let print_text = || {
+        let (own_tid, groups) = (pvm::mytid()?, query_groups()?);
+        let mut text = format!("DUMP {own_tid:#x}, {} groups:\n", groups.len());
         for group in &groups {
             let name = group.name.to_string_lossy();
-            let (size, wanted, reached) = (group.size, group.barrier_count, group.waiting.len());
+            let (size, barrier_count, waiting_count) = (
+                group.member_count,
+                group.barrier_count,
+                group.waiting_tids.len(),
+            );
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
-                " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}"
+                " group: {name}  size: {size} barrier_count: {barrier_count} barrier_reached {waiting_count}"
             );
             text += "  Tids: ";
             for (instance, tid) in group
@@ -141,7 +149,7 @@ extern "C" fn print_groups(_request: c_int) -> c_int {
         eprint!("{text}");
         Ok(())
     };
-    print().map_or_else(
+    print_text().map_or_else(
         |error: PvmError| pvm::report_error(c"pvmgroups", error),
         |()| 0,
     )

@@ -11,45 +11,45 @@ const EXPORTED_SYMBOLS: &str = "
 
 /// Returns the path of a library that the test run has built.
 fn built_library(name: &str) -> PathBuf {
-    let test = std::env::current_exe().expect("a test has a path");
-    let folders = test.ancestors().skip(1).take(2);
-    let found = folders
+    let test_program = std::env::current_exe().expect("a test has a path");
+    let directories = test_program.ancestors().skip(1).take(2);
+    let library_path = directories
         .map(|folder| folder.join(name))
         .find(|path| path.is_file());
-    found.unwrap_or_else(|| panic!("cargo builds {name} before these tests"))
+    library_path.unwrap_or_else(|| panic!("cargo builds {name} before these tests"))
 }
 
-fn output(program: &str, args: &[&str], path: &Path) -> String {
-    let done = Command::new(program)
+fn run_program(program: &str, args: &[&str], path: &Path) -> String {
+    let output = Command::new(program)
         .args(args)
         .arg(path)
         .output()
         .expect("binutils come with the C compiler");
     assert!(
-        done.status.success(),
+        output.status.success(),
         "{program}: {}",
-        String::from_utf8_lossy(&done.stderr)
+        String::from_utf8_lossy(&output.stderr)
     );
-    String::from_utf8_lossy(&done.stdout).into_owned()
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Returns the symbols that `nm` prints, without versions.
-fn symbols(args: &[&str], path: &Path) -> BTreeSet<String> {
-    let text = output("nm", args, path);
-    let words = text
+fn list_symbols(args: &[&str], path: &Path) -> BTreeSet<String> {
+    let text = run_program("nm", args, path);
+    let symbol_names = text
         .lines()
         .filter_map(|line| line.split_whitespace().last());
-    words
-        .map(|word| word.split('@').next().unwrap_or(word).to_string())
+    symbol_names
+        .map(|symbol| symbol.split('@').next().unwrap_or(symbol).to_string())
         .collect()
 }
 
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn library_exports_exactly_pvms_symbols() {
-    let exported = symbols(&["-D", "--defined-only"], &built_library("libgpvm3.so"));
+    let exported_symbols = list_symbols(&["-D", "--defined-only"], &built_library("libgpvm3.so"));
     assert_eq!(
-        exported,
+        exported_symbols,
         EXPORTED_SYMBOLS
             .split_whitespace()
             .map(String::from)
@@ -61,9 +61,9 @@ fn library_exports_exactly_pvms_symbols() {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn imported_symbols_exist_in_libpvm3() {
-    let have = symbols(&["-D", "--defined-only"], &built_library("libpvm3.so"));
-    let wanted = symbols(&["-D", "--undefined-only"], &built_library("libgpvm3.so"));
-    let pvms: Vec<&String> = wanted
+    let exported = list_symbols(&["-D", "--defined-only"], &built_library("libpvm3.so"));
+    let imported = list_symbols(&["-D", "--undefined-only"], &built_library("libgpvm3.so"));
+    let pvm_symbols: Vec<&String> = imported
         .iter()
         .filter(|name| {
             ["pvm", "lpvm", "sempa"]
@@ -71,12 +71,15 @@ fn imported_symbols_exist_in_libpvm3() {
                 .any(|start| name.starts_with(start))
         })
         .collect();
-    assert!(pvms.len() > 20, "{pvms:?}");
-    assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
-    // If the group library contained the runtime of `libpvm3`, it would open a second connection to
-    // the daemon.
+    assert!(pvm_symbols.len() > 20, "{pvm_symbols:?}");
     assert!(
-        !symbols(&["--defined-only"], &built_library("libgpvm3.so"))
+        pvm_symbols.iter().all(|name| exported.contains(*name)),
+        "{pvm_symbols:?}"
+    );
+    // If the group library contained the runtime of `libpvm3`, the group library would open a
+    // second connection to the daemon.
+    assert!(
+        !list_symbols(&["--defined-only"], &built_library("libgpvm3.so"))
             .iter()
             .any(|name| name.contains("Runtime"))
     );
@@ -86,15 +89,15 @@ fn imported_symbols_exist_in_libpvm3() {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn soname_is_pvms_and_libpvm3_is_not_linked() {
-    let dynamic = output("readelf", &["-d", "-W"], &built_library("libgpvm3.so"));
+    let dynamic_section = run_program("readelf", &["-d", "-W"], &built_library("libgpvm3.so"));
     assert!(
-        dynamic.contains("Library soname: [libgpvm3.so.3]"),
-        "{dynamic}"
+        dynamic_section.contains("Library soname: [libgpvm3.so.3]"),
+        "{dynamic_section}"
     );
     assert!(
-        !dynamic
+        !dynamic_section
             .lines()
             .any(|line| line.contains("(NEEDED)") && line.contains("pvm3")),
-        "{dynamic}"
+        "{dynamic_section}"
     );
 }

@@ -22,17 +22,17 @@ impl Encoding {
     /// machine.
     pub fn enc_field(self) -> i32 {
         match self {
-            Encoding::Xdr => ENC_XDR,
-            Encoding::Raw => DSIG_X86_64,
+            Self::Xdr => ENC_XDR,
+            Self::Raw => DSIG_X86_64,
         }
     }
 
     /// Returns the encoding for the `enc` field of a received message; `None` if this machine
     /// cannot decode the message.
-    pub fn from_enc_field(enc: i32) -> Option<Encoding> {
+    pub fn from_enc_field(enc: i32) -> Option<Self> {
         match enc {
-            ENC_XDR => Some(Encoding::Xdr),
-            DSIG_X86_64 => Some(Encoding::Raw),
+            ENC_XDR => Some(Self::Xdr),
+            DSIG_X86_64 => Some(Self::Raw),
             _ => None,
         }
     }
@@ -80,8 +80,8 @@ pub struct Packer {
 }
 
 impl Packer {
-    pub fn new(encoding: Encoding) -> Packer {
-        Packer {
+    pub fn new(encoding: Encoding) -> Self {
+        Self {
             encoding,
             bytes: Vec::new(),
         }
@@ -103,7 +103,7 @@ impl Packer {
         &self.bytes
     }
 
-    pub fn items<T: PackedNumber>(&mut self, items: impl IntoIterator<Item = T>) -> &mut Self {
+    pub fn pack_items<T: PackedNumber>(&mut self, items: impl IntoIterator<Item = T>) -> &mut Self {
         for item in items {
             match self.encoding {
                 Encoding::Xdr => item.put_xdr(&mut self.bytes),
@@ -113,20 +113,20 @@ impl Packer {
         self
     }
 
-    pub fn int(&mut self, value: i32) -> &mut Self {
-        self.items([value])
+    pub fn pack_int(&mut self, value: i32) -> &mut Self {
+        self.pack_items([value])
     }
 
-    /// Packs opaque bytes. XDR pads them to a multiple of four.
-    pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+    /// Packs opaque bytes. In XDR, the bytes are padded to a multiple of four.
+    pub fn pack_bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend_from_slice(bytes);
         self.pad(bytes.len());
         self
     }
 
     /// Packs a string: its length including the final NUL, then the characters and the NUL.
-    pub fn str(&mut self, text: &[u8]) -> &mut Self {
-        self.int(i32::try_from(text.len() + 1).unwrap_or(i32::MAX));
+    pub fn pack_str(&mut self, text: &[u8]) -> &mut Self {
+        self.pack_int(i32::try_from(text.len() + 1).unwrap_or(i32::MAX));
         self.bytes.extend_from_slice(text);
         self.bytes.push(0);
         self.pad(text.len() + 1);
@@ -134,10 +134,10 @@ impl Packer {
     }
 
     /// Packs the number of strings, then the strings.
-    pub fn strs<S: AsRef<[u8]>>(&mut self, texts: &[S]) -> &mut Self {
-        self.int(texts.len() as i32);
+    pub fn pack_strs<S: AsRef<[u8]>>(&mut self, texts: &[S]) -> &mut Self {
+        self.pack_int(texts.len() as i32);
         for text in texts {
-            self.str(text.as_ref());
+            self.pack_str(text.as_ref());
         }
         self
     }
@@ -169,34 +169,34 @@ pub struct Unpacker {
 }
 
 impl Unpacker {
-    pub fn new(encoding: Encoding, bytes: Bytes) -> Unpacker {
-        Unpacker {
+    pub fn new(encoding: Encoding, bytes: Bytes) -> Self {
+        Self {
             encoding,
             bytes,
             position: 0,
         }
     }
 
-    /// Creates a reader for an XDR body, the encoding of all documented daemon messages.
-    pub fn xdr(bytes: Bytes) -> Unpacker {
-        Unpacker::new(Encoding::Xdr, bytes)
+    /// Creates a reader for a body in XDR, the encoding of all documented daemon messages.
+    pub fn new_xdr(bytes: Bytes) -> Self {
+        Self::new(Encoding::Xdr, bytes)
     }
 
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.position
     }
 
-    /// Reads the next `len` bytes as they are, without padding.
+    /// Reads the next `len` bytes without regard to padding.
     ///
     /// # Errors
     /// [`PvmError::NoData`] if fewer bytes are left; the read position does not change.
-    pub fn take(&mut self, len: usize) -> PvmResult<Bytes> {
+    pub fn read_unpadded(&mut self, len: usize) -> PvmResult<Bytes> {
         if len > self.remaining() {
             return Err(PvmError::NoData);
         }
-        let taken = self.bytes.slice(self.position..self.position + len);
+        let chunk = self.bytes.slice(self.position..self.position + len);
         self.position += len;
-        Ok(taken)
+        Ok(chunk)
     }
 
     fn read_array<const N: usize>(&mut self) -> PvmResult<[u8; N]> {
@@ -210,7 +210,7 @@ impl Unpacker {
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
-    pub fn item<T: PackedNumber>(&mut self) -> PvmResult<T> {
+    pub fn read_item<T: PackedNumber>(&mut self) -> PvmResult<T> {
         match self.encoding {
             Encoding::Xdr => T::get_xdr(self),
             Encoding::Raw => T::get_raw(self),
@@ -221,66 +221,66 @@ impl Unpacker {
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
-    pub fn int(&mut self) -> PvmResult<i32> {
-        self.item()
+    pub fn read_int(&mut self) -> PvmResult<i32> {
+        self.read_item()
     }
 
     /// Reads `count` ints.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for a negative count.
-    pub fn ints(&mut self, count: i32) -> PvmResult<Vec<i32>> {
+    pub fn read_ints(&mut self, count: i32) -> PvmResult<Vec<i32>> {
         let count = usize::try_from(count).map_err(|_| PvmError::BadMsg)?;
         if count.saturating_mul(4) > self.remaining() {
             return Err(PvmError::NoData);
         }
-        (0..count).map(|_| self.int()).collect()
+        (0..count).map(|_| self.read_int()).collect()
     }
 
     /// Reads `len` bytes that one packing call packed, and skips their padding.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
-    pub fn bytes(&mut self, len: usize) -> PvmResult<Bytes> {
-        let padded = match self.encoding {
+    pub fn read_bytes(&mut self, len: usize) -> PvmResult<Bytes> {
+        let padded_len = match self.encoding {
             Encoding::Xdr => len.checked_next_multiple_of(4).ok_or(PvmError::NoData)?,
             Encoding::Raw => len,
         };
-        Ok(self.take(padded)?.slice(..len))
+        Ok(self.read_unpadded(padded_len)?.slice(..len))
     }
 
-    /// Reads a string and strips its NUL.
+    /// Reads a string and strips its final NUL.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for an impossible length.
-    pub fn str(&mut self) -> PvmResult<Bytes> {
-        let len = usize::try_from(self.int()?).map_err(|_| PvmError::BadMsg)?;
+    pub fn read_str(&mut self) -> PvmResult<Bytes> {
+        let len = usize::try_from(self.read_int()?).map_err(|_| PvmError::BadMsg)?;
         if len == 0 {
             return Err(PvmError::BadMsg);
         }
-        let text = self.bytes(len)?;
+        let text = self.read_bytes(len)?;
         let end = text.iter().position(|b| *b == 0).unwrap_or(len);
         Ok(text.slice(..end))
     }
 
-    /// Reads a string as UTF-8; invalid bytes are replaced.
+    /// Reads a string as UTF-8. Invalid bytes are replaced by U+FFFD.
     ///
     /// # Errors
     /// As [`Unpacker::str`].
-    pub fn string(&mut self) -> PvmResult<String> {
-        Ok(String::from_utf8_lossy(&self.str()?).into_owned())
+    pub fn read_string(&mut self) -> PvmResult<String> {
+        Ok(String::from_utf8_lossy(&self.read_str()?).into_owned())
     }
 
     /// Reads a list of strings: their number, then the strings.
     ///
     /// # Errors
     /// As [`Unpacker::str`].
-    pub fn strings(&mut self) -> PvmResult<Vec<String>> {
-        let count = usize::try_from(self.int()?).map_err(|_| PvmError::BadMsg)?;
+    pub fn read_strings(&mut self) -> PvmResult<Vec<String>> {
+        let count = usize::try_from(self.read_int()?).map_err(|_| PvmError::BadMsg)?;
         if count.saturating_mul(4) > self.remaining() {
             return Err(PvmError::NoData);
         }
-        (0..count).map(|_| self.string()).collect()
+        (0..count).map(|_| self.read_string()).collect()
     }
 }
 
@@ -291,36 +291,36 @@ mod tests {
     #[test]
     fn encoded_sizes_match_pvm() {
         let mut p = Packer::new(Encoding::Xdr);
-        assert_eq!(p.bytes(b"abc").len(), 4);
-        assert_eq!(p.items([1i16, 2]).len(), 12);
-        assert_eq!(p.items([1i64]).len(), 20);
-        assert_eq!(p.str(b"hello").len(), 32);
+        assert_eq!(p.pack_bytes(b"abc").len(), 4);
+        assert_eq!(p.pack_items([1i16, 2]).len(), 12);
+        assert_eq!(p.pack_items([1i64]).len(), 20);
+        assert_eq!(p.pack_str(b"hello").len(), 32);
         let mut p = Packer::new(Encoding::Raw);
-        assert_eq!(p.bytes(b"abc").len(), 3);
-        assert_eq!(p.items([1i16, 2]).len(), 7);
-        assert_eq!(p.str(b"hello").len(), 17);
+        assert_eq!(p.pack_bytes(b"abc").len(), 3);
+        assert_eq!(p.pack_items([1i16, 2]).len(), 7);
+        assert_eq!(p.pack_str(b"hello").len(), 17);
     }
 
     #[test]
     fn values_round_trip_in_both_encodings() {
         for encoding in [Encoding::Xdr, Encoding::Raw] {
             let mut p = Packer::new(encoding);
-            p.int(-2)
-                .items([-2i64, i64::MAX])
-                .items([1.5f32])
-                .items([-2.5f64])
-                .str(b"text")
-                .items([40000u16, 7]);
+            p.pack_int(-2)
+                .pack_items([-2i64, i64::MAX])
+                .pack_items([1.5f32])
+                .pack_items([-2.5f64])
+                .pack_str(b"text")
+                .pack_items([40000u16, 7]);
             let mut u = Unpacker::new(encoding, p.finish());
-            assert_eq!(u.int(), Ok(-2));
-            assert_eq!(u.item::<i64>(), Ok(-2));
-            assert_eq!(u.item::<i64>(), Ok(i64::MAX));
-            assert_eq!(u.item::<f32>(), Ok(1.5));
-            assert_eq!(u.item::<f64>(), Ok(-2.5));
-            assert_eq!(u.string().as_deref(), Ok("text"));
-            assert_eq!(u.item::<u16>(), Ok(40000));
-            assert_eq!(u.item::<u16>(), Ok(7));
-            assert_eq!(u.int(), Err(PvmError::NoData));
+            assert_eq!(u.read_int(), Ok(-2));
+            assert_eq!(u.read_item::<i64>(), Ok(-2));
+            assert_eq!(u.read_item::<i64>(), Ok(i64::MAX));
+            assert_eq!(u.read_item::<f32>(), Ok(1.5));
+            assert_eq!(u.read_item::<f64>(), Ok(-2.5));
+            assert_eq!(u.read_string().as_deref(), Ok("text"));
+            assert_eq!(u.read_item::<u16>(), Ok(40000));
+            assert_eq!(u.read_item::<u16>(), Ok(7));
+            assert_eq!(u.read_int(), Err(PvmError::NoData));
         }
     }
 
@@ -329,30 +329,36 @@ mod tests {
     #[test]
     fn bytes_are_padded_per_packing_call() {
         let mut p = Packer::new(Encoding::Xdr);
-        p.bytes(b"abc").bytes(b"def");
-        let mut u = Unpacker::xdr(p.finish());
-        assert_eq!(u.bytes(6).as_deref(), Ok(&b"abc\0de"[..]));
+        p.pack_bytes(b"abc").pack_bytes(b"def");
+        let mut u = Unpacker::new_xdr(p.finish());
+        assert_eq!(u.read_bytes(6).as_deref(), Ok(&b"abc\0de"[..]));
     }
 
     #[test]
     fn hostile_lengths_are_refused() {
         let mut p = Packer::new(Encoding::Xdr);
-        p.int(-1);
+        p.pack_int(-1);
         assert_eq!(
-            Unpacker::xdr(p.clone().finish()).str(),
+            Unpacker::new_xdr(p.clone().finish()).read_str(),
             Err(PvmError::BadMsg)
         );
-        assert_eq!(Unpacker::xdr(p.finish()).strings(), Err(PvmError::BadMsg));
+        assert_eq!(
+            Unpacker::new_xdr(p.finish()).read_strings(),
+            Err(PvmError::BadMsg)
+        );
         let mut p = Packer::new(Encoding::Xdr);
-        p.int(i32::MAX);
+        p.pack_int(i32::MAX);
         assert_eq!(
-            Unpacker::xdr(p.clone().finish()).str(),
+            Unpacker::new_xdr(p.clone().finish()).read_str(),
             Err(PvmError::NoData)
         );
         assert_eq!(
-            Unpacker::xdr(p.clone().finish()).ints(i32::MAX),
+            Unpacker::new_xdr(p.clone().finish()).read_ints(i32::MAX),
             Err(PvmError::NoData)
         );
-        assert_eq!(Unpacker::xdr(p.finish()).strings(), Err(PvmError::NoData));
+        assert_eq!(
+            Unpacker::new_xdr(p.finish()).read_strings(),
+            Err(PvmError::NoData)
+        );
     }
 }

@@ -1,25 +1,25 @@
-//! A pool of large message buffers. Buffers are reused because the first write to fresh memory
-//! costs several times as much as the copy of a message into it.
+//! A pool of large message buffers. Buffers are reused because the first write to newly mapped
+//! memory costs several times as much as the copy of a message into the buffer.
 //!
 //! The process has one pool of bounded size. If the pool is locked, a thread does not wait: it
-//! allocates or frees its buffer directly. So a forked child never waits for a lock that is held by
-//! a thread of its parent.
+//! allocates or frees its buffer directly. A forked child therefore never waits for a lock that a
+//! thread of its parent had locked.
 
 use bytes::Bytes;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// Minimum capacity of a pooled buffer. Smaller buffers are allocated and freed by the allocator.
-/// Larger buffers are pooled because the allocator returns them to the system when the end of its
-/// heap is free, and the next message would cause page faults for the same pages again.
+/// Minimum capacity of a pooled buffer, in bytes. Smaller buffers are allocated and freed by the
+/// allocator. The allocator would return larger buffers to the system when the end of its heap is
+/// free, and the next message would cause page faults for the same pages again.
 pub const POOLED_BYTES_MIN: usize = 64 << 10;
-/// Maximum total capacity of the pooled buffers.
+/// Maximum total capacity of the pooled buffers, in bytes.
 pub const POOL_BYTES_MAX: usize = 96 << 20;
 /// Maximum number of pooled buffers.
-const BUFFERS_MAX: usize = 64;
+const POOLED_BUFFERS_MAX: usize = 64;
 
 static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
-fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
+fn try_lock_pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
     match POOL.try_lock() {
         Ok(pool) => Some(pool),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -27,78 +27,87 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
     }
 }
 
-/// Removes a buffer with at least this capacity from the pool: the largest one if `largest` is
-/// true, otherwise the smallest one. Allocates a buffer if the pool has none.
-fn take_or_allocate(capacity: usize, largest: bool) -> Vec<u8> {
-    let kept = pool().and_then(|mut pool| {
-        let fits = pool
+/// Removes a buffer with at least this capacity, in bytes, from the pool: the largest one if
+/// `prefers_largest` is true, otherwise the smallest one. Allocates a buffer if the pool has none or is
+/// locked.
+fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
+    let pooled = try_lock_pool().and_then(|mut pool| {
+        let candidates = pool
             .iter()
             .map(Vec::capacity)
             .enumerate()
-            .filter(|(_, kept)| *kept >= capacity);
-        let best = if largest {
-            fits.max_by_key(|(_, kept)| *kept)
+            .filter(|(_, pooled)| *pooled >= capacity);
+        let chosen = if prefers_largest {
+            candidates.max_by_key(|(_, pooled)| *pooled)
         } else {
-            fits.min_by_key(|(_, kept)| *kept)
+            candidates.min_by_key(|(_, pooled)| *pooled)
         };
-        Some(pool.swap_remove(best?.0))
+        Some(pool.swap_remove(chosen?.0))
     });
-    kept.unwrap_or_else(|| Vec::with_capacity(capacity))
+    pooled.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
-/// Puts a buffer into the pool. If the pool is full, the smallest of the pooled buffers and this
-/// buffer is freed.
+/// Puts a buffer into the pool. If the pool already has its maximum number of buffers, the smallest
+/// of these and the new buffer is freed. The new buffer is also freed if the pool is locked, or if
+/// the capacity of the buffer is below [`POOLED_BYTES_MIN`] or would raise the total above
+/// [`POOL_BYTES_MAX`].
 pub fn recycle(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
     }
     buffer.clear();
-    let Some(mut pool) = pool() else { return };
-    if pool.len() >= BUFFERS_MAX {
-        let smallest = pool
+    let Some(mut pool) = try_lock_pool() else {
+        return;
+    };
+    if pool.len() >= POOLED_BUFFERS_MAX {
+        let smallest_buffer = pool
             .iter()
             .map(Vec::capacity)
             .enumerate()
-            .min_by_key(|(_, kept)| *kept);
-        match smallest {
-            Some((index, kept)) if kept < buffer.capacity() => drop(pool.swap_remove(index)),
+            .min_by_key(|(_, pooled_bytes)| *pooled_bytes);
+        match smallest_buffer {
+            Some((index, pooled_bytes)) if pooled_bytes < buffer.capacity() => {
+                drop(pool.swap_remove(index))
+            }
             _ => return,
         }
     }
-    let kept: usize = pool.iter().map(Vec::capacity).sum();
-    if kept + buffer.capacity() <= POOL_BYTES_MAX {
+    let pooled_bytes: usize = pool.iter().map(Vec::capacity).sum();
+    if pooled_bytes + buffer.capacity() <= POOL_BYTES_MAX {
         pool.push(buffer);
     }
 }
 
-/// Reserves space for `more` bytes after the buffer's content; a large replacement buffer comes
-/// from the pool.
-pub fn reserve(buffer: &mut Vec<u8>, more: usize) {
-    reserve_from_pool(buffer, more, false);
+/// Reserves space for `extra_bytes` bytes after the buffer's content. If a large replacement buffer is
+/// needed, it comes from the pool.
+pub fn reserve(buffer: &mut Vec<u8>, extra_bytes: usize) {
+    reserve_from_pool(buffer, extra_bytes, false);
 }
 
 /// Reserves space as [`reserve`] does, for a buffer that is filled in pieces and will grow further:
 /// prefers the largest pooled buffer, so that the content is copied less often.
-pub fn reserve_for_growth(buffer: &mut Vec<u8>, more: usize) {
-    reserve_from_pool(buffer, more, true);
+pub fn reserve_for_growth(buffer: &mut Vec<u8>, extra_bytes: usize) {
+    reserve_from_pool(buffer, extra_bytes, true);
 }
 
-fn reserve_from_pool(buffer: &mut Vec<u8>, more: usize, growing: bool) {
-    let wanted = buffer.len() + more;
-    if wanted <= buffer.capacity() {
+fn reserve_from_pool(buffer: &mut Vec<u8>, extra_bytes: usize, will_grow: bool) {
+    let required_bytes = buffer.len() + extra_bytes;
+    if required_bytes <= buffer.capacity() {
         return;
     }
-    if wanted < POOLED_BYTES_MIN {
-        return buffer.reserve(more);
+    if required_bytes < POOLED_BYTES_MIN {
+        return buffer.reserve(extra_bytes);
     }
     // At least one more piece will follow the first piece.
-    let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
-    let mut larger = take_or_allocate(
-        wanted.max(buffer.capacity().saturating_mul(2)).max(least),
-        growing,
+    let capacity_min = if will_grow { 2 * POOLED_BYTES_MIN } else { 0 };
+    let mut replacement = take_or_allocate(
+        required_bytes
+            .max(buffer.capacity().saturating_mul(2))
+            .max(capacity_min),
+        will_grow,
     );
-    larger.extend_from_slice(buffer);
-    recycle(std::mem::replace(buffer, larger));
+    replacement.extend_from_slice(buffer);
+    recycle(std::mem::replace(buffer, replacement));
 }
 
 /// A buffer that returns to the pool when its last reader drops it.
@@ -116,8 +125,8 @@ impl Drop for PooledBuffer {
     }
 }
 
-/// Makes a finished buffer immutable and shareable. A large buffer returns to the pool when its
-/// last reader drops it.
+/// Makes a filled buffer immutable and shareable. A large buffer returns to the pool when its last
+/// reader drops it.
 pub fn freeze(buffer: Vec<u8>) -> Bytes {
     if buffer.capacity() < POOLED_BYTES_MIN {
         buffer.into()
@@ -128,7 +137,7 @@ pub fn freeze(buffer: Vec<u8>) -> Bytes {
 
 /// Frees all pooled buffers, so that a dump does not contain them.
 pub fn clear() {
-    drop(pool().map(|mut pool| std::mem::take(&mut *pool)));
+    drop(try_lock_pool().map(|mut pool| std::mem::take(&mut *pool)));
 }
 
 #[cfg(test)]
@@ -136,65 +145,76 @@ mod tests {
     use super::*;
 
     // One test, because the process has only one pool.
-    /// The pool reuses large buffers within its limits and never holds small ones.
+    /// The pool reuses large buffers within its limits and never stores small ones.
     #[test]
     fn pool_reuses_large_buffers_within_its_limits() {
         let mut buffer = Vec::new();
         reserve(&mut buffer, 1 << 20);
-        let place = buffer.as_ptr();
+        let address = buffer.as_ptr();
         buffer.extend_from_slice(&[1; 1000]);
-        let sealed = freeze(buffer);
-        let second = sealed.clone();
-        drop(sealed);
-        assert_eq!(second[..], [1; 1000]);
-        drop(second);
-        let mut again = vec![7; 10];
-        reserve(&mut again, 1 << 19);
+        let frozen_buffer = freeze(buffer);
+        let second_reference = frozen_buffer.clone();
+        drop(frozen_buffer);
+        assert_eq!(second_reference[..], [1; 1000]);
+        drop(second_reference);
+        let mut reused_buffer = vec![7; 10];
+        reserve(&mut reused_buffer, 1 << 19);
         assert_eq!(
-            (again.as_ptr(), &again[..]),
-            (place, &[7; 10][..]),
+            (reused_buffer.as_ptr(), &reused_buffer[..]),
+            (address, &[7; 10][..]),
             "the same memory"
         );
-        for _ in 0..2 * BUFFERS_MAX {
+        for _ in 0..2 * POOLED_BUFFERS_MAX {
             recycle(Vec::with_capacity(POOLED_BYTES_MIN));
             recycle(Vec::with_capacity(10));
             recycle(Vec::with_capacity(POOL_BYTES_MAX / 4));
         }
-        let kept: Vec<usize> = pool().expect("free").iter().map(Vec::capacity).collect();
-        assert!(kept.len() <= BUFFERS_MAX && kept.iter().sum::<usize>() <= POOL_BYTES_MAX);
-        assert!(kept.iter().all(|capacity| *capacity >= POOLED_BYTES_MIN));
+        let capacities: Vec<usize> = try_lock_pool()
+            .expect("free")
+            .iter()
+            .map(Vec::capacity)
+            .collect();
+        assert!(
+            capacities.len() <= POOLED_BUFFERS_MAX
+                && capacities.iter().sum::<usize>() <= POOL_BYTES_MAX
+        );
+        assert!(
+            capacities
+                .iter()
+                .all(|capacity| *capacity >= POOLED_BYTES_MIN)
+        );
         clear();
-        assert!(pool().expect("free").is_empty());
-        for _ in 0..2 * BUFFERS_MAX {
+        assert!(try_lock_pool().expect("free").is_empty());
+        for _ in 0..2 * POOLED_BUFFERS_MAX {
             recycle(Vec::with_capacity(POOLED_BYTES_MIN));
         }
-        let large = Vec::with_capacity(1 << 20);
-        let (place, mut buffer) = (large.as_ptr(), Vec::new());
-        recycle(large);
+        let large_buffer = Vec::with_capacity(1 << 20);
+        let (address, mut buffer) = (large_buffer.as_ptr(), Vec::new());
+        recycle(large_buffer);
         reserve(&mut buffer, 1 << 20);
         assert_eq!(
-            (buffer.as_ptr(), pool().expect("free").len()),
-            (place, BUFFERS_MAX - 1),
+            (buffer.as_ptr(), try_lock_pool().expect("free").len()),
+            (address, POOLED_BUFFERS_MAX - 1),
             "many small ones keep no large one out"
         );
         drop(buffer);
         clear();
         // A message of two pieces uses one buffer from its first piece on, and the next message
         // uses the same buffer.
-        let places: Vec<*const u8> = (0..3)
+        let addresses: Vec<*const u8> = (0..3)
             .map(|_| {
                 let mut buffer = Vec::new();
-                for piece in [64 << 10, 20] {
-                    reserve_for_growth(&mut buffer, piece);
-                    buffer.resize(buffer.len() + piece, 0);
+                for piece_bytes in [64 << 10, 20] {
+                    reserve_for_growth(&mut buffer, piece_bytes);
+                    buffer.resize(buffer.len() + piece_bytes, 0);
                 }
                 freeze(buffer).as_ptr()
             })
             .collect();
         assert!(
-            places.iter().all(|place| *place == places[0]),
+            addresses.iter().all(|address| *address == addresses[0]),
             "the same memory"
         );
-        assert_eq!(pool().expect("free").len(), 1);
+        assert_eq!(try_lock_pool().expect("free").len(), 1);
     }
 }

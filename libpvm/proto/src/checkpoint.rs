@@ -1,5 +1,5 @@
 //! Records and errors of checkpoints of jobs. A checkpoint contains all tasks of a job as they were
-//! at one moment; the job can be restarted from it.
+//! at one moment; the job can be restarted from the checkpoint.
 
 use crate::group::GroupState;
 use crate::ids::{HostId, Micros, Tid};
@@ -8,9 +8,9 @@ use crate::migration::{Failure, Refusal, Step, TaskFacts};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Largest number of tasks in one checkpoint.
+/// Maximum number of tasks in one checkpoint.
 pub const CHECKPOINT_TASKS_MAX: usize = 1024;
-/// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
+/// Maximum total size, in bytes, of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that
 /// are stored next to the images.
@@ -20,11 +20,11 @@ pub const CHECKPOINT_VERSION: u16 = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointSchedule {
     /// Ends the automatic checkpoints of the job; checkpoints on request remain possible.
-    Never,
-    /// At a fixed interval: each checkpoint is complete this long after the previous one began, if
-    /// it takes as long as the previous one. At least half of the interval passes between the end
-    /// of one checkpoint and the start of the next.
-    Every(Micros),
+    Disabled,
+    /// At a fixed interval, measured from the start of one checkpoint to the completion of the
+    /// next, if the next one takes as long as the previous one. At least half of the interval
+    /// passes between the end of one checkpoint and the start of the next.
+    Interval(Micros),
     /// Often enough that at most this much work is lost, if a checkpoint takes as long as the
     /// previous one.
     MaxLoss(Micros),
@@ -39,11 +39,11 @@ pub struct CheckpointReport {
     pub job: Tid,
     pub tasks: Vec<Tid>,
     /// Size in the store, in bytes.
-    pub bytes: u64,
+    pub stored_bytes: u64,
     /// Time from the stop of the first task until the images of the last task were written.
-    pub frozen: Micros,
+    pub frozen_time: Micros,
     /// Tasks that wrote their own checkpoints and were restarted.
-    pub self_checkpointed: Vec<Tid>,
+    pub self_checkpointed_tasks: Vec<Tid>,
 }
 
 /// One checkpoint in a list.
@@ -54,11 +54,11 @@ pub struct CheckpointEntry {
     /// First task of the job.
     pub job: Tid,
     /// Creation time, in microseconds since 1970.
-    pub created: Micros,
+    pub created_at: Micros,
     /// Number of tasks in the checkpoint.
-    pub tasks: u32,
+    pub task_count: u32,
     /// Size in the store, in bytes.
-    pub bytes: u64,
+    pub stored_bytes: u64,
     /// The reason why the checkpoint is unusable; `None` if it is usable.
     pub unusable_reason: Option<String>,
     /// Time at which the checkpoint's job ended permanently, in microseconds since 1970; `None` if
@@ -83,7 +83,7 @@ pub enum RemovalSelection {
 pub enum RemovalRefusal {
     /// No checkpoint has this name.
     #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
-    Unknown,
+    NoSuchCheckpoint,
     /// A restart is reading the checkpoint.
     #[error("it is in use: a job is being restarted from it")]
     InUse,
@@ -96,7 +96,7 @@ pub enum RemovalRefusal {
     #[error(
         "the virtual machine {0:?} made it; remove it there, or use --any if that machine is gone"
     )]
-    Foreign(String),
+    OtherVm(String),
     /// The store reported an error.
     #[error("{0}")]
     Store(String),
@@ -118,45 +118,49 @@ pub struct RestartReport {
 /// The reason why a checkpoint failed. All tasks continue, and earlier checkpoints are intact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointFailure {
-    /// Neither the task nor any descendant of it exists.
+    /// Neither the task with this tid nor any of its descendants exists.
     NoSuchJob(Tid),
     /// The job has more tasks than a checkpoint may have.
     TooManyTasks {
         /// Number of tasks of the job.
-        tasks: usize,
+        task_count: usize,
     },
-    /// Another checkpoint or a restart of the job is in progress.
+    /// Another checkpoint of the job, or a restart of the job, is in progress.
     InProgress,
     /// One of the tasks cannot be dumped; `step` failed.
-    Task { tid: Tid, step: Step, why: Failure },
+    Task {
+        tid: Tid,
+        step: Step,
+        failure: Failure,
+    },
     /// The job spawned these tasks during the checkpoint.
     JobSpawnedTasks(Vec<Tid>),
     /// A host was lost during the checkpoint.
     HostLost(HostId),
     /// The checkpoint took longer than the time limit.
-    Deadline { allowed: Micros },
+    Deadline { time_limit: Micros },
     /// The checkpoint store reported an error.
     Store(String),
     /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
     MailboxTooLarge {
-        /// Total size of the mailbox entries.
+        /// Total size of the mailbox entries, in bytes.
         bytes: usize,
     },
 }
 
 impl CheckpointFailure {
     /// True if a retry will probably succeed: the job was changing, or one of its tasks was
-    /// migrating.
+    /// migrating or had not written its own checkpoint yet.
     pub fn is_transient(&self) -> bool {
         use Failure::TaskEnded;
-        let is_transient_refusal = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
+        let is_transient_refusal = |why: &Failure| matches!(why, Failure::Refused(refusals) if refusals.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
         match self {
-            CheckpointFailure::JobSpawnedTasks(_) => true,
-            CheckpointFailure::Task {
-                why: TaskEnded | Failure::Cancelled(_),
+            Self::JobSpawnedTasks(_) => true,
+            Self::Task {
+                failure: TaskEnded | Failure::Cancelled(_),
                 ..
             } => true,
-            CheckpointFailure::Task { why, .. } => is_transient_refusal(why),
+            Self::Task { failure: why, .. } => is_transient_refusal(why),
             _ => false,
         }
     }
@@ -165,27 +169,31 @@ impl CheckpointFailure {
 impl CheckpointFailure {
     /// True if a task of the job is still writing its own checkpoint for an earlier request.
     pub fn is_self_checkpoint_pending(&self) -> bool {
-        matches!(self, CheckpointFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::SelfCheckpointPending))
+        matches!(self, Self::Task { failure: Failure::Refused(refusals), .. } if refusals.contains(&Refusal::SelfCheckpointPending))
     }
 }
 
 impl fmt::Display for CheckpointFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            CheckpointFailure::NoSuchJob(tid) => {
+            Self::NoSuchJob(tid) => {
                 write!(f, "there is neither a task {tid} nor a descendant of it")
             }
-            CheckpointFailure::TooManyTasks { tasks } => {
+            Self::TooManyTasks { task_count: tasks } => {
                 write!(
                     f,
                     "the job has {tasks} tasks; a checkpoint takes at most {CHECKPOINT_TASKS_MAX}"
                 )
             }
-            CheckpointFailure::InProgress => {
+            Self::InProgress => {
                 f.write_str("another checkpoint or a restart of this job is in progress")
             }
-            CheckpointFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
-            CheckpointFailure::JobSpawnedTasks(tids) => {
+            Self::Task {
+                tid,
+                step,
+                failure: why,
+            } => write!(f, "{tid}: {step}: {why}"),
+            Self::JobSpawnedTasks(tids) => {
                 let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
                 write!(
                     f,
@@ -193,12 +201,14 @@ impl fmt::Display for CheckpointFailure {
                     tids.join(" ")
                 )
             }
-            CheckpointFailure::HostLost(host) => write!(f, "{host} was lost"),
-            CheckpointFailure::Deadline { allowed } => {
+            Self::HostLost(host) => write!(f, "{host} was lost"),
+            Self::Deadline {
+                time_limit: allowed,
+            } => {
                 write!(f, "not done within {} s", allowed.0 / 1_000_000)
             }
-            CheckpointFailure::Store(why) => f.write_str(why),
-            CheckpointFailure::MailboxTooLarge { bytes } => {
+            Self::Store(why) => f.write_str(why),
+            Self::MailboxTooLarge { bytes } => {
                 write!(
                     f,
                     "its tasks have {bytes} bytes in the mailbox; a checkpoint takes at most {SAVED_MAILBOX_BYTES_MAX}"
@@ -213,7 +223,7 @@ impl fmt::Display for CheckpointFailure {
 pub enum RestartFailure {
     /// The store does not have the checkpoint or cannot read it.
     Store(String),
-    /// These tasks of the checkpoint, or other tasks with their tids, are alive.
+    /// These tasks of the checkpoint are alive, or other tasks with the same tids are alive.
     TasksAlive(Vec<Tid>),
     /// These groups of the checkpoint have members that do not belong to the checkpoint.
     GroupsInUse(Vec<String>),
@@ -223,32 +233,32 @@ pub enum RestartFailure {
     ContextsInUse(Vec<i32>),
     /// The virtual machine has no host with this name.
     NoHost(String),
-    /// Another restart or a checkpoint of the job is in progress.
+    /// Another restart of the job, or a checkpoint of the job, is in progress.
     InProgress,
     /// One of the tasks could not be restarted.
     Task {
         tid: Tid,
         host: HostId,
         step: Step,
-        why: Failure,
+        failure: Failure,
     },
     /// A host was lost during the restart.
     HostLost(HostId),
     /// The restart took longer than the time limit.
-    Deadline { allowed: Micros },
+    Deadline { time_limit: Micros },
 }
 
-/// Formats the first ten items of a list and the number of the remaining items.
-fn list_first<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
-    const SHOWN: usize = 10;
+/// Formats the first ten items of a list, and the number of the items that are not shown.
+fn format_list_start<T>(list: &[T], format_item: impl Fn(&T) -> String) -> String {
+    const ITEMS_SHOWN_MAX: usize = 10;
     let mut text = list
         .iter()
-        .take(SHOWN)
-        .map(name)
+        .take(ITEMS_SHOWN_MAX)
+        .map(format_item)
         .collect::<Vec<_>>()
         .join(", ");
-    if list.len() > SHOWN {
-        text.push_str(&format!(" and {} more", list.len() - SHOWN));
+    if list.len() > ITEMS_SHOWN_MAX {
+        text.push_str(&format!(" and {} more", list.len() - ITEMS_SHOWN_MAX));
     }
     text
 }
@@ -256,46 +266,48 @@ fn list_first<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
 impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RestartFailure::Store(why) => f.write_str(why),
-            RestartFailure::TasksAlive(tids) => write!(
+            Self::Store(why) => f.write_str(why),
+            Self::TasksAlive(tids) => write!(
                 f,
                 "{} are alive: end the job first, or start a new virtual machine, which does not reuse these tids",
-                list_first(tids, Tid::to_string)
+                format_list_start(tids, Tid::to_string)
             ),
-            RestartFailure::GroupsInUse(names) => {
+            Self::GroupsInUse(names) => {
                 write!(
                     f,
                     "the groups {} have other members: the tasks cannot get their old instance numbers",
                     names.join(" ")
                 )
             }
-            RestartFailure::MailboxInUse(entries) => {
-                let entries = list_first(entries, String::clone);
+            Self::MailboxInUse(entries) => {
+                let entries = format_list_start(entries, String::clone);
                 write!(
                     f,
                     "mailbox entries of the tasks now belong to other tasks: {entries}"
                 )
             }
-            RestartFailure::ContextsInUse(contexts) => write!(
+            Self::ContextsInUse(contexts) => write!(
                 f,
                 "the contexts {} now belong to other tasks, whose messages would be confused with the job's; end \
                  these tasks, or start a new virtual machine",
-                list_first(contexts, |ctx| format!("{ctx:#x}"))
+                format_list_start(contexts, |ctx| format!("{ctx:#x}"))
             ),
-            RestartFailure::NoHost(name) => {
+            Self::NoHost(name) => {
                 write!(f, "there is no host {name} in the virtual machine")
             }
-            RestartFailure::InProgress => {
+            Self::InProgress => {
                 f.write_str("another restart or a checkpoint of this job is in progress")
             }
-            RestartFailure::Task {
+            Self::Task {
                 tid,
                 host,
                 step,
-                why,
+                failure: why,
             } => write!(f, "{tid} on {host}: {step}: {why}"),
-            RestartFailure::HostLost(host) => write!(f, "{host} was lost"),
-            RestartFailure::Deadline { allowed } => {
+            Self::HostLost(host) => write!(f, "{host} was lost"),
+            Self::Deadline {
+                time_limit: allowed,
+            } => {
                 write!(f, "not done within {} s", allowed.0 / 1_000_000)
             }
         }
@@ -311,7 +323,7 @@ pub struct CheckpointMeta {
     pub wire_version: u16,
     /// Start time of the virtual machine that made the checkpoint, in microseconds since 1970.
     /// Identifies the virtual machine.
-    pub vm: Micros,
+    pub vm_start_time: Micros,
     /// First task of the job.
     pub job: Tid,
     /// Latest incarnation of any task in the virtual machine when the checkpoint was made.
@@ -320,7 +332,7 @@ pub struct CheckpointMeta {
     /// Groups of which the tasks are members.
     pub groups: Vec<SavedGroup>,
     /// Mailbox entries of the tasks.
-    pub mailbox: Vec<SavedMailboxEntry>,
+    pub mailbox_entries: Vec<SavedMailboxEntry>,
     /// Contexts with the tasks that own them.
     pub contexts: Vec<(i32, Tid)>,
     /// The job's schedule of automatic checkpoints.
@@ -344,7 +356,7 @@ pub struct SavedMailboxEntry {
 pub struct TaskMeta {
     pub tid: Tid,
     /// Name of the host on which the task ran.
-    pub host: String,
+    pub host_name: String,
     /// Properties of the task, for the verdict of the host that restores it.
     pub facts: TaskFacts,
     /// Incarnation of the task at the time of the checkpoint.

@@ -1,4 +1,5 @@
-//! Migration engines: the ways to migrate a task, and the syntax by which a task selects engines.
+//! Migration engines: the methods to migrate a task, and the syntax by which a task selects
+//! engines.
 //!
 //! - `criu`: CRIU dumps the task's processes and restores them. Needs similar hosts and privileges.
 //! - `own`: the program writes its own checkpoint on request, by a signal or a message. It exits
@@ -35,12 +36,12 @@ pub const SELF_CHECKPOINT_TIMEOUT_S: u32 = 60;
 pub const RESTART_TIMEOUT_S: u32 = 5;
 /// Maximum of the time limits that an engine list may set, in seconds.
 pub const TIMEOUT_S_MAX: u32 = 3600;
-/// Default signal that asks a program for its checkpoint.
+/// Default signal that asks a program to write its own checkpoint.
 const SIGUSR1: i32 = 10;
 const SIGTERM: i32 = 15;
 /// Signals by which a program may be asked for its own checkpoint: name and number. Signals that
 /// cannot be caught, or that stop a process, are excluded.
-const SIGNALS: [(&str, i32); 9] = [
+const CATCHABLE_SIGNALS: [(&str, i32); 9] = [
     ("HUP", 1),
     ("INT", 2),
     ("QUIT", 3),
@@ -52,7 +53,7 @@ const SIGNALS: [(&str, i32); 9] = [
     ("WINCH", 28),
 ];
 
-/// The way to ask a program for its own checkpoint.
+/// How a program is asked for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AskMethod {
     /// Sends the signal with this number.
@@ -65,8 +66,8 @@ pub enum AskMethod {
 impl fmt::Display for AskMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            AskMethod::Signal(signal) => write!(f, "by signal {signal}"),
-            AskMethod::Message(tag) => write!(f, "by a message with tag {tag}"),
+            Self::Signal(signal) => write!(f, "by signal {signal}"),
+            Self::Message(tag) => write!(f, "by a message with tag {tag}"),
         }
     }
 }
@@ -122,9 +123,12 @@ pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateFilesError> {
         .split(':')
         .map(|file| file.trim().to_string())
         .collect();
-    let is_file = |file: &String| !file.is_empty() && !file.ends_with('/') && !file.contains('\0');
-    let known: BTreeSet<&String> = files.iter().collect();
-    match files.iter().all(is_file) && known.len() == files.len() && files.len() <= STATE_FILES_MAX
+    let is_valid_name =
+        |file: &String| !file.is_empty() && !file.ends_with('/') && !file.contains('\0');
+    let unique_files: BTreeSet<&String> = files.iter().collect();
+    match files.iter().all(is_valid_name)
+        && unique_files.len() == files.len()
+        && files.len() <= STATE_FILES_MAX
     {
         true => Ok(files),
         false => Err(StateFilesError(text.to_string())),
@@ -132,10 +136,10 @@ pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateFilesError> {
 }
 
 /// Returns the value of the variable `name` in the environment of a spawn; `None` if the variable
-/// is empty or not set. If the variable is set several times, the last entry is used, as in the
+/// is empty or not set. If the variable is set several times, the last entry applies, as in the
 /// spawned program.
 fn env_value(env: &[Vec<u8>], name: &str) -> Option<String> {
-    let of = |entry: &Vec<u8>| {
+    let value_in = |entry: &Vec<u8>| {
         let text = entry
             .strip_prefix(name.as_bytes())?
             .strip_prefix(b"=")?
@@ -144,7 +148,7 @@ fn env_value(env: &[Vec<u8>], name: &str) -> Option<String> {
     };
     env.iter()
         .rev()
-        .find_map(of)
+        .find_map(value_in)
         .filter(|text| !text.trim().is_empty())
 }
 
@@ -154,60 +158,60 @@ impl Engine {
     ///
     /// # Errors
     /// Contains the first invalid part of the list.
-    pub fn parse_list(text: &str) -> Result<Vec<Engine>, EngineListError> {
-        let words = text.split(',').map(str::trim);
-        let list = words
-            .map(Engine::parse)
-            .collect::<Result<Vec<Engine>, EngineListError>>()?;
-        let twice = |engine: &Engine| {
+    pub fn parse_list(text: &str) -> Result<Vec<Self>, EngineListError> {
+        let items = text.split(',').map(str::trim);
+        let list = items
+            .map(Self::parse)
+            .collect::<Result<Vec<Self>, EngineListError>>()?;
+        let is_repeated = |engine: &Self| {
             list.iter()
                 .filter(|other| other.name() == engine.name())
                 .count()
                 > 1
         };
-        match list.iter().find(|engine| twice(engine)) {
+        match list.iter().find(|engine| is_repeated(engine)) {
             Some(engine) => Err(EngineListError(format!("{} twice", engine.name()))),
             None => Ok(list),
         }
     }
 
-    fn parse(word: &str) -> Result<Engine, EngineListError> {
-        let wrong = || EngineListError(word.to_string());
-        let mut parts = word.split(':').map(str::trim);
+    fn parse(item: &str) -> Result<Self, EngineListError> {
+        let invalid_item = || EngineListError(item.to_string());
+        let mut parts = item.split(':').map(str::trim);
         let mut engine = match parts.next() {
-            Some("criu") => Engine::Criu,
-            Some("own") => Engine::SelfCheckpoint {
+            Some("criu") => Self::Criu,
+            Some("own") => Self::SelfCheckpoint {
                 ask_method: AskMethod::Signal(SIGUSR1),
                 exit_status: RESTART_EXIT_STATUS,
                 timeout_s: SELF_CHECKPOINT_TIMEOUT_S,
             },
-            Some("restart") => Engine::Restart {
+            Some("restart") => Self::Restart {
                 timeout_s: RESTART_TIMEOUT_S,
             },
-            _ => return Err(wrong()),
+            _ => return Err(invalid_item()),
         };
-        let mut seen = Vec::new();
+        let mut seen_settings = Vec::new();
         for part in parts {
             let (name, value) = part
                 .split_once('=')
                 .map(|(n, v)| (n.trim(), v.trim()))
-                .ok_or_else(wrong)?;
+                .ok_or_else(invalid_item)?;
             // `signal` and `message` both determine how the program is asked, so only one of them
             // is permitted.
-            let what = if name == "message" { "signal" } else { name };
-            if seen.contains(&what) {
-                return Err(wrong());
+            let setting = if name == "message" { "signal" } else { name };
+            if seen_settings.contains(&setting) {
+                return Err(invalid_item());
             }
-            seen.push(what);
+            seen_settings.push(setting);
             match (&mut engine, name) {
                 (
-                    Engine::SelfCheckpoint {
+                    Self::SelfCheckpoint {
                         ask_method: asked, ..
                     },
                     "signal",
-                ) => *asked = AskMethod::Signal(parse_signal(value).ok_or_else(wrong)?),
+                ) => *asked = AskMethod::Signal(parse_signal(value).ok_or_else(invalid_item)?),
                 (
-                    Engine::SelfCheckpoint {
+                    Self::SelfCheckpoint {
                         ask_method: asked, ..
                     },
                     "message",
@@ -216,26 +220,23 @@ impl Engine {
                         .parse()
                         .ok()
                         .filter(|tag| *tag >= 0)
-                        .ok_or_else(wrong)?;
+                        .ok_or_else(invalid_item)?;
                     *asked = AskMethod::Message(tag);
                 }
                 (
-                    Engine::SelfCheckpoint {
+                    Self::SelfCheckpoint {
                         exit_status: exit, ..
                     },
                     "exit",
-                ) => *exit = value.parse().map_err(|_| wrong())?,
-                (
-                    Engine::SelfCheckpoint { timeout_s, .. } | Engine::Restart { timeout_s },
-                    "wait",
-                ) => {
+                ) => *exit = value.parse().map_err(|_| invalid_item())?,
+                (Self::SelfCheckpoint { timeout_s, .. } | Self::Restart { timeout_s }, "wait") => {
                     *timeout_s = value
                         .parse()
                         .ok()
                         .filter(|wait| (1..=TIMEOUT_S_MAX).contains(wait))
-                        .ok_or_else(wrong)?;
+                        .ok_or_else(invalid_item)?;
                 }
-                _ => return Err(wrong()),
+                _ => return Err(invalid_item()),
             }
         }
         Ok(engine)
@@ -246,16 +247,16 @@ impl Engine {
     ///
     /// # Errors
     /// Contains the first invalid part of the list.
-    pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineListError> {
+    pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Self>, EngineListError> {
         env_value(env, ENGINE_ENV)
-            .map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::parse_list(&text))
+            .map_or_else(|| Ok(vec![Self::Criu]), |text| Self::parse_list(&text))
     }
 
     fn name(&self) -> &'static str {
         match self {
-            Engine::Criu => "criu",
-            Engine::SelfCheckpoint { .. } => "own",
-            Engine::Restart { .. } => "restart",
+            Self::Criu => "criu",
+            Self::SelfCheckpoint { .. } => "own",
+            Self::Restart { .. } => "restart",
         }
     }
 
@@ -263,55 +264,58 @@ impl Engine {
     /// `None` for CRIU.
     pub fn exit_request(&self) -> Option<(AskMethod, u32)> {
         match *self {
-            Engine::Criu => None,
-            Engine::SelfCheckpoint {
-                ask_method: asked,
+            Self::Criu => None,
+            Self::SelfCheckpoint {
+                ask_method,
                 timeout_s: wait,
                 ..
-            } => Some((asked, wait)),
-            Engine::Restart { timeout_s } => Some((AskMethod::Signal(SIGTERM), timeout_s)),
+            } => Some((ask_method, wait)),
+            Self::Restart { timeout_s } => Some((AskMethod::Signal(SIGTERM), timeout_s)),
         }
     }
 
     /// True if a program that was asked to exit must be restarted when its process has ended with
     /// this wait status.
-    pub fn restarts_after(&self, status: i32) -> bool {
+    pub fn restarts_after(&self, wait_status: i32) -> bool {
         match *self {
-            Engine::Criu => false,
-            Engine::SelfCheckpoint {
+            Self::Criu => false,
+            Self::SelfCheckpoint {
                 exit_status: exit, ..
-            } => status == i32::from(exit) << 8,
-            Engine::Restart { .. } => true,
+            } => wait_status == i32::from(exit) << 8,
+            Self::Restart { .. } => true,
         }
     }
 }
 
 fn parse_signal(text: &str) -> Option<i32> {
     let name = text.strip_prefix("SIG").unwrap_or(text);
-    let by_name = SIGNALS
+    let named_signal = CATCHABLE_SIGNALS
         .iter()
-        .find(|(known, _)| *known == name)
+        .find(|(signal, _)| *signal == name)
         .map(|(_, number)| *number);
-    by_name.or_else(|| {
+    named_signal.or_else(|| {
         let number = text.parse().ok()?;
         // Programs may use realtime signals, except a few that the C library reserves.
-        ((35..=64).contains(&number) || SIGNALS.iter().any(|(_, known)| *known == number))
-            .then_some(number)
+        ((35..=64).contains(&number)
+            || CATCHABLE_SIGNALS
+                .iter()
+                .any(|(_, signal)| *signal == number))
+        .then_some(number)
     })
 }
 
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Engine::Criu => f.write_str("CRIU"),
-            Engine::SelfCheckpoint { .. } => f.write_str("its own checkpoint"),
-            Engine::Restart { .. } => f.write_str("restart"),
+            Self::Criu => f.write_str("CRIU"),
+            Self::SelfCheckpoint { .. } => f.write_str("its own checkpoint"),
+            Self::Restart { .. } => f.write_str("restart"),
         }
     }
 }
 
-/// Description of a program's start, from which the program can be restarted, with the engines that
-/// are permitted for it.
+/// Description of how a program was started, from which the program can be restarted, with the
+/// engines that are permitted for the program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchInfo {
     /// Engines in order of preference.
@@ -330,26 +334,27 @@ impl LaunchInfo {
     ///
     /// # Errors
     /// The engine list or the list of state files in the request's environment is invalid.
-    pub fn from_request(request: &SpawnRequest) -> Result<LaunchInfo, String> {
+    pub fn from_request(request: &SpawnRequest) -> Result<Self, String> {
         let engines = Engine::list_from_env(&request.env).map_err(|error| error.to_string())?;
-        let state = env_value(&request.env, STATE_ENV)
+        let state_files = env_value(&request.env, STATE_ENV)
             .map(|text| parse_state_files(&text))
             .transpose();
-        let state = state
+        let state_files = state_files
             .map_err(|error| error.to_string())?
             .unwrap_or_default();
-        Ok(LaunchInfo {
+        Ok(Self {
             engines,
             request: SpawnRequest {
-                count: 1,
+                task_count: 1,
                 ..request.clone()
             },
             restart_count: 0,
-            state_files: state,
+            state_files,
         })
     }
 
-    /// Returns the engine [`Engine::SelfCheckpoint`] with its settings, if it is permitted.
+    /// Returns the engine [`Engine::SelfCheckpoint`] with its settings; `None` if this engine is
+    /// not permitted.
     pub fn self_checkpoint(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -365,8 +370,7 @@ impl LaunchInfo {
             .collect()
     }
 
-    /// True if [`Engine::SelfCheckpoint`] is permitted and CRIU is not the first engine of the
-    /// list.
+    /// True if [`Engine::SelfCheckpoint`] is permitted and CRIU is not the first permitted engine.
     pub fn prefers_self_checkpoint(&self) -> bool {
         self.self_checkpoint().is_some() && self.engines.first() != Some(&Engine::Criu)
     }
@@ -376,7 +380,8 @@ impl LaunchInfo {
         self.engines.contains(&Engine::Criu)
     }
 
-    /// Returns the first permitted engine that restarts the program.
+    /// Returns the first permitted engine that restarts the program; `None` if only CRIU is
+    /// permitted.
     pub fn restart_engine(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -384,10 +389,10 @@ impl LaunchInfo {
             .find(|engine| *engine != Engine::Criu)
     }
 
-    /// Returns the working directory that the spawn request names.
+    /// Returns the working directory that the spawn request names; `None` if it names none.
     pub fn working_dir(&self) -> Option<&str> {
         self.request
-            .place
+            .where_arg
             .split_once(':')
             .map(|(_, dir)| dir)
             .filter(|dir| !dir.is_empty())
@@ -398,41 +403,47 @@ impl LaunchInfo {
 mod tests {
     use super::*;
 
-    const fn own(asked: AskMethod) -> Engine {
+    const fn self_checkpoint_by(ask_method: AskMethod) -> Engine {
         Engine::SelfCheckpoint {
-            ask_method: asked,
+            ask_method,
             exit_status: RESTART_EXIT_STATUS,
             timeout_s: SELF_CHECKPOINT_TIMEOUT_S,
         }
     }
 
-    const OWN: Engine = own(AskMethod::Signal(SIGUSR1));
+    const SELF_CHECKPOINT: Engine = self_checkpoint_by(AskMethod::Signal(SIGUSR1));
 
     #[test]
     fn engine_list_parses_with_settings() {
-        let list = |text| Engine::parse_list(text).expect("good");
-        assert_eq!(list("criu"), [Engine::Criu]);
+        let parse = |text| Engine::parse_list(text).expect("good");
+        assert_eq!(parse("criu"), [Engine::Criu]);
         assert_eq!(
-            list(" own , restart:wait=9 "),
-            [OWN, Engine::Restart { timeout_s: 9 }]
+            parse(" own , restart:wait=9 "),
+            [SELF_CHECKPOINT, Engine::Restart { timeout_s: 9 }]
         );
-        let other = Engine::SelfCheckpoint {
+        let custom_engine = Engine::SelfCheckpoint {
             ask_method: AskMethod::Signal(12),
             exit_status: 3,
             timeout_s: 7,
         };
         assert_eq!(
-            list("criu,own:signal=USR2:exit=3:wait=7"),
-            [Engine::Criu, other]
+            parse("criu,own:signal=USR2:exit=3:wait=7"),
+            [Engine::Criu, custom_engine]
         );
-        assert_eq!(list("own:wait=7:signal=SIGUSR2:exit=3"), [other]);
-        assert_eq!(list("own:signal=40"), [own(AskMethod::Signal(40))]);
-        assert_eq!(list("own:message=0"), [own(AskMethod::Message(0))]);
+        assert_eq!(parse("own:wait=7:signal=SIGUSR2:exit=3"), [custom_engine]);
+        assert_eq!(
+            parse("own:signal=40"),
+            [self_checkpoint_by(AskMethod::Signal(40))]
+        );
+        assert_eq!(
+            parse("own:message=0"),
+            [self_checkpoint_by(AskMethod::Message(0))]
+        );
     }
 
     #[test]
     fn invalid_engine_is_named_in_the_error() {
-        for word in [
+        for item in [
             "",
             "own,",
             "crio",
@@ -454,16 +465,16 @@ mod tests {
             "own:signal=USR1:message=7",
             "own:message=7:exit=3:message=8",
         ] {
-            let error = Engine::parse_list(word).expect_err(word).to_string();
-            assert!(error.starts_with("SEMPA_ENGINE: \""), "{word}: {error}");
+            let error = Engine::parse_list(item).expect_err(item).to_string();
+            assert!(error.starts_with("SEMPA_ENGINE: \""), "{item}: {error}");
         }
     }
 
     /// The engine list comes from the spawn's environment; the default is CRIU.
     #[test]
     fn engine_comes_from_environment_or_is_criu() {
-        let env = |words: &[&str]| {
-            words
+        let env = |variables: &[&str]| {
+            variables
                 .iter()
                 .map(|word| word.as_bytes().to_vec())
                 .collect::<Vec<_>>()
@@ -478,7 +489,7 @@ mod tests {
         );
         assert_eq!(
             Engine::list_from_env(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])),
-            Ok(vec![OWN])
+            Ok(vec![SELF_CHECKPOINT])
         );
         assert!(Engine::list_from_env(&env(&["SEMPA_ENGINE=x"])).is_err());
     }
@@ -486,15 +497,16 @@ mod tests {
     /// State files must be named once each; their names may contain the tid.
     #[test]
     fn state_files_are_unique_and_may_contain_tid() {
-        let env = |state: &str| SpawnRequest {
+        let request_with_state = |state: &str| SpawnRequest {
             env: vec![format!("SEMPA_STATE={state}").into()],
             ..SpawnRequest::default()
         };
-        let begin =
-            LaunchInfo::from_request(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
+        let launch =
+            LaunchInfo::from_request(&request_with_state("state-{tid}: /data/{tid}/{tid}.log"))
+                .expect("good");
         let tid = Tid::from_raw(0x40007);
         assert_eq!(
-            begin.state_paths(tid),
+            launch.state_paths(tid),
             [
                 PathBuf::from("state-t40007"),
                 "/data/t40007/t40007.log".into()
@@ -502,30 +514,37 @@ mod tests {
         );
         assert_eq!(
             (
-                LaunchInfo::from_request(&env(""))
+                LaunchInfo::from_request(&request_with_state(""))
                     .expect("nothing")
                     .state_files,
-                begin.self_checkpoint()
+                launch.self_checkpoint()
             ),
             (vec![], None)
         );
-        let many = (0..=STATE_FILES_MAX)
+        let too_many_files = (0..=STATE_FILES_MAX)
             .map(|n| n.to_string())
             .collect::<Vec<_>>()
             .join(":");
-        for text in ["a::b", "a:a", "a:", "dir/", &many] {
-            let why = LaunchInfo::from_request(&env(text)).expect_err(text);
+        for text in ["a::b", "a:a", "a:", "dir/", &too_many_files] {
+            let error = LaunchInfo::from_request(&request_with_state(text)).expect_err(text);
             assert!(
-                why.starts_with("SEMPA_STATE: \"") && why.contains(text),
-                "{why}"
+                error.starts_with("SEMPA_STATE: \"") && error.contains(text),
+                "{error}"
             );
         }
-        assert!(parse_state_files(&many[2..]).is_ok(), "as many as may be");
+        assert!(
+            parse_state_files(&too_many_files[2..]).is_ok(),
+            "as many as may be"
+        );
     }
 
     #[test]
     fn only_agreed_exit_status_restarts_program() {
-        assert!(OWN.restarts_after(85 << 8) && !OWN.restarts_after(0) && !OWN.restarts_after(85));
+        assert!(
+            SELF_CHECKPOINT.restarts_after(85 << 8)
+                && !SELF_CHECKPOINT.restarts_after(0)
+                && !SELF_CHECKPOINT.restarts_after(85)
+        );
         assert!(
             Engine::Restart { timeout_s: 1 }.restarts_after(9)
                 && !Engine::Criu.restarts_after(85 << 8)

@@ -92,7 +92,8 @@ codes! {
     Exists = -33, "Already Exists";
     /// A task on another host than the master's tried to register as hoster.
     HosterNotMaster = -34, "Hoster must run on master host";
-    /// The parent spawned the task with `PvmNoSpawnParent`, so the task may not learn its tid.
+    /// The parent spawned the task with `PvmNoSpawnParent`, so the task may not learn the parent's
+    /// tid.
     ParentNotSet = -35, "Spawning parent set PvmNoParent";
     /// The master's address is a loopback address.
     IpLoopback = -36, "Master Host IP Address is Loopback! (See pvm3/Readme)";
@@ -100,13 +101,13 @@ codes! {
 
 impl PvmError {
     /// Parses an error name as in `pvm3.h`, such as `PvmCantStart`.
-    pub fn from_name(name: &str) -> Option<PvmError> {
+    pub fn from_name(name: &str) -> Option<Self> {
         let name = name.strip_prefix("Pvm")?;
         match name {
-            "HostrNMstr" => Some(PvmError::HosterNotMaster),
-            "IPLoopback" => Some(PvmError::IpLoopback),
+            "HostrNMstr" => Some(Self::HosterNotMaster),
+            "IPLoopback" => Some(Self::IpLoopback),
             _ => (-36..0)
-                .filter_map(PvmError::from_code)
+                .filter_map(Self::from_code)
                 .find(|error| format!("{error:?}") == name),
         }
     }

@@ -40,7 +40,7 @@ pub enum EventKind {
     HostFileProcessed {
         /// Number of hosts of the file that joined.
         added: u32,
-        /// Number of lines with errors and of hosts that did not join.
+        /// Number of faulty lines plus number of hosts that did not join.
         refused: u32,
     },
     /// A host left the virtual machine or was lost.
@@ -69,7 +69,7 @@ pub enum EventKind {
     RmRegistered {
         tid: Tid,
     },
-    /// The resource manager has ended; daemons place tasks round robin.
+    /// The resource manager has ended; from now on daemons place tasks round robin.
     RmGone {
         tid: Tid,
     },
@@ -259,7 +259,7 @@ pub enum EventKind {
         checkpoint: String,
         /// First task of the job.
         job: Tid,
-        /// The tasks and their hosts.
+        /// The restarted tasks with their hosts.
         tasks: Vec<(Tid, HostId)>,
         /// Reason for the restart.
         why: String,
@@ -286,7 +286,7 @@ pub enum EventKind {
         /// Reason for the removal.
         why: String,
     },
-    /// A checkpoint was copied to the stores of all or some of the intended hosts.
+    /// A checkpoint was copied to other hosts; some of the intended copies may have failed.
     #[serde(rename = "SetCopied")]
     CheckpointCopied {
         /// Name of the checkpoint.
@@ -326,16 +326,16 @@ impl EventKind {
     pub fn with_host_names<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
         match self {
             // The sentences of these events already contain the host's name.
-            EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
-            EventKind::Placed {
+            Self::HostAdded { .. } | Self::HostGone { .. } => self.to_string(),
+            Self::Placed {
                 name: program,
                 hosts,
                 why,
             } => {
-                let one = |host: &HostId| {
+                let format_host = |host: &HostId| {
                     name(*host).map_or_else(|| host.index().to_string(), str::to_string)
                 };
-                let hosts: Vec<String> = hosts.iter().map(one).collect();
+                let hosts: Vec<String> = hosts.iter().map(format_host).collect();
                 format!(
                     "{program} placed on {}: {}",
                     hosts.join(" "),
@@ -347,26 +347,30 @@ impl EventKind {
     }
 }
 
-/// Replaces every host in `text`, in the form that [`HostId`] prints, by its name.
+/// Replaces every host number in `text`, in the form that [`HostId`] prints, by the host's name.
 fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const PREFIX: &str = "host ";
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(at) = rest.find(PREFIX) {
-        let (before, after) = (&rest[..at], &rest[at + PREFIX.len()..]);
-        let digits = after.bytes().take_while(u8::is_ascii_digit).count();
-        let starts_word = !before.ends_with(|last: char| last.is_alphanumeric());
-        let host = after[..digits]
+    while let Some(prefix_start) = rest.find(PREFIX) {
+        let (preceding_text, following_text) =
+            (&rest[..prefix_start], &rest[prefix_start + PREFIX.len()..]);
+        let digit_count = following_text
+            .bytes()
+            .take_while(u8::is_ascii_digit)
+            .count();
+        let is_word_start = !preceding_text.ends_with(|c: char| c.is_alphanumeric());
+        let host = following_text[..digit_count]
             .parse()
             .ok()
             .and_then(HostId::new)
-            .filter(|_| starts_word);
-        out.push_str(before);
+            .filter(|_| is_word_start);
+        out.push_str(preceding_text);
         match host.and_then(&name) {
             Some(name) => out.push_str(name),
-            None => out.push_str(&rest[at..at + PREFIX.len() + digits]),
+            None => out.push_str(&rest[prefix_start..prefix_start + PREFIX.len() + digit_count]),
         }
-        rest = &after[digits..];
+        rest = &following_text[digit_count..];
     }
     out + rest
 }
@@ -375,60 +379,60 @@ impl fmt::Display for EventKind {
     // tidy: long because the match is a table with one sentence for each event
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
-            EventKind::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
-            EventKind::HostFileProcessed { added, refused } => {
+            Self::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
+            Self::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
+            Self::HostFileProcessed { added, refused } => {
                 write!(
                     f,
                     "the host file is processed: {added} hosts joined, {refused} lines failed"
                 )
             }
-            EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
-            EventKind::TaskStarted {
+            Self::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
+            Self::TaskStarted {
                 tid, parent, name, ..
             } => write_task_start(f, *tid, *parent, name),
-            EventKind::TaskEnded { tid, status, used } => write_task_end(f, *tid, *status, used),
-            EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
-            EventKind::RmGone { tid } => write!(
+            Self::TaskEnded { tid, status, used } => write_task_end(f, *tid, *status, used),
+            Self::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
+            Self::RmGone { tid } => write!(
                 f,
                 "resource manager {tid} is gone; spawns are placed round robin"
             ),
-            EventKind::Placed { name, hosts, why } => {
+            Self::Placed { name, hosts, why } => {
                 let hosts: Vec<String> = hosts.iter().map(|h| h.index().to_string()).collect();
                 write!(f, "{name} placed on hosts {}: {why}", hosts.join(" "))
             }
-            EventKind::OwnerPresent { host, why, .. } => {
+            Self::OwnerPresent { host, why, .. } => {
                 write!(f, "owner of {host} present: {why}")
             }
-            EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
-            EventKind::HostVacated { host } => {
+            Self::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
+            Self::HostVacated { host } => {
                 write!(f, "{host} is clean: no guest is left on it")
             }
-            EventKind::GuestsPaused {
+            Self::GuestsPaused {
                 host,
                 guests,
-                duration: took,
+                duration,
                 why,
             } => {
                 write!(
                     f,
                     "guests of {host} paused: {} within {:.1} ms: {why}",
-                    list_tasks(guests),
-                    as_millis(*took)
+                    join_tids(guests),
+                    as_millis(*duration)
                 )
             }
-            EventKind::GuestsResumed { host, guests, why } => {
-                write!(f, "guests of {host} resumed: {}: {why}", list_tasks(guests))
+            Self::GuestsResumed { host, guests, why } => {
+                write!(f, "guests of {host} resumed: {}: {why}", join_tids(guests))
             }
-            EventKind::GuestsEnded { host, guests, why } => {
+            Self::GuestsEnded { host, guests, why } => {
                 write!(
                     f,
                     "guests of {host} are being ended: {}: {why}",
-                    list_tasks(guests)
+                    join_tids(guests)
                 )
             }
-            EventKind::MigrationEngine { id, tid, engine } => write_engine(f, *id, *tid, engine),
-            EventKind::MigrationStep {
+            Self::MigrationEngine { id, tid, engine } => write_engine(f, *id, *tid, engine),
+            Self::MigrationStep {
                 id,
                 tid,
                 from,
@@ -443,7 +447,7 @@ impl fmt::Display for EventKind {
                     Ok(())
                 }
             }
-            EventKind::Migrated {
+            Self::Migrated {
                 id,
                 tid,
                 from,
@@ -452,20 +456,20 @@ impl fmt::Display for EventKind {
                 bytes,
                 resident,
                 frozen,
-                transfer_time: whole,
+                transfer_time,
             } => {
-                let stood = as_millis(*frozen);
+                let frozen_ms = as_millis(*frozen);
                 write!(
                     f,
-                    "{id}: {tid} migrated from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms"
+                    "{id}: {tid} migrated from {from} to {to} ({cause}): {bytes} bytes, frozen {frozen_ms:.1} ms"
                 )?;
-                if whole > frozen {
-                    write_transfer_time(f, *resident, *whole)
+                if transfer_time > frozen {
+                    write_transfer_time(f, *resident, *transfer_time)
                 } else {
                     Ok(())
                 }
             }
-            EventKind::MigrationFailed {
+            Self::MigrationFailed {
                 id,
                 tid,
                 from,
@@ -479,15 +483,15 @@ impl fmt::Display for EventKind {
                     "{id}: {tid} was not migrated from {from} to {to} ({cause}): {step} failed: {why}"
                 )
             }
-            EventKind::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
-            EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
-            EventKind::JobSuspended { job, requested_by } => {
+            Self::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
+            Self::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
+            Self::JobSuspended { job, requested_by } => {
                 write!(f, "job {job} suspended: requested by {requested_by}")
             }
-            EventKind::JobResumed { job, requested_by } => {
+            Self::JobResumed { job, requested_by } => {
                 write!(f, "job {job} resumed: requested by {requested_by}")
             }
-            EventKind::DrainStarted {
+            Self::DrainStarted {
                 host,
                 requested_by: by,
                 ..
@@ -497,32 +501,32 @@ impl fmt::Display for EventKind {
                     "{host} is being drained and accepts no tasks: requested by {by}"
                 )
             }
-            EventKind::DrainEnded { host, requested_by } => {
+            Self::DrainEnded { host, requested_by } => {
                 write!(f, "{host} accepts tasks again: requested by {requested_by}")
             }
-            EventKind::Checkpointed {
+            Self::Checkpointed {
                 checkpoint: set,
                 job,
                 tasks,
                 bytes,
                 frozen,
-                vacated: parked,
+                vacated,
             } => {
                 let frozen = as_millis(*frozen);
                 write!(
                     f,
                     "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
                 )?;
-                if *parked {
+                if *vacated {
                     f.write_str("; the job ends now and will be restarted when there is room")
                 } else {
                     Ok(())
                 }
             }
-            EventKind::CheckpointFailed { job, why } => {
+            Self::CheckpointFailed { job, why } => {
                 write!(f, "no checkpoint of job {job}: {why}")
             }
-            EventKind::Restarted {
+            Self::Restarted {
                 checkpoint: set,
                 job,
                 tasks,
@@ -533,7 +537,7 @@ impl fmt::Display for EventKind {
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            EventKind::RestartFailed {
+            Self::RestartFailed {
                 checkpoint,
                 cause,
                 why,
@@ -543,11 +547,11 @@ impl fmt::Display for EventKind {
                     "checkpoint {checkpoint} was not restarted ({cause}): {why}"
                 )
             }
-            EventKind::Note { text } => f.write_str(text),
-            EventKind::CheckpointsRemoved { checkpoints, why } => {
+            Self::Note { text } => f.write_str(text),
+            Self::CheckpointsRemoved { checkpoints, why } => {
                 write!(f, "checkpoints removed: {} ({why})", checkpoints.join(" "))
             }
-            EventKind::CheckpointCopied {
+            Self::CheckpointCopied {
                 checkpoint: set,
                 job,
                 hosts,
@@ -555,26 +559,26 @@ impl fmt::Display for EventKind {
                 why,
             } => {
                 let hosts: Vec<String> = hosts.iter().map(HostId::to_string).collect();
-                let on = if hosts.is_empty() {
+                let host_list = if hosts.is_empty() {
                     "no host".into()
                 } else {
                     hosts.join(", ")
                 };
-                write!(f, "checkpoint {set} of job {job} copied to: {on}")?;
+                write!(f, "checkpoint {set} of job {job} copied to: {host_list}")?;
                 if *missing == 0 {
                     Ok(())
                 } else {
                     write!(f, ", {missing} missing: {why}")
                 }
             }
-            EventKind::TaskerGone { host, why } => {
+            Self::TaskerGone { host, why } => {
                 write!(
                     f,
                     "the tasker of {host} has ended ({why}); its tasks were killed"
                 )
             }
-            EventKind::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
-            EventKind::HostOpened { host } => write!(f, "{host} accepts guests again"),
+            Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
+            Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
         }
     }
 }
@@ -593,10 +597,10 @@ fn write_task_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &st
     }
 }
 
-fn write_task_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) -> fmt::Result {
+fn write_task_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, usage: &Usage) -> fmt::Result {
     let (status, seconds) = (
         describe_status(status),
-        (used.user + used.system).0 as f64 / 1e6,
+        (usage.user + usage.system).0 as f64 / 1e6,
     );
     write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
 }
@@ -604,12 +608,12 @@ fn write_task_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usag
 /// Writes the duration of a post-copy migration, with the size of the transferred memory.
 fn write_transfer_time(
     f: &mut fmt::Formatter<'_>,
-    resident: u64,
+    memory_bytes: u64,
     transfer_time: Micros,
 ) -> fmt::Result {
     write!(
         f,
-        ", all {resident} bytes of memory at the target after {:.1} ms",
+        ", all {memory_bytes} bytes of memory at the target after {:.1} ms",
         as_millis(transfer_time)
     )
 }
@@ -625,13 +629,13 @@ fn write_engine(
     match engine {
         Engine::Criu => Ok(()),
         Engine::SelfCheckpoint {
-            ask_method: asked,
-            exit_status: exit,
+            ask_method,
+            exit_status,
             timeout_s: wait,
         } => {
             write!(
                 f,
-                ": it is asked {asked} and must exit with status {exit} within {wait} s"
+                ": it is asked {ask_method} and must exit with status {exit_status} within {wait} s"
             )
         }
         Engine::Restart { timeout_s } => {
@@ -644,8 +648,8 @@ fn as_millis(time: Micros) -> f64 {
     time.0 as f64 / 1e3
 }
 
-/// Formats a list of tasks for a sentence.
-fn list_tasks(tids: &[Tid]) -> String {
+/// Joins the tids with spaces; "no guests" for an empty list.
+fn join_tids(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
     if names.is_empty() {
         "no guests".into()
@@ -654,7 +658,7 @@ fn list_tasks(tids: &[Tid]) -> String {
     }
 }
 
-/// Describes a wait status in words: the exit status or the signal.
+/// Describes a wait status by the exit status or the number of the signal.
 pub fn describe_status(status: i32) -> String {
     match (status & 0x7f, (status >> 8) & 0xff) {
         (0, code) => format!("exit status {code}"),
@@ -663,25 +667,27 @@ pub fn describe_status(status: i32) -> String {
 }
 
 impl suspend::Suspensions {
-    /// Returns the event that logs a change of a task's suspensions from `self` to `after` by the
+    /// Returns the event that logs a change of a task's suspensions from `self` to `new_suspensions` by the
     /// request `order`. `None` if the task stays suspended or stays running.
     #[must_use]
     pub fn change_event(
         self,
-        after: suspend::Suspensions,
+        new_suspensions: Self,
         order: &suspend::SuspendOrder,
     ) -> Option<EventKind> {
         let suspend::SuspendOrder { tid, cause, .. } = order.clone();
-        match (self.is_suspended(), after.is_suspended()) {
+        match (self.is_suspended(), new_suspensions.is_suspended()) {
             (false, true) => Some(EventKind::Suspended { tid, cause }),
             (true, false) => Some(EventKind::Resumed { tid, cause }),
             // The preemption has ended, but the task stays suspended by request.
-            (true, true) if self.preempted && !after.preempted => {
-                after.requested_by.map(|by| EventKind::Suspended {
+            (true, true) if self.preempted && !new_suspensions.preempted => new_suspensions
+                .requested_by
+                .map(|requester| EventKind::Suspended {
                     tid,
-                    cause: suspend::SuspendCause::Requested { requested_by: by },
-                })
-            }
+                    cause: suspend::SuspendCause::Requested {
+                        requested_by: requester,
+                    },
+                }),
             _ => None,
         }
     }
@@ -695,57 +701,63 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    fn name(of: HostId) -> Option<&'static str> {
-        [None, None, Some("leo"), Some("max")][usize::from(of.index())]
+    fn host_name(host: HostId) -> Option<&'static str> {
+        [None, None, Some("leo"), Some("max")][usize::from(host.index())]
     }
 
     /// Host names replace host numbers in every part of an event's sentence.
     #[test]
     fn sentences_contain_host_names() {
         let why = "zoe is logged in on host 2".to_string();
-        let present = EventKind::OwnerPresent {
+        let owner_present = EventKind::OwnerPresent {
             host: host(2),
             since: Micros(0),
             detected_at: Micros(0),
             why,
         };
         assert_eq!(
-            present.with_host_names(name),
+            owner_present.with_host_names(host_name),
             "owner of leo present: zoe is logged in on leo"
         );
-        let placed = EventKind::Placed {
+        let placement = EventKind::Placed {
             name: "x".into(),
             hosts: vec![host(1), host(3)],
             why: "first host 3".into(),
         };
-        assert_eq!(placed.with_host_names(name), "x placed on 1 max: first max");
-        let gone = EventKind::HostGone {
+        assert_eq!(
+            placement.with_host_names(host_name),
+            "x placed on 1 max: first max"
+        );
+        let host_loss = EventKind::HostGone {
             host: host(2),
             name: "leo".into(),
             why: "lost".into(),
         };
-        assert_eq!(gone.with_host_names(name), "leo (host 2) is gone: lost");
-        let closed = EventKind::HostClosed {
+        assert_eq!(
+            host_loss.with_host_names(host_name),
+            "leo (host 2) is gone: lost"
+        );
+        let host_closed = EventKind::HostClosed {
             host: host(2),
             why: "the owner wants no guests always".into(),
         };
         assert_eq!(
-            closed.with_host_names(name),
+            host_closed.with_host_names(host_name),
             "leo accepts no guests: the owner wants no guests always"
         );
         assert_eq!(
-            EventKind::HostOpened { host: host(3) }.with_host_names(name),
+            EventKind::HostOpened { host: host(3) }.with_host_names(host_name),
             "max accepts guests again"
         );
-        let unknown = EventKind::HostVacated { host: host(1) };
+        let unnamed_host = EventKind::HostVacated { host: host(1) };
         assert_eq!(
-            unknown.with_host_names(name),
+            unnamed_host.with_host_names(host_name),
             "host 1 is clean: no guest is left on it"
         );
     }
 
     #[test]
-    fn text_that_resembles_a_host_is_kept() {
+    fn text_that_resembles_a_host_is_not_replaced() {
         for text in [
             "a ghost 2",
             "host",
@@ -757,9 +769,12 @@ mod tests {
         ] {
             assert_eq!(replace_host_numbers(text, |_| Some("leo")), text);
         }
-        assert_eq!(replace_host_numbers("host 2, host 3.", name), "leo, max.");
         assert_eq!(
-            replace_host_numbers("Zürich's host 2", name),
+            replace_host_numbers("host 2, host 3.", host_name),
+            "leo, max."
+        );
+        assert_eq!(
+            replace_host_numbers("Zürich's host 2", host_name),
             "Zürich's leo"
         );
     }

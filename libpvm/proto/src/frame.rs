@@ -1,5 +1,5 @@
 //! Length-limited frames on a byte stream. A frame consists of a little-endian `u32` with the
-//! length of the rest, one kind byte, and the body.
+//! number of the bytes that follow it, one kind byte, and the body.
 //!
 //! Task sockets, tasker sockets and daemon streams use this framing. A header that announces more
 //! than [`FRAME_BYTES_MAX`] bytes is an error before any of the body is stored, so a hostile peer
@@ -14,15 +14,15 @@ use thiserror::Error;
 /// large enough for control messages with a complete environment or argument list.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// Size of the length and the kind byte that precede the body.
+/// Size in bytes of the header: the length and the kind byte.
 pub const FRAME_HEAD_BYTES: usize = 5;
 
-/// Minimum allocation when the decoder's buffer is full. Hundreds of small frames share the
-/// allocation.
+/// Minimum allocation, in bytes, when the decoder's buffer is full. Hundreds of small frames share
+/// the allocation.
 const RESERVE_BYTES_MIN: usize = 64 << 10;
 
-/// Maximum allocation for announced bytes that have not arrived. Without this limit a peer could
-/// force large allocations, because an announcement costs the peer nothing.
+/// Maximum allocation, in bytes, for announced bytes that have not arrived. Without this limit a
+/// peer could force large allocations, because an announcement costs the peer nothing.
 const RESERVE_BYTES_MAX: usize = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,17 +38,17 @@ pub enum FrameKind {
 impl FrameKind {
     fn code(self) -> u8 {
         match self {
-            FrameKind::Control => 0,
-            FrameKind::Link => 1,
-            FrameKind::Image => 2,
+            Self::Control => 0,
+            Self::Link => 1,
+            Self::Image => 2,
         }
     }
 
-    fn from_code(code: u8) -> Option<FrameKind> {
+    fn from_code(code: u8) -> Option<Self> {
         match code {
-            0 => Some(FrameKind::Control),
-            1 => Some(FrameKind::Link),
-            2 => Some(FrameKind::Image),
+            0 => Some(Self::Control),
+            1 => Some(Self::Link),
+            2 => Some(Self::Image),
             _ => None,
         }
     }
@@ -135,7 +135,7 @@ pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
 }
 
 /// Returns the frame header (length and kind byte) for a body of `body_len` bytes.
-pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
+pub fn encode_frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
     let length =
         u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
     let mut head = [kind.code(); FRAME_HEAD_BYTES];
@@ -151,7 +151,7 @@ pub fn encode_frame(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
         "callers cut what they send below the frame limit"
     );
     let mut out = BytesMut::with_capacity(FRAME_HEAD_BYTES + body_len);
-    out.put_slice(&frame_head(kind, body_len));
+    out.put_slice(&encode_frame_head(kind, body_len));
     for part in parts {
         out.put_slice(part);
     }
@@ -171,8 +171,8 @@ pub struct FrameDecoder {
 }
 
 impl FrameDecoder {
-    pub fn new() -> FrameDecoder {
-        FrameDecoder::default()
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// Appends bytes that were read from the stream.
@@ -192,15 +192,15 @@ impl FrameDecoder {
     /// Returns the number of bytes that are missing from the first frame, as announced by its
     /// header; 0 if the header has not arrived.
     fn missing_bytes(&self) -> usize {
-        let announced = self
+        let announced_len = self
             .buffer
             .first_chunk::<4>()
             .map_or(0, |head| 4 + u32::from_le_bytes(*head) as usize);
-        announced.saturating_sub(self.buffer.len())
+        announced_len.saturating_sub(self.buffer.len())
     }
 
-    /// Returns the buffer, so that the caller can read from the stream into it. Bytes that the
-    /// caller appends count as pushed.
+    /// Returns the buffer, so that the caller can read from the stream into this buffer. Bytes that
+    /// the caller appends count as pushed.
     pub fn buffer_mut(&mut self) -> &mut BytesMut {
         &mut self.buffer
     }
@@ -232,7 +232,7 @@ impl FrameDecoder {
         Ok(Some(Frame { kind, body }))
     }
 
-    /// True if the buffer contains no bytes, that is, no partial frame.
+    /// True if the buffer contains no bytes. False while it contains a partial frame.
     pub fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
@@ -252,16 +252,16 @@ mod tests {
         .into_iter()
         .flat_map(|f| f.expect("small").to_vec())
         .collect();
-        for cut in 0..=stream.len() {
+        for split_at in 0..=stream.len() {
             let mut decoder = FrameDecoder::new();
-            let mut seen = Vec::new();
-            for part in [&stream[..cut], &stream[cut..]] {
+            let mut decoded = Vec::new();
+            for part in [&stream[..split_at], &stream[split_at..]] {
                 decoder.push(part);
                 while let Some(frame) = decoder.next_frame().expect("a good stream") {
-                    seen.push(frame.decode_control::<(u32, String)>().expect("a pair"));
+                    decoded.push(frame.decode_control::<(u32, String)>().expect("a pair"));
                 }
             }
-            assert_eq!(seen, [(1, "one".to_string()), (2, "two".to_string())]);
+            assert_eq!(decoded, [(1, "one".to_string()), (2, "two".to_string())]);
             assert!(decoder.is_empty());
         }
     }

@@ -5,7 +5,7 @@ use crate::error::PvmError;
 use crate::ids::Tid;
 use serde::{Deserialize, Serialize};
 
-/// Barrier count that means all current members.
+/// Value of a barrier count that stands for all current members.
 pub const ALL_MEMBERS: i32 = -1;
 
 /// A request of a task to the group service. Group names are bytes, as the program passes them.
@@ -18,17 +18,20 @@ pub enum GroupRequest {
     Leave { group: Vec<u8> },
     /// Leave all groups, before the task leaves the virtual machine. → [`GroupReply::Number`]
     LeaveAll,
-    /// Wait until `count` members have called the barrier. → [`GroupReply::Number`], sent to all of
-    /// them at that moment
+    /// Wait until `count` members have called the barrier; then all these members receive the
+    /// reply. → [`GroupReply::Number`]
     Barrier {
         group: Vec<u8>,
         /// Number of members that must call the barrier; [`ALL_MEMBERS`] means the current number
         /// of members.
-        count: i32,
+        required_members: i32,
     },
     /// Wait until `count` members request the freeze; afterwards the group accepts no new members.
     /// → [`GroupReply::Number`]
-    Freeze { group: Vec<u8>, count: i32 },
+    Freeze {
+        group: Vec<u8>,
+        required_members: i32,
+    },
     /// Look up the instance number of a task. → [`GroupReply::Number`]
     Instance { group: Vec<u8>, tid: Tid },
     /// Look up the task with an instance number. → [`GroupReply::Number`]
@@ -66,10 +69,10 @@ pub enum GroupState {
 /// A barrier or freeze that waits for more members.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupWait {
-    /// Number of members that must arrive.
-    pub required: u32,
-    /// Members that have arrived and wait.
-    pub waiting: Vec<Tid>,
+    /// Number of members that must call the barrier or the freeze.
+    pub required_members: u32,
+    /// Members that have called and wait.
+    pub waiting_members: Vec<Tid>,
 }
 
 /// State of one group.
@@ -87,13 +90,13 @@ pub struct GroupInfo {
 
 impl GroupInfo {
     /// Counts the members, without free instances.
-    pub fn size(&self) -> usize {
+    pub fn member_count(&self) -> usize {
         self.members.iter().filter(|tid| **tid != Tid::NONE).count()
     }
 }
 
-/// Call numbers of the C function `sempa_group_request`. Through this function the group library
-/// sends its requests via the task's library.
+/// Numbers of the calls to the C function `sempa_group_request`, through which the group library
+/// sends its requests by the task's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupCall {
@@ -115,43 +118,43 @@ pub enum GroupCall {
 }
 
 impl GroupCall {
-    pub const ALL: [GroupCall; 9] = [
-        GroupCall::Join,
-        GroupCall::Leave,
-        GroupCall::Barrier,
-        GroupCall::Freeze,
-        GroupCall::Instance,
-        GroupCall::Member,
-        GroupCall::Size,
-        GroupCall::Members,
-        GroupCall::List,
+    pub const ALL: [Self; 9] = [
+        Self::Join,
+        Self::Leave,
+        Self::Barrier,
+        Self::Freeze,
+        Self::Instance,
+        Self::Member,
+        Self::Size,
+        Self::Members,
+        Self::List,
     ];
 
-    /// Converts the call into a request. `number` is the call's integer argument; calls without one
-    /// ignore it.
-    pub fn to_request(self, group: Vec<u8>, number: i32) -> GroupRequest {
+    /// Converts the call into a request. `argument` is the integer argument of the call; calls
+    /// without an integer argument ignore it.
+    pub fn to_request(self, group: Vec<u8>, argument: i32) -> GroupRequest {
         match self {
-            GroupCall::Join => GroupRequest::Join { group },
-            GroupCall::Leave => GroupRequest::Leave { group },
-            GroupCall::Barrier => GroupRequest::Barrier {
+            Self::Join => GroupRequest::Join { group },
+            Self::Leave => GroupRequest::Leave { group },
+            Self::Barrier => GroupRequest::Barrier {
                 group,
-                count: number,
+                required_members: argument,
             },
-            GroupCall::Freeze => GroupRequest::Freeze {
+            Self::Freeze => GroupRequest::Freeze {
                 group,
-                count: number,
+                required_members: argument,
             },
-            GroupCall::Instance => GroupRequest::Instance {
+            Self::Instance => GroupRequest::Instance {
                 group,
-                tid: Tid::from_raw(number),
+                tid: Tid::from_raw(argument),
             },
-            GroupCall::Member => GroupRequest::Member {
+            Self::Member => GroupRequest::Member {
                 group,
-                instance: number,
+                instance: argument,
             },
-            GroupCall::Size => GroupRequest::Size { group },
-            GroupCall::Members => GroupRequest::Members { group },
-            GroupCall::List => GroupRequest::List,
+            Self::Size => GroupRequest::Size { group },
+            Self::Members => GroupRequest::Members { group },
+            Self::List => GroupRequest::List,
         }
     }
 }
@@ -159,8 +162,8 @@ impl GroupCall {
 impl TryFrom<i32> for GroupCall {
     type Error = PvmError;
 
-    fn try_from(code: i32) -> Result<GroupCall, PvmError> {
-        GroupCall::ALL
+    fn try_from(code: i32) -> Result<Self, PvmError> {
+        Self::ALL
             .into_iter()
             .find(|call| *call as i32 == code)
             .ok_or(PvmError::BadParam)
@@ -169,35 +172,39 @@ impl TryFrom<i32> for GroupCall {
 
 /// Encodes all groups as integers for a C caller, in the order of PVM's own list of groups.
 ///
-/// Per group: length of the name, its bytes as one integer each, number of members, length of the
-/// member list, barrier count (−1 without a barrier), number of waiting members; then the member
-/// list (−1 for a free instance) and the waiting members.
+/// The list begins with the number of groups. Per group: length of the name, its bytes as one
+/// integer each, number of members, length of the member list, barrier count (−1 without a
+/// barrier), number of waiting members; then the member list (−1 for a free instance) and the
+/// waiting members.
 pub fn encode_group_list(groups: &[GroupInfo]) -> Vec<i32> {
-    let mut words = vec![groups.len() as i32];
+    let mut encoded = vec![groups.len() as i32];
     for group in groups {
-        words.push(group.name.len() as i32);
-        words.extend(group.name.iter().map(|byte| i32::from(*byte)));
-        let waiting: &[Tid] = group.barrier.as_ref().map_or(&[], |b| &b.waiting);
-        let wanted = group.barrier.as_ref().map_or(-1, |b| b.required as i32);
-        words.extend([
-            group.size() as i32,
+        encoded.push(group.name.len() as i32);
+        encoded.extend(group.name.iter().map(|byte| i32::from(*byte)));
+        let waiting_members: &[Tid] = group.barrier.as_ref().map_or(&[], |b| &b.waiting_members);
+        let required_members = group
+            .barrier
+            .as_ref()
+            .map_or(-1, |b| b.required_members as i32);
+        encoded.extend([
+            group.member_count() as i32,
             group.members.len() as i32,
-            wanted,
-            waiting.len() as i32,
+            required_members,
+            waiting_members.len() as i32,
         ]);
-        words.extend(
+        encoded.extend(
             group
                 .members
                 .iter()
                 .map(|tid| if *tid == Tid::NONE { -1 } else { tid.raw() }),
         );
-        words.extend(waiting.iter().map(|tid| tid.raw()));
+        encoded.extend(waiting_members.iter().map(|tid| tid.raw()));
     }
-    words
+    encoded
 }
 
-/// Calls of the group library that can be traced. The trace record contains the argument named here
-/// and the result, as in PVM.
+/// Calls of the group library that can be traced. The trace record contains the argument that is
+/// named at the variant, and the result, as in PVM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum TracedGroupCall {
@@ -221,33 +228,33 @@ pub enum TracedGroupCall {
 }
 
 impl TracedGroupCall {
-    pub const ALL: [TracedGroupCall; 10] = [
-        TracedGroupCall::Join,
-        TracedGroupCall::Leave,
-        TracedGroupCall::Barrier,
-        TracedGroupCall::Bcast,
-        TracedGroupCall::Instance,
-        TracedGroupCall::Member,
-        TracedGroupCall::Size,
-        TracedGroupCall::Gather,
-        TracedGroupCall::Scatter,
-        TracedGroupCall::Reduce,
+    pub const ALL: [Self; 10] = [
+        Self::Join,
+        Self::Leave,
+        Self::Barrier,
+        Self::Bcast,
+        Self::Instance,
+        Self::Member,
+        Self::Size,
+        Self::Gather,
+        Self::Scatter,
+        Self::Reduce,
     ];
 
     /// Returns the name of the event, the name of the trace item for the argument (`None` if the
     /// call has no argument), and the name of the trace item for the result.
     pub fn trace_names(self) -> (&'static str, Option<&'static str>, &'static str) {
         match self {
-            TracedGroupCall::Join => ("joingroup", None, "CC"),
-            TracedGroupCall::Leave => ("lvgroup", None, "CC"),
-            TracedGroupCall::Barrier => ("barrier", Some("GBC"), "CC"),
-            TracedGroupCall::Bcast => ("bcast", Some("MC"), "CC"),
-            TracedGroupCall::Instance => ("getinst", Some("GT"), "GI"),
-            TracedGroupCall::Member => ("gettid", Some("GI"), "GT"),
-            TracedGroupCall::Size => ("gsize", None, "GS"),
-            TracedGroupCall::Gather => ("gather", Some("MC"), "CC"),
-            TracedGroupCall::Scatter => ("scatter", Some("MC"), "CC"),
-            TracedGroupCall::Reduce => ("reduce", Some("MC"), "CC"),
+            Self::Join => ("joingroup", None, "CC"),
+            Self::Leave => ("lvgroup", None, "CC"),
+            Self::Barrier => ("barrier", Some("GBC"), "CC"),
+            Self::Bcast => ("bcast", Some("MC"), "CC"),
+            Self::Instance => ("getinst", Some("GT"), "GI"),
+            Self::Member => ("gettid", Some("GI"), "GT"),
+            Self::Size => ("gsize", None, "GS"),
+            Self::Gather => ("gather", Some("MC"), "CC"),
+            Self::Scatter => ("scatter", Some("MC"), "CC"),
+            Self::Reduce => ("reduce", Some("MC"), "CC"),
         }
     }
 }
@@ -255,8 +262,8 @@ impl TracedGroupCall {
 impl TryFrom<i32> for TracedGroupCall {
     type Error = PvmError;
 
-    fn try_from(code: i32) -> Result<TracedGroupCall, PvmError> {
-        TracedGroupCall::ALL
+    fn try_from(code: i32) -> Result<Self, PvmError> {
+        Self::ALL
             .into_iter()
             .find(|event| *event as i32 == code)
             .ok_or(PvmError::BadParam)

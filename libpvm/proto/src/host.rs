@@ -1,8 +1,8 @@
 //! Messages between daemons, over QUIC. The control channel carries [`HostMsg`]; the data channel
 //! carries [`DataMsg`], messages for tasks.
 //!
-//! Each channel keeps the order of its messages, except link frames of different pairs of tasks;
-//! there is no order between the two channels. Items that must not overtake a task's own messages
+//! Each channel keeps the order of its messages, except link frames of different pairs of tasks.
+//! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
 use crate::engine::{Engine, LaunchInfo};
@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub struct Location {
     pub tid: Tid,
     pub host: HostId,
-    /// The host on which the task ran before.
+    /// The host on which the task ran before its last migration.
     pub previous_host: HostId,
     /// Epoch of the new location; an older location never replaces a newer one.
     pub epoch: Epoch,
@@ -53,8 +53,8 @@ pub enum HostRequest {
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
-    /// Asks whether a task is alive; if it has ended, up to which position it had sent to
-    /// `watcher`. → [`HostReply::Watched`]
+    /// Asks whether a task is alive. If the task has ended, the reply contains the position up to
+    /// which it had sent to `watcher`. → [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
@@ -95,19 +95,20 @@ pub enum HostRequest {
 pub enum HostReply {
     /// A reply in the form that tasks receive.
     Reply(Reply),
-    /// The task has migrated to this host; the request must be sent there.
+    /// The task has migrated to this host; the sender must send the request to this host.
     MigratedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
         /// True if the task has ended or never existed.
-        gone: bool,
+        has_ended: bool,
         /// Position up to which the task had sent to the watcher; `None` if it sent nothing.
         watermark: Option<SendWatermark>,
     },
     /// Reply to [`HostRequest::Inspect`]: the task's properties, or the reason why the task cannot
     /// migrate to any host.
     Inspected(Result<TaskFacts, Refusal>),
-    /// Reply to [`HostRequest::Verdict`]: the verdict and the engine that a migration would use.
+    /// Reply to [`HostRequest::Verdict`]: the verdict, and the engine that a migration would use if
+    /// the verdict accepts the task.
     Verdict(Verdict, Engine),
     /// The reply to [`HostRequest::Inventory`].
     Inventory {
@@ -131,7 +132,7 @@ pub enum HostMsg {
         rm: Option<RmInfo>,
         /// Highest local task number of the receiving host in any checkpoint; the host allocates
         /// only higher numbers.
-        reserved_ids_max: u32,
+        reserved_local_max: u32,
     },
     /// The sender has prepared the table of this epoch.
     TablePrepared { epoch: Epoch },
@@ -150,9 +151,9 @@ pub enum HostMsg {
     },
     /// From the master: end all tasks, then answer [`HostMsg::Leaving`] and wait for
     /// [`HostMsg::Shutdown`].
-    Halt { why: String },
+    Halt { reason: String },
     /// The sender has no tasks left and leaves the virtual machine.
-    Leaving { why: String },
+    Leaving { reason: String },
     /// From the master: exit immediately.
     Shutdown,
     /// To the master: a task's request that only the master can serve. The master sends the reply
@@ -196,12 +197,12 @@ pub enum HostMsg {
         /// The new tracer; `None` if the virtual machine has none now.
         tracer: Option<TracerInfo>,
     },
-    /// A task has left the virtual machine; its process continues.
+    /// A task has left the virtual machine; the task's process continues.
     TaskLeft { tid: Tid },
     /// From the master: end the spawned tasks, because a user requested `reset`.
     EndTasks {
         /// Tasks that must not be ended.
-        except: Vec<Tid>,
+        exempt_tasks: Vec<Tid>,
     },
     /// From the master as migration coordinator: an order to the source or the target.
     MigrationOrder {
@@ -222,7 +223,8 @@ pub enum HostMsg {
         order: suspend::SuspendOrder,
     },
     /// From the master as migration coordinator: the suspensions of a task after a
-    /// [`HostMsg::SuspendMigrating`]. They are in force whatever the outcome of the migration.
+    /// [`HostMsg::SuspendMigrating`]. These suspensions are in force whatever the outcome of the
+    /// migration.
     SuspendDecided {
         migration: MigrationId,
         /// The id of the [`HostMsg::SuspendMigrating`] that is answered.
@@ -250,7 +252,7 @@ pub enum HostMsg {
     EndSignalSent { tid: Tid, signal: i32 },
 }
 
-/// An item that a daemon holds back for a task.
+/// An item that a daemon retains until it can be sent to the task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum PendingItem {
     /// The body of a link frame.
@@ -269,13 +271,13 @@ pub enum NotifySubject {
     /// Hosts that join later.
     HostAdd {
         /// Number of notifications still to send; negative if unlimited.
-        count: i32,
+        remaining_messages: i32,
     },
 }
 
 /// One pending notification of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PendingNotify {
+pub struct PendingNotification {
     pub subject: NotifySubject,
     pub ctx: i32,
     pub tag: i32,
@@ -294,25 +296,25 @@ pub struct TaskRecord {
     /// Spawn token with which the task's process claimed its tid; `None` for a task that was not
     /// spawned.
     pub spawn_token: Option<i32>,
-    pub output: Sink,
-    pub trace: Sink,
+    pub output_sink: Sink,
+    pub trace_sink: Sink,
     /// The resource manager that is notified of the task's exit.
     pub exit_rm: Option<Tid>,
     /// Position up to which the task has sent on each link, as far as its daemons know.
     pub watermarks: Vec<SendWatermark>,
     /// Requests of the task that have no reply yet.
-    pub requests: Vec<RequestId>,
+    pub open_requests: Vec<RequestId>,
     /// The subset of `requests` that wait for other tasks without a time limit.
     pub untimed_requests: Vec<RequestId>,
-    /// Set if the task was restored from a checkpoint and its library has not yet received this
-    /// information.
-    pub restart: Option<RestartInfo>,
+    /// Set if the task was restored from a checkpoint and its library has not yet received the
+    /// [`RestartInfo`].
+    pub restart_info: Option<RestartInfo>,
     /// How the task was started; set if engines other than CRIU are permitted.
     pub launch: Option<Box<LaunchInfo>>,
     /// Set if the task's process exits to be replaced: information for the next process.
     pub handoff: Option<Box<ProcessHandoff>>,
     /// Pending notifications that the task requested.
-    pub notifications: Vec<PendingNotify>,
+    pub notifications: Vec<PendingNotification>,
     /// Address in the task's memory at which its quiesced library looks for a redirect.
     pub redirect_address: RedirectAddress,
     /// Hosts that the daemon at the task's previous location knew. After the migration the task is
@@ -322,7 +324,7 @@ pub struct TaskRecord {
     pub hosts_epoch: Epoch,
 }
 
-/// A daemon's state of a task at a checkpoint, stored next to the task's images.
+/// What a daemon stores about a task in a checkpoint, next to the task's images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
     /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) in the program that
@@ -331,7 +333,7 @@ pub struct SavedTask {
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
     /// messages that its process had sent and the partial messages that it had received.
-    pub waiting: Vec<PendingItem>,
+    pub waiting_items: Vec<PendingItem>,
 }
 
 /// A message on the data channel, for a task on the receiving host or about a task.
@@ -340,37 +342,39 @@ pub enum DataMsg {
     /// The body of a link frame, as the sending task wrote it.
     Frame(Bytes),
     /// A control message of a daemon for a task.
-    Item { dst: Tid, item: ToTask },
-    /// A task has ended. Its host sends this to all hosts, after everything that the task sent.
-    Ended {
+    ControlItem { dst: Tid, item: ToTask },
+    /// A task has ended. The task's host sends this message to all hosts, after everything that the
+    /// task sent.
+    TaskEnded {
         /// The task that ended.
         tid: Tid,
         /// Position up to which the ended task had sent on each link.
         watermarks: Vec<SendWatermark>,
     },
-    /// To the source of a migration: no more frames from the sender will arrive at the task's old
-    /// location. Everything that the sender had routed there precedes this message.
+    /// To the source of a migration: no more frames from the sender will arrive at the source for
+    /// the migrated task. Everything that the sender had routed to the source precedes this
+    /// message.
     RouteDrained {
         dst: Tid,
         /// Epoch of the new location.
         epoch: Epoch,
     },
-    /// To the target of a migration: the task's record. It is sent twice: first while the task is
-    /// still at the source, then in its final state, which replaces the first record.
+    /// To the target of a migration: the task's record. The record is sent twice: first while the
+    /// task is still at the source, then in its final state. The second record replaces the first.
     Record {
         dst: Tid,
         migration: MigrationId,
         record: Box<TaskRecord>,
-        /// False for the first record, true for the final one.
-        complete: bool,
+        /// False for the first record, true for the final record.
+        is_final: bool,
     },
-    /// To the target of a migration: an item that was waiting at the source. Items keep their
-    /// order.
+    /// To the target of a migration: an item that was waiting at the source. The items are sent in
+    /// their original order.
     Forwarded {
         dst: Tid,
         migration: MigrationId,
         item: PendingItem,
     },
     /// To the target of a migration: no more items wait at the source.
-    ForwardedAll { dst: Tid, migration: MigrationId },
+    ForwardingComplete { dst: Tid, migration: MigrationId },
 }

@@ -23,25 +23,25 @@ pub struct HostId(u16);
 
 impl HostId {
     /// The host whose daemon started the virtual machine.
-    pub const MASTER: HostId = HostId(1);
+    pub const MASTER: Self = Self(1);
     /// Largest index that fits the 12 bits of a tid.
     pub const INDEX_MAX: u16 = 4095;
 
-    /// Creates a host id; `None` outside 1..=4095.
-    pub fn new(index: u16) -> Option<HostId> {
+    /// Creates a host id; `None` if `index` is outside 1..=4095.
+    pub fn new(index: u16) -> Option<Self> {
         (1..=Self::INDEX_MAX)
             .contains(&index)
-            .then_some(HostId(index))
+            .then_some(Self(index))
     }
 
-    /// Creates a host of a simulation, 1..=65535; `None` for 0.
+    /// Creates the id of a simulated host, 1..=65535; `None` for 0.
     ///
     /// Placement decisions use only host numbers, so they can be simulated with more hosts than a
     /// tid can express. Outside simulations these numbers do not occur: a host above
-    /// [`HostId::INDEX_MAX`] has no tid ([`Tid::NONE`]), cannot start tasks, and is refused by
-    /// deserialization.
-    pub fn simulated(index: u16) -> Option<HostId> {
-        (index > 0).then_some(HostId(index))
+    /// [`HostId::INDEX_MAX`] has no tid ([`Tid::NONE`]) and cannot start tasks, and deserialization
+    /// refuses its id.
+    pub fn new_simulated(index: u16) -> Option<Self> {
+        (index > 0).then_some(Self(index))
     }
 
     /// Returns the index, 1..=4095; up to 65535 in simulations.
@@ -67,8 +67,8 @@ impl HostId {
 impl TryFrom<u16> for HostId {
     type Error = InvalidHostIndex;
 
-    fn try_from(index: u16) -> Result<HostId, InvalidHostIndex> {
-        HostId::new(index).ok_or(InvalidHostIndex(index))
+    fn try_from(index: u16) -> Result<Self, InvalidHostIndex> {
+        Self::new(index).ok_or(InvalidHostIndex(index))
     }
 }
 
@@ -92,23 +92,24 @@ pub struct Tid(u32);
 
 impl Tid {
     /// No task. Also the parent of a task that was not spawned.
-    pub const NONE: Tid = Tid(0);
+    pub const NONE: Self = Self(0);
     /// Address by which a task reaches its own daemon. Also the source of messages that this daemon
     /// creates.
-    pub const MY_DAEMON: Tid = Tid(DAEMON_BIT);
-    pub const LOCAL_MAX: u32 = LOCAL_MASK;
+    pub const MY_DAEMON: Self = Self(DAEMON_BIT);
+    pub const LOCAL_PART_MAX: u32 = LOCAL_MASK;
 
-    /// Builds a task's tid from its birth host and its local number (1..=262143).
-    pub fn task(host: HostId, local: u32) -> Option<Tid> {
-        let home = Some(host.tid()).filter(|home| *home != Tid::NONE)?;
+    /// Builds a task's tid from its birth host and its local number (1..=262143). Returns `None` if
+    /// the local number is outside this range or the host is above [`HostId::INDEX_MAX`].
+    pub fn for_task(host: HostId, local: u32) -> Option<Self> {
+        let host_tid = Some(host.tid()).filter(|host_tid| *host_tid != Self::NONE)?;
         (1..=LOCAL_MASK)
             .contains(&local)
-            .then_some(Tid(home.0 | local))
+            .then_some(Self(host_tid.0 | local))
     }
 
     /// Converts the 32 bits that a program passes, without any check.
-    pub const fn from_raw(raw: i32) -> Tid {
-        Tid(raw as u32)
+    pub const fn from_raw(raw: i32) -> Self {
+        Self(raw as u32)
     }
 
     /// Returns the 32 bits that C programs see.
@@ -129,8 +130,9 @@ impl Tid {
         self.0 & DAEMON_BIT != 0 && self.0 & (MULTICAST_BIT | LOCAL_MASK) == 0
     }
 
-    /// Returns the host on which the task was created; `None` if the host part is empty. A migrated
-    /// task keeps its tid, so this is not necessarily the host on which it runs.
+    /// Returns the host on which the task was created; `None` if the host part is empty. A task
+    /// that has migrated keeps its tid, so its birth host is not necessarily the host on which it
+    /// runs.
     pub fn birth_host(self) -> Option<HostId> {
         HostId::new(((self.0 & HOST_MASK) >> HOST_SHIFT) as u16)
     }
@@ -142,8 +144,8 @@ impl Tid {
 
     /// Returns the tid of the birth host: the host bits of this tid, without any check
     /// (`pvm_tidtohost`).
-    pub fn host_part(self) -> Tid {
-        Tid(self.0 & HOST_MASK)
+    pub fn host_part(self) -> Self {
+        Self(self.0 & HOST_MASK)
     }
 }
 
@@ -211,25 +213,25 @@ counter! {
 pub struct Micros(pub u64);
 
 impl Micros {
-    pub const fn from_millis(ms: u64) -> Micros {
-        Micros(ms * 1000)
+    pub const fn from_millis(ms: u64) -> Self {
+        Self(ms * 1000)
     }
 
-    pub const fn from_secs(s: u64) -> Micros {
-        Micros(s * 1_000_000)
+    pub const fn from_secs(s: u64) -> Self {
+        Self(s * 1_000_000)
     }
 
     /// Returns `self - earlier`, or zero if `earlier` is later.
     #[must_use]
-    pub fn since(self, earlier: Micros) -> Micros {
-        Micros(self.0.saturating_sub(earlier.0))
+    pub fn since(self, earlier: Self) -> Self {
+        Self(self.0.saturating_sub(earlier.0))
     }
 }
 
 impl std::ops::Add for Micros {
-    type Output = Micros;
-    fn add(self, duration: Micros) -> Micros {
-        Micros(self.0.saturating_add(duration.0))
+    type Output = Self;
+    fn add(self, duration: Self) -> Self {
+        Self(self.0.saturating_add(duration.0))
     }
 }
 
@@ -237,27 +239,26 @@ impl std::ops::Add for Micros {
 mod tests {
     use super::*;
 
-    /// Tids have the bit layout that PVM documents.
     #[test]
     fn tid_layout_matches_pvm() {
-        let h2 = HostId::new(2).expect("2 is an index");
-        let t = Tid::task(h2, 1).expect("1 is a local part");
-        assert_eq!(t.raw(), 0x80001);
-        assert_eq!(t.to_string(), "t80001");
-        assert_eq!(h2.tid().raw(), 0x80000);
-        assert_eq!(h2.daemon_tid().raw() as u32, 0x8008_0000);
-        assert!(t.is_task() && !t.is_daemon());
-        assert!(h2.daemon_tid().is_daemon() && Tid::MY_DAEMON.is_daemon());
-        assert_eq!(t.birth_host(), Some(h2));
-        assert_eq!(t.host_part(), h2.tid());
+        let host = HostId::new(2).expect("2 is an index");
+        let tid = Tid::for_task(host, 1).expect("1 is a local part");
+        assert_eq!(tid.raw(), 0x80001);
+        assert_eq!(tid.to_string(), "t80001");
+        assert_eq!(host.tid().raw(), 0x80000);
+        assert_eq!(host.daemon_tid().raw() as u32, 0x8008_0000);
+        assert!(tid.is_task() && !tid.is_daemon());
+        assert!(host.daemon_tid().is_daemon() && Tid::MY_DAEMON.is_daemon());
+        assert_eq!(tid.birth_host(), Some(host));
+        assert_eq!(tid.host_part(), host.tid());
     }
 
     #[test]
     fn out_of_range_ids_are_refused() {
         assert_eq!(HostId::new(0), None);
         assert_eq!(HostId::new(4096), None);
-        assert_eq!(Tid::task(HostId::MASTER, 0), None);
-        assert_eq!(Tid::task(HostId::MASTER, 0x40000), None);
+        assert_eq!(Tid::for_task(HostId::MASTER, 0), None);
+        assert_eq!(Tid::for_task(HostId::MASTER, 0x40000), None);
         assert!(!Tid::from_raw(-1).is_task());
         assert!(!Tid::from_raw(-1).is_daemon());
         assert!(!Tid::NONE.is_task());
@@ -278,9 +279,9 @@ mod tests {
         for index in [0, HostId::INDEX_MAX + 1, 10_000, u16::MAX] {
             let bytes = postcard::to_allocvec(&index).expect("a number is written");
             assert!(postcard::from_bytes::<HostId>(&bytes).is_err(), "{index}");
-            let among = postcard::to_allocvec(&[1, index]).expect("numbers are written");
+            let list_bytes = postcard::to_allocvec(&[1, index]).expect("numbers are written");
             assert!(
-                postcard::from_bytes::<[HostId; 2]>(&among).is_err(),
+                postcard::from_bytes::<[HostId; 2]>(&list_bytes).is_err(),
                 "{index}"
             );
             let message = HostId::try_from(index).expect_err("no host").to_string();
@@ -294,15 +295,19 @@ mod tests {
     /// A simulated host above the tid range has no tid, no tasks and no birth host.
     #[test]
     fn simulated_host_has_no_tid() {
-        assert_eq!(HostId::simulated(0), None);
-        assert_eq!(HostId::simulated(7), HostId::new(7));
-        let far = HostId::simulated(10_000).expect("a number");
+        assert_eq!(HostId::new_simulated(0), None);
+        assert_eq!(HostId::new_simulated(7), HostId::new(7));
+        let simulated_host = HostId::new_simulated(10_000).expect("a number");
         assert_eq!(
-            (far.index(), far.tid(), Tid::task(far, 1)),
+            (
+                simulated_host.index(),
+                simulated_host.tid(),
+                Tid::for_task(simulated_host, 1)
+            ),
             (10_000, Tid::NONE, None)
         );
-        assert!(far.daemon_tid().birth_host().is_none());
-        let bytes = postcard::to_allocvec(&far).expect("it is written");
+        assert!(simulated_host.daemon_tid().birth_host().is_none());
+        let bytes = postcard::to_allocvec(&simulated_host).expect("it is written");
         assert!(postcard::from_bytes::<HostId>(&bytes).is_err());
     }
 }

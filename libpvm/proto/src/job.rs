@@ -15,8 +15,9 @@
 //! ```
 //!
 //! A job file supplies defaults only: arguments of a call or a command line and exported variables
-//! take precedence. `pvm spawn --job FILE` starts its tasks; the spawns of a program with
-//! [`JOB_ENV`] in its environment get its defaults.
+//! take precedence. `pvm spawn --job FILE` starts the tasks of the file. A program that has
+//! [`JOB_ENV`] in its environment spawns its tasks with the defaults of the file that the variable
+//! names.
 
 use crate::engine::{ENGINE_ENV, Engine, STATE_ENV, parse_state_files};
 use crate::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
@@ -37,15 +38,15 @@ pub const OPEN_FILES_ENV: &str = "SEMPA_FILES";
 /// Valid values of [`OPEN_FILES_ENV`].
 const OPEN_FILES_POLICIES: [&str; 3] = ["shared", "copy", "refuse"];
 /// Maximum size of a job file, in bytes.
-pub const JOB_BYTES_MAX: usize = 64 << 10;
+pub const JOB_FILE_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of tasks that a job file may start.
-pub const JOB_COUNT_MAX: u32 = 65_536;
+pub const JOB_TASKS_MAX: u32 = 65_536;
 
 /// An error in a job file.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {reason}; nothing is started")]
 pub struct JobError {
-    /// Name of the file as the user gave it.
+    /// Name of the file as the user passed it.
     pub file: String,
     /// Line number, from 1.
     pub line: usize,
@@ -60,10 +61,10 @@ pub struct JobFile {
     pub program: Option<String>,
     pub arguments: Vec<String>,
     /// Number of tasks to start.
-    pub count: Option<u32>,
-    /// `SPAWN_*` flag, and the name of a host or an architecture.
-    pub place: Option<(i32, String)>,
-    pub directory: Option<String>,
+    pub task_count: Option<u32>,
+    /// `SPAWN_*` flag with the name of a host or an architecture; `None` if the file names neither.
+    pub spawn_target: Option<(i32, String)>,
+    pub working_dir: Option<String>,
     /// Environment variables by name, including those that contain constraints and engines.
     pub environment: BTreeMap<String, String>,
 }
@@ -74,8 +75,8 @@ pub struct JobFile {
     expecting = "data did not match any variant of untagged enum Number"
 )]
 enum WorkValue {
-    Whole(u64),
-    Fractional(f64),
+    Integer(u64),
+    Float(f64),
     Text(String),
 }
 
@@ -85,7 +86,7 @@ enum WorkValue {
     expecting = "data did not match any variant of untagged enum Spread"
 )]
 enum SpreadValue {
-    Enabled(bool),
+    Flag(bool),
     Max(u32),
 }
 
@@ -122,34 +123,37 @@ impl JobFile {
     ///
     /// # Errors
     /// The first error, with its line number.
-    pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
-        let wrong = |at: usize, why: String| JobError {
+    pub fn parse(file: &str, text: &str) -> Result<Self, JobError> {
+        let error_at = |offset: usize, why: String| JobError {
             file: file.to_string(),
-            line: line_number(text, at),
+            line: line_number(text, offset),
             reason: why,
         };
-        if text.len() > JOB_BYTES_MAX {
-            return Err(wrong(
+        if text.len() > JOB_FILE_BYTES_MAX {
+            return Err(error_at(
                 0,
                 format!(
-                    "the file has {} bytes, and {JOB_BYTES_MAX} are allowed",
+                    "the file has {} bytes, and {JOB_FILE_BYTES_MAX} are allowed",
                     text.len()
                 ),
             ));
         }
-        let read = toml::from_str::<JobToml>(text).map_err(|error| {
-            wrong(
+        let job_toml = toml::from_str::<JobToml>(text).map_err(|error| {
+            error_at(
                 error.span().map_or(0, |span| span.start),
                 error.message().trim().to_string(),
             )
         })?;
-        read.into_job_file()
-            .map_err(|(span, why)| wrong(span.start, why))
+        job_toml
+            .into_job_file()
+            .map_err(|(span, why)| error_at(span.start, why))
     }
 
     /// True if the file names this program, or no program at all.
     pub fn applies_to(&self, program: &str) -> bool {
-        self.program.as_ref().is_none_or(|own| own == program)
+        self.program
+            .as_ref()
+            .is_none_or(|job_program| job_program == program)
     }
 
     /// Fills in defaults from the job file for everything that the request does not specify.
@@ -161,21 +165,21 @@ impl JobFile {
                 .map(|argument| argument.clone().into_bytes())
                 .collect();
         }
-        let (place, directory) = request
-            .place
+        let (spawn_target, directory) = request
+            .where_arg
             .split_once(':')
-            .map_or((&*request.place, None), |(p, d)| (p, Some(d)));
-        let has_place =
-            request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0 || !place.is_empty();
-        let (flags, place) = match &self.place {
-            Some((flags, place)) if !has_place => (*flags, place.as_str()),
-            _ => (0, place),
+            .map_or((&*request.where_arg, None), |(p, d)| (p, Some(d)));
+        let has_spawn_target = request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0
+            || !spawn_target.is_empty();
+        let (flags, spawn_target) = match &self.spawn_target {
+            Some((flags, spawn_target)) if !has_spawn_target => (*flags, spawn_target.as_str()),
+            _ => (0, spawn_target),
         };
-        let directory = directory.or(self.directory.as_deref());
-        let place = directory.map_or(place.to_string(), |directory| {
-            format!("{place}:{directory}")
+        let directory = directory.or(self.working_dir.as_deref());
+        let spawn_target = directory.map_or(spawn_target.to_string(), |directory| {
+            format!("{spawn_target}:{directory}")
         });
-        (request.flags, request.place) = (request.flags | flags, place);
+        (request.flags, request.where_arg) = (request.flags | flags, spawn_target);
         for (name, value) in &self.environment {
             let is_set = |entry: &Vec<u8>| {
                 entry
@@ -189,37 +193,37 @@ impl JobFile {
     }
 }
 
-/// Checks that a text can be a part of the constraints; returns it without surrounding spaces.
-/// `what` names the setting in errors.
-fn check_constraint_text(text: &Spanned<String>, what: &str) -> Result<String, SpannedError> {
-    let bad = |c: char| c == ':' || c.is_control();
-    let inner = text.get_ref().trim();
-    if inner.is_empty() || inner.contains(bad) {
+/// Checks that `text` can be a part of the constraints. Returns `text` without surrounding spaces.
+/// `setting` names the setting in errors.
+fn check_constraint_text(text: &Spanned<String>, setting: &str) -> Result<String, SpannedError> {
+    let is_forbidden = |c: char| c == ':' || c.is_control();
+    let trimmed = text.get_ref().trim();
+    if trimmed.is_empty() || trimmed.contains(is_forbidden) {
         return Err((
             text.span(),
-            format!("{what} must be a non-empty text without colons and line ends"),
+            format!("{setting} must be a non-empty text without colons and line ends"),
         ));
     }
-    Ok(inner.to_string())
+    Ok(trimmed.to_string())
 }
 
-/// Checks that a name is neither empty nor contains a NUL character. `what` names the setting in
+/// Checks that a name is not empty and contains no NUL character. `setting` names the setting in
 /// errors.
-fn check_name(text: Spanned<String>, what: &str) -> Result<String, SpannedError> {
+fn check_name(text: Spanned<String>, setting: &str) -> Result<String, SpannedError> {
     match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
-        true => Err((text.span(), format!("{what} is empty"))),
+        true => Err((text.span(), format!("{setting} is empty"))),
         false => Ok(text.into_inner()),
     }
 }
 
 impl JobToml {
     fn into_job_file(self) -> Result<JobFile, SpannedError> {
-        let wants = self.constraint_line()?;
+        let wants = self.encode_constraints()?;
         let mut environment = BTreeMap::new();
         for (name, value) in self.environment {
-            let bad = |c: char| c == '=' || c == '\0';
+            let is_forbidden = |c: char| c == '=' || c == '\0';
             if name.get_ref().is_empty()
-                || name.get_ref().contains(bad)
+                || name.get_ref().contains(is_forbidden)
                 || value.get_ref().contains('\0')
             {
                 return Err((
@@ -255,7 +259,7 @@ impl JobToml {
             }
             environment.insert(OPEN_FILES_ENV.to_string(), files.into_inner());
         }
-        let place = match (self.host, self.arch) {
+        let spawn_target = match (self.host, self.arch) {
             (Some(_), Some(arch)) => {
                 return Err((arch.span(), "host and arch exclude each other".to_string()));
             }
@@ -266,15 +270,15 @@ impl JobToml {
         if let Some(count) = self
             .count
             .as_ref()
-            .filter(|count| !(1..=JOB_COUNT_MAX).contains(count.get_ref()))
+            .filter(|count| !(1..=JOB_TASKS_MAX).contains(count.get_ref()))
         {
-            return Err((count.span(), format!("count must be 1 to {JOB_COUNT_MAX}")));
+            return Err((count.span(), format!("count must be 1 to {JOB_TASKS_MAX}")));
         }
-        let nul = self
+        let nul_argument = self
             .arguments
             .iter()
             .find(|argument| argument.get_ref().contains('\0'));
-        if let Some(argument) = nul {
+        if let Some(argument) = nul_argument {
             return Err((argument.span(), "an argument has a zero byte".to_string()));
         }
         Ok(JobFile {
@@ -287,9 +291,9 @@ impl JobToml {
                 .into_iter()
                 .map(Spanned::into_inner)
                 .collect(),
-            count: self.count.map(Spanned::into_inner),
-            place,
-            directory: self
+            task_count: self.count.map(Spanned::into_inner),
+            spawn_target,
+            working_dir: self
                 .directory
                 .map(|directory| check_name(directory, "directory"))
                 .transpose()?,
@@ -298,18 +302,18 @@ impl JobToml {
     }
 
     /// Encodes the constraints of the job file as one line in the syntax of [`CONSTRAINTS_ENV`].
-    fn constraint_line(&self) -> Result<String, SpannedError> {
-        let mut parts = Vec::new();
+    fn encode_constraints(&self) -> Result<String, SpannedError> {
+        let mut clauses = Vec::new();
         if let Some(wants) = &self.wants {
-            parts.push(check_constraint_text(wants, "wants")?);
+            clauses.push(check_constraint_text(wants, "wants")?);
         }
         if let Some(rank) = &self.rank {
-            parts.push(format!("rank = {}", check_constraint_text(rank, "rank")?));
+            clauses.push(format!("rank = {}", check_constraint_text(rank, "rank")?));
         }
         if let Some(work) = &self.work {
             let text = match work.get_ref() {
-                WorkValue::Whole(seconds) => seconds.to_string(),
-                WorkValue::Fractional(seconds) => seconds.to_string(),
+                WorkValue::Integer(seconds) => seconds.to_string(),
+                WorkValue::Float(seconds) => seconds.to_string(),
                 WorkValue::Text(text) => text.trim().to_string(),
             };
             let digits = text.trim_end_matches(['s', 'm', 'h']).trim();
@@ -323,26 +327,26 @@ impl JobToml {
                     format!("{text:?} is not a duration; examples: 600, \"1.5h\""),
                 ));
             }
-            parts.push(format!("work = {text}"));
+            clauses.push(format!("work = {text}"));
         }
         match self
             .spread
             .as_ref()
             .map(|spread| (spread.get_ref(), spread.span()))
         {
-            None | Some((SpreadValue::Enabled(false), _)) => {}
+            None | Some((SpreadValue::Flag(false), _)) => {}
             Some((_, span)) if self.same_host => {
                 return Err((span, "spread and same-host exclude each other".to_string()));
             }
-            Some((SpreadValue::Enabled(true), _)) => parts.push("spread".to_string()),
+            Some((SpreadValue::Flag(true), _)) => clauses.push("spread".to_string()),
             Some((SpreadValue::Max(0), span)) => {
                 return Err((span, "spread must be at least 1".to_string()));
             }
-            Some((SpreadValue::Max(most), _)) => parts.push(format!("spread = {most}")),
+            Some((SpreadValue::Max(tasks_max), _)) => clauses.push(format!("spread = {tasks_max}")),
         }
-        parts.extend(self.same_host.then(|| "same-host".to_string()));
-        parts.extend(self.barrier.then(|| "barrier".to_string()));
-        Ok(parts.join("; "))
+        clauses.extend(self.same_host.then(|| "same-host".to_string()));
+        clauses.extend(self.barrier.then(|| "barrier".to_string()));
+        Ok(clauses.join("; "))
     }
 }
 
@@ -350,7 +354,7 @@ impl JobToml {
 mod tests {
     use super::*;
 
-    const ALL: &str = r#"# Eight of them.
+    const FULL_JOB_FILE: &str = r#"# Eight of them.
 program = "worker"
 arguments = ["-v", "two words"]
 count = 8
@@ -368,7 +372,7 @@ files = "copy"
 COLOUR = "blue"
 "#;
 
-    fn env(request: &SpawnRequest) -> Vec<String> {
+    fn env_strings(request: &SpawnRequest) -> Vec<String> {
         request
             .env
             .iter()
@@ -379,24 +383,28 @@ COLOUR = "blue"
     /// A job file fills in only what the spawn request does not specify.
     #[test]
     fn job_file_supplies_defaults_only() {
-        let job = JobFile::parse("job.toml", ALL).expect("nothing is wrong with it");
+        let job = JobFile::parse("job.toml", FULL_JOB_FILE).expect("nothing is wrong with it");
         assert_eq!(
-            (job.program.as_deref(), job.count),
+            (job.program.as_deref(), job.task_count),
             (Some("worker"), Some(8))
         );
         assert!(job.applies_to("worker") && !job.applies_to("other"));
         let mut request = SpawnRequest {
-            file: "worker".into(),
+            program: "worker".into(),
             ..SpawnRequest::default()
         };
         job.apply_to(&mut request);
         assert_eq!(
-            (request.args.len(), request.flags, request.place.as_str()),
+            (
+                request.args.len(),
+                request.flags,
+                request.where_arg.as_str()
+            ),
             (2, 0, ":/data")
         );
         let wants = "SEMPA_WANTS=memory >= 2G; host != h3|h4; rank = -cores; work = 1.5h; spread = 2; barrier";
         assert_eq!(
-            env(&request),
+            env_strings(&request),
             [
                 "COLOUR=blue",
                 "SEMPA_ENGINE=criu,restart",
@@ -405,23 +413,27 @@ COLOUR = "blue"
                 wants
             ]
         );
-        let own =
+        let own_env =
             ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
         let (args, place) = (vec![b"-q".to_vec()], "h2:/tmp".to_string());
-        let said = SpawnRequest {
+        let full_request = SpawnRequest {
             args,
-            place,
+            where_arg: place,
             flags: SPAWN_HOST,
-            env: own.to_vec(),
+            env: own_env.to_vec(),
             ..SpawnRequest::default()
         };
-        let mut request = said.clone();
+        let mut request = full_request.clone();
         job.apply_to(&mut request);
         assert_eq!(
-            (request.args, request.flags, request.place),
-            (said.args, said.flags, said.place)
+            (request.args, request.flags, request.where_arg),
+            (
+                full_request.args,
+                full_request.flags,
+                full_request.where_arg
+            )
         );
-        assert_eq!(request.env[..3], own);
+        assert_eq!(request.env[..3], own_env);
         assert_eq!(request.env.len(), 6, "engine, files and state");
     }
 
@@ -433,26 +445,29 @@ COLOUR = "blue"
         ] {
             let job = JobFile::parse("f", text).expect(text);
             assert!(job.applies_to("anything"));
-            for (place, filled) in [("", name.to_string()), (":/d", format!("{name}:/d"))] {
+            for (place, expected_place) in [("", name.to_string()), (":/d", format!("{name}:/d"))] {
                 let mut request = SpawnRequest {
-                    place: place.into(),
+                    where_arg: place.into(),
                     ..SpawnRequest::default()
                 };
                 job.apply_to(&mut request);
-                assert_eq!((request.flags, request.place), (flag, filled));
+                assert_eq!((request.flags, request.where_arg), (flag, expected_place));
             }
             let mut request = SpawnRequest {
-                place: "?cores >= 4".into(),
+                where_arg: "?cores >= 4".into(),
                 ..SpawnRequest::default()
             };
             job.apply_to(&mut request);
-            assert_eq!((request.flags, request.place.as_str()), (0, "?cores >= 4"));
+            assert_eq!(
+                (request.flags, request.where_arg.as_str()),
+                (0, "?cores >= 4")
+            );
         }
     }
 
     #[test]
     fn errors_contain_file_line_and_reason() {
-        for (text, said) in [
+        for (text, expected_error) in [
             (
                 "program = 'x'\n\ncolour = 1\n",
                 "job.toml, line 3: unknown field `colour`",
@@ -497,14 +512,14 @@ COLOUR = "blue"
                 .expect_err(text)
                 .to_string();
             assert!(
-                error.starts_with(said) && error.ends_with("; nothing is started"),
+                error.starts_with(expected_error) && error.ends_with("; nothing is started"),
                 "{error}"
             );
             assert!(!error.contains('\n'), "{error:?}");
         }
-        let long = "#".repeat(JOB_BYTES_MAX + 1);
+        let oversized_text = "#".repeat(JOB_FILE_BYTES_MAX + 1);
         assert!(
-            JobFile::parse("f", &long)
+            JobFile::parse("f", &oversized_text)
                 .expect_err("too long")
                 .reason
                 .contains("are allowed")

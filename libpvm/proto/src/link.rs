@@ -2,22 +2,22 @@
 //!
 //! - A message is split into fragments with ascending sequence numbers. The sender retains every
 //!   message until the receiver's library has received it. The receiver accepts only the fragment
-//!   it expects and drops all others.
-//! - When a route is replaced, or the peer is silent for a while, the sender asks with a
+//!   it expects and drops all other fragments.
+//! - After a change of the route, or when the peer is silent for a while, the sender asks with a
 //!   [`LinkKind::Probe`] which fragment the receiver expects, and continues from that fragment.
 //!   Routes need not be reliable; reliable routes make retransmissions rare.
 //! - A task that was restarted from a checkpoint has a new *incarnation*: everything that the task
 //!   and its peers sent after the checkpoint is void. Frames contain the number of their
 //!   incarnation, so a frame of an earlier incarnation is recognized however late it arrives.
 //!
-//! The owner of a link calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it
-//! returns `None`, and then sleeps at most until [`Link::next_wakeup`].
+//! The owner of a link calls [`Link::send`] and [`Link::handle`], then calls [`Link::poll`] until
+//! it returns `None`, and then sleeps at most until [`Link::next_wakeup`].
 
 mod frame;
 mod handoff;
 
 pub use self::frame::{
-    CPU_HINT_BYTE, FLAG_OUT_OF_LINE, FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload,
+    CPU_HINT_INDEX, FLAG_OUT_OF_LINE, FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload,
     SHORT_HEAD_BYTES, decode_short_head, encode_short_head,
 };
 pub use self::handoff::LinkState;
@@ -39,17 +39,17 @@ pub const WINDOW_FRAGMENTS_MAX: u64 = 4096;
 /// fails.
 pub const RETAINED_BYTES_MAX: usize = 1 << 36;
 /// Number of received bytes after which an acknowledgement is sent immediately.
-pub const ACK_BYTES: usize = WINDOW_BYTES_MAX / 8;
+pub const ACK_THRESHOLD_BYTES: usize = WINDOW_BYTES_MAX / 8;
 /// Number of received fragments after which an acknowledgement is sent immediately.
-pub const ACK_FRAGMENTS: u64 = WINDOW_FRAGMENTS_MAX / 8;
+pub const ACK_THRESHOLD_FRAGMENTS: u64 = WINDOW_FRAGMENTS_MAX / 8;
 /// Maximum time that an acknowledgement waits for a data frame that can carry it.
 pub const ACK_DELAY: Micros = Micros::from_millis(20);
 /// Time without an acknowledgement after which the sender probes the receiver for the first time.
 pub const PROBE_DELAY: Micros = Micros::from_millis(300);
 /// Maximum interval between two probes; the interval doubles up to this limit.
 pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
-/// A second resync request for the same fragment within this time counts as a duplicate.
-pub const RESYNC_ECHO_WINDOW: Micros = Micros::from_millis(50);
+/// Time within which a second resync request for the same fragment counts as a duplicate.
+pub const DUPLICATE_RESYNC_TIME: Micros = Micros::from_millis(50);
 
 /// Maximum size of the header of a message, in bytes.
 pub const HEAD_BYTES_MAX: usize = 24;
@@ -107,10 +107,10 @@ enum Body {
 impl Body {
     /// Copies a body of at most [`INLINE_BODY_BYTES_MAX`] bytes.
     #[inline]
-    fn inline(body: &[u8]) -> Body {
+    fn copy_inline(body: &[u8]) -> Self {
         let mut bytes = [0; INLINE_BODY_BYTES_MAX];
         bytes[..body.len()].copy_from_slice(body);
-        Body::Inline {
+        Self::Inline {
             len: body.len() as u8,
             bytes,
         }
@@ -119,29 +119,29 @@ impl Body {
     #[inline]
     fn bytes(&self) -> &[u8] {
         match self {
-            Body::Inline { len, bytes } => &bytes[..usize::from(*len)],
-            Body::Shared(bytes) => bytes,
+            Self::Inline { len, bytes } => &bytes[..usize::from(*len)],
+            Self::Shared(bytes) => bytes,
         }
     }
 
-    fn shared(&self) -> Option<&Bytes> {
+    fn shared_bytes(&self) -> Option<&Bytes> {
         match self {
-            Body::Inline { .. } => None,
-            Body::Shared(bytes) => Some(bytes),
+            Self::Inline { .. } => None,
+            Self::Shared(bytes) => Some(bytes),
         }
     }
 }
 
-/// Returns the number of fragments of a message with this length, header included.
-fn fragment_count(bytes: usize) -> u64 {
-    (bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
+/// Returns the number of fragments of a message with `message_bytes` bytes, header included.
+fn fragment_count(message_bytes: usize) -> u64 {
+    (message_bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
 }
 
-/// A message that is retained until it is acknowledged.
+/// A message that is retained until all its fragments are acknowledged.
 #[derive(Clone, Debug)]
 struct RetainedMessage {
     first_seq: u64,
-    fragments: u64,
+    fragment_count: u64,
     head: [u8; HEAD_BYTES_MAX],
     head_len: u8,
     body: Body,
@@ -149,7 +149,7 @@ struct RetainedMessage {
 
 impl RetainedMessage {
     #[inline]
-    fn new(first_seq: u64, head: &[u8], body: Body) -> RetainedMessage {
+    fn new(first_seq: u64, head: &[u8], body: Body) -> Self {
         assert!(
             head.len() <= HEAD_BYTES_MAX,
             "a message's header has a limit"
@@ -157,9 +157,9 @@ impl RetainedMessage {
         let mut head_bytes = [0; HEAD_BYTES_MAX];
         head_bytes[..head.len()].copy_from_slice(head);
         let fragments = fragment_count(head.len() + body.bytes().len());
-        RetainedMessage {
+        Self {
             first_seq,
-            fragments,
+            fragment_count: fragments,
             head: head_bytes,
             head_len: head.len() as u8,
             body,
@@ -176,23 +176,23 @@ impl RetainedMessage {
     }
 
     fn end_seq(&self) -> u64 {
-        self.first_seq + self.fragments
+        self.first_seq + self.fragment_count
     }
 
     /// Returns the payload of fragment `seq` in two parts: the message header (empty except in the
     /// first fragment) and a part of the body.
-    fn fragment(&self, seq: u64) -> (&[u8], &[u8]) {
+    fn fragment_payload(&self, seq: u64) -> (&[u8], &[u8]) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
-        let head = usize::from(self.head_len);
+        let head_len = usize::from(self.head_len);
         let (start, end) = (
             index * FRAGMENT_BYTES_MAX,
             ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()),
         );
         let body = self.body.bytes();
         if index > 0 {
-            (&[], &body[start - head..end - head])
+            (&[], &body[start - head_len..end - head_len])
         } else {
-            (self.head(), &body[..end - head])
+            (self.head(), &body[..end - head_len])
         }
     }
 }
@@ -201,22 +201,23 @@ impl RetainedMessage {
 #[derive(Clone, Debug)]
 struct SendHalf {
     /// Messages that are not completely acknowledged, oldest first.
-    retained: VecDeque<RetainedMessage>,
+    retained_messages: VecDeque<RetainedMessage>,
     retained_bytes: usize,
     /// All fragments below this number are acknowledged.
-    acked: u64,
+    acked_below: u64,
     /// Number of the next fragment to transmit. A resync request lowers it, at most to `acked`.
     next_seq: u64,
-    /// Lowest fragment number that was never transmitted.
-    highest_sent: u64,
+    /// Number of the first fragment that was never transmitted.
+    first_unsent_seq: u64,
     /// Number after the last queued fragment.
     end_seq: u64,
     /// Sizes in bytes of the fragments `acked..next_seq`.
     in_flight_sizes: VecDeque<usize>,
     in_flight_bytes: usize,
-    probe_due: Option<Micros>,
+    probe_due_at: Option<Micros>,
     probe_delay: Micros,
     probe_pending: bool,
+    /// Fragment number and time of the last resync request that was not a duplicate.
     last_resync: Option<(u64, Micros)>,
     window_disabled: bool,
     /// Unacknowledged fragments below this number were transmitted on routes that may have lost
@@ -231,21 +232,21 @@ struct SendHalf {
 #[derive(Clone, Debug)]
 struct ReceiveHalf {
     expected_seq: u64,
-    partial: Vec<u8>,
-    ready: VecDeque<Bytes>,
+    partial_message: Vec<u8>,
+    ready_messages: VecDeque<Bytes>,
     unacked_bytes: usize,
     unacked_fragments: u64,
-    ack_due: Option<Micros>,
+    ack_due_at: Option<Micros>,
     /// Set if an acknowledgement must be sent immediately; `true` if it requests a resync.
     pending_ack: Option<bool>,
     /// Number of the missing fragment for which a resync was requested.
     reported_gap: Option<u64>,
 }
 
-/// One end of a link between two tasks. A checkpoint stores a copy of it.
+/// One end of a link between two tasks. A checkpoint of a task stores a copy of each end.
 #[derive(Clone, Debug)]
 pub struct Link {
-    local: Tid,
+    local_tid: Tid,
     peer: Tid,
     route: Option<RouteId>,
     peer_gone: bool,
@@ -256,9 +257,9 @@ pub struct Link {
 
 /// True if `incarnation` is later than `other`.
 ///
-/// Incarnation numbers wrap around: a number is later than another if the distance from the other
-/// is less than half of the number range. Zero, the incarnation of a task that was never restarted,
-/// is earlier than all other numbers.
+/// Incarnation numbers wrap around: `incarnation` is later if counting up from `other` reaches it
+/// in fewer steps than half of the number range. Zero, the incarnation of a task that was never
+/// restarted, is earlier than all other numbers.
 pub fn is_later_incarnation(incarnation: u16, other: u16) -> bool {
     incarnation != other
         && incarnation != 0
@@ -270,25 +271,28 @@ impl SendHalf {
     #[inline]
     fn retained_index(&self, seq: u64) -> usize {
         // Nearly always the fragment belongs to the newest message.
-        let newest = self
-            .retained
+        let newest_message = self
+            .retained_messages
             .back()
             .is_some_and(|m| m.first_seq <= seq)
-            .then(|| self.retained.len() - 1);
-        newest.unwrap_or_else(|| self.retained.partition_point(|m| m.end_seq() <= seq))
+            .then(|| self.retained_messages.len() - 1);
+        newest_message.unwrap_or_else(|| {
+            self.retained_messages
+                .partition_point(|m| m.end_seq() <= seq)
+        })
     }
 
     #[inline]
-    fn retain(&mut self, message: RetainedMessage) {
+    fn retain_message(&mut self, message: RetainedMessage) {
         self.retained_bytes += message.len();
-        self.end_seq += message.fragments;
-        self.retained.push_back(message);
+        self.end_seq += message.fragment_count;
+        self.retained_messages.push_back(message);
     }
 
     /// Renumbers the fragments of the retained messages, starting with 1.
-    fn renumber(&mut self) {
+    fn renumber_fragments(&mut self) {
         self.end_seq = 1;
-        for message in &mut self.retained {
+        for message in &mut self.retained_messages {
             message.first_seq = self.end_seq;
             self.end_seq = message.end_seq();
         }
@@ -297,23 +301,23 @@ impl SendHalf {
 
 impl Link {
     /// Creates a link without a route on which nothing has been sent.
-    pub fn new(local: Tid, peer: Tid) -> Link {
-        Link {
-            local,
+    pub fn new(local_tid: Tid, peer: Tid) -> Self {
+        Self {
+            local_tid,
             peer,
             route: None,
             peer_gone: false,
             incarnation: 0,
             tx: SendHalf {
-                retained: VecDeque::new(),
+                retained_messages: VecDeque::new(),
                 retained_bytes: 0,
-                acked: 1,
+                acked_below: 1,
                 next_seq: 1,
-                highest_sent: 1,
+                first_unsent_seq: 1,
                 end_seq: 1,
                 in_flight_sizes: VecDeque::new(),
                 in_flight_bytes: 0,
-                probe_due: None,
+                probe_due_at: None,
                 probe_delay: PROBE_DELAY,
                 probe_pending: false,
                 last_resync: None,
@@ -323,11 +327,11 @@ impl Link {
             },
             rx: ReceiveHalf {
                 expected_seq: 1,
-                partial: Vec::new(),
-                ready: VecDeque::new(),
+                partial_message: Vec::new(),
+                ready_messages: VecDeque::new(),
                 unacked_bytes: 0,
                 unacked_fragments: 0,
-                ack_due: None,
+                ack_due_at: None,
                 pending_ack: None,
                 reported_gap: None,
             },
@@ -340,7 +344,7 @@ impl Link {
 
     /// Returns the number after the last queued fragment. A notification of this task's exit
     /// contains this number; the receiver delivers the notification only after all fragments below
-    /// it.
+    /// this number.
     pub fn queued_end_seq(&self) -> u64 {
         self.tx.end_seq
     }
@@ -350,9 +354,9 @@ impl Link {
         self.rx.expected_seq
     }
 
-    /// True if every message has been acknowledged.
+    /// True if every queued message has been acknowledged.
     pub fn is_all_acked(&self) -> bool {
-        self.tx.retained.is_empty()
+        self.tx.retained_messages.is_empty()
     }
 
     /// True if every fragment was transmitted on the current route at least once and the daemon has
@@ -364,8 +368,8 @@ impl Link {
 
     /// Returns the number of fragments that are transmitted but not acknowledged.
     #[inline]
-    pub fn in_flight(&self) -> u64 {
-        self.tx.next_seq - self.tx.acked
+    pub fn in_flight_fragments(&self) -> u64 {
+        self.tx.next_seq - self.tx.acked_below
     }
 
     /// True once [`LinkEvent::PeerGone`] was handled.
@@ -378,14 +382,15 @@ impl Link {
         self.tx.retained_bytes
     }
 
-    /// Returns the time at which the link needs [`LinkEvent::Wake`]; `None` if it needs none.
+    /// Returns the time at which the link needs [`LinkEvent::Wake`]; `None` if the link needs no
+    /// wake-up.
     #[inline]
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
         if self.peer_gone {
             return None;
         }
-        match (self.rx.ack_due, self.tx.probe_due) {
+        match (self.rx.ack_due_at, self.tx.probe_due_at) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         }
@@ -406,12 +411,12 @@ impl Link {
             return Err(LinkError::Full);
         }
         let body = if body.len() <= INLINE_BODY_BYTES_MAX {
-            Body::inline(&body)
+            Body::copy_inline(&body)
         } else {
             Body::Shared(body)
         };
         self.tx
-            .retain(RetainedMessage::new(self.tx.end_seq, head, body));
+            .retain_message(RetainedMessage::new(self.tx.end_seq, head, body));
         Ok(())
     }
 
@@ -427,10 +432,10 @@ impl Link {
         head: &[u8],
         body: &[u8],
     ) -> Option<FrameRef<'_>> {
-        let idle = self.tx.next_seq == self.tx.end_seq
+        let is_idle = self.tx.next_seq == self.tx.end_seq
             && !self.tx.probe_pending
             && self.rx.pending_ack != Some(true);
-        if !idle
+        if !is_idle
             || self.peer_gone
             || self.route.is_none()
             || body.len() > INLINE_BODY_BYTES_MAX
@@ -438,29 +443,29 @@ impl Link {
         {
             return None;
         }
-        self.tx.retain(RetainedMessage::new(
+        self.tx.retain_message(RetainedMessage::new(
             self.tx.end_seq,
             head,
-            Body::inline(body),
+            Body::copy_inline(body),
         ));
         self.next_data_frame(now)
     }
 
-    /// Schedules the retransmission of every unacknowledged fragment, without a resync request. For
-    /// a sender that has no time to ask which fragments were lost.
-    pub fn retransmit_unacked(&mut self) {
-        self.tx.next_seq = self.tx.acked;
+    /// Schedules the retransmission of every unacknowledged fragment, without a resync request.
+    /// Used by a sender that ends before an answer to a probe could arrive.
+    pub fn schedule_retransmission(&mut self) {
+        self.tx.next_seq = self.tx.acked_below;
         self.tx.in_flight_sizes.clear();
         self.tx.in_flight_bytes = 0;
     }
 
-    /// Disables the window: all queued fragments are transmitted. For a task that ends, because its
-    /// daemon receives the remaining frames. Fragments that were transmitted on a replaced route
+    /// Disables the window: all queued fragments are transmitted. Used by a task that ends, because
+    /// its daemon accepts the remaining frames. Fragments that were transmitted on a replaced route
     /// are retransmitted, because the task ends before it could learn which of them arrived.
     pub fn disable_window(&mut self) {
         self.tx.window_disabled = true;
-        if std::mem::replace(&mut self.tx.maybe_lost_below, 1) > self.tx.acked {
-            self.retransmit_unacked();
+        if std::mem::replace(&mut self.tx.maybe_lost_below, 1) > self.tx.acked_below {
+            self.schedule_retransmission();
         }
     }
 
@@ -473,21 +478,29 @@ impl Link {
     ///   them twice.
     pub fn begin_incarnation(&mut self, incarnation: u16, peer_restored_too: bool) {
         if !peer_restored_too {
-            let fresh = self.tx.highest_sent;
+            let first_unsent_seq = self.tx.first_unsent_seq;
             self.tx
-                .retained
-                .retain(|message| message.first_seq >= fresh);
-            self.tx.retained_bytes = self.tx.retained.iter().map(RetainedMessage::len).sum();
-            // Messages that the daemon has yet to return were transmitted, too, so they are
-            // dropped. Exception: if the link was reset after they were sent, the peer cannot have
-            // received them.
-            self.tx.returning_messages.take_if(|back| !back.was_reset());
+                .retained_messages
+                .retain(|message| message.first_seq >= first_unsent_seq);
+            self.tx.retained_bytes = self
+                .tx
+                .retained_messages
+                .iter()
+                .map(RetainedMessage::len)
+                .sum();
+            // The messages that the daemon has not returned yet were transmitted by the previous
+            // process, so they are dropped as well. Exception: if the link was reset after they
+            // were sent, the peer cannot have received them.
+            self.tx
+                .returning_messages
+                .take_if(|returning| !returning.was_reset());
             self.reset_to_incarnation(incarnation);
         }
         self.incarnation = incarnation;
     }
 
-    /// True if `incarnation` is later than the link's: the peer was restarted.
+    /// True if `incarnation` is later than the link's incarnation, which means that the peer was
+    /// restarted.
     pub fn has_older_incarnation_than(&self, incarnation: u16) -> bool {
         is_later_incarnation(incarnation, self.incarnation)
     }
@@ -500,28 +513,28 @@ impl Link {
     /// a partial message from the peer is discarded.
     fn reset_to_incarnation(&mut self, incarnation: u16) {
         let tx = &mut self.tx;
-        if let Some(back) = &mut tx.returning_messages {
-            back.record_reset(tx.acked, &tx.retained);
+        if let Some(returning) = &mut tx.returning_messages {
+            returning.record_reset(tx.acked_below, &tx.retained_messages);
         }
-        tx.renumber();
+        tx.renumber_fragments();
         tx.in_flight_sizes.clear();
         (
             tx.in_flight_bytes,
-            tx.acked,
+            tx.acked_below,
             tx.next_seq,
-            tx.highest_sent,
+            tx.first_unsent_seq,
             tx.maybe_lost_below,
         ) = (0, 1, 1, 1, 1);
         (
-            tx.probe_due,
+            tx.probe_due_at,
             tx.probe_pending,
             tx.probe_delay,
             tx.last_resync,
         ) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
-        rx.partial.clear();
+        rx.partial_message.clear();
         (rx.expected_seq, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
-        (rx.ack_due, rx.pending_ack, rx.reported_gap) = (None, None, None);
+        (rx.ack_due_at, rx.pending_ack, rx.reported_gap) = (None, None, None);
         (self.incarnation, self.peer_gone) = (incarnation, false);
     }
 
@@ -546,14 +559,14 @@ impl Link {
 
     /// Frees excess memory of the queues of an idle link.
     pub fn shrink_idle(&mut self) {
-        if self.tx.retained.is_empty() {
-            self.tx.retained.shrink_to(IDLE_QUEUE_CAPACITY);
+        if self.tx.retained_messages.is_empty() {
+            self.tx.retained_messages.shrink_to(IDLE_QUEUE_CAPACITY);
             self.tx.in_flight_sizes.shrink_to(IDLE_QUEUE_CAPACITY);
-            self.rx.ready.shrink_to(IDLE_QUEUE_CAPACITY);
+            self.rx.ready_messages.shrink_to(IDLE_QUEUE_CAPACITY);
         }
     }
 
-    pub fn handle(&mut self, now: Micros, event: LinkEvent) {
+    pub fn handle_event(&mut self, now: Micros, event: LinkEvent) {
         match event {
             LinkEvent::Frame(frame) => self.handle_frame(now, frame),
             LinkEvent::RouteUp(route) => {
@@ -565,16 +578,17 @@ impl Link {
             LinkEvent::PeerGone => {
                 self.peer_gone = true;
                 let tx = &mut self.tx;
-                tx.retained.clear();
+                tx.retained_messages.clear();
                 tx.in_flight_sizes.clear();
                 tx.returning_messages = None;
                 (
                     tx.retained_bytes,
                     tx.in_flight_bytes,
-                    tx.probe_due,
+                    tx.probe_due_at,
                     tx.probe_pending,
                 ) = (0, 0, None, false);
-                (tx.acked, tx.next_seq, tx.highest_sent) = (tx.end_seq, tx.end_seq, tx.end_seq);
+                (tx.acked_below, tx.next_seq, tx.first_unsent_seq) =
+                    (tx.end_seq, tx.end_seq, tx.end_seq);
             }
             LinkEvent::Wake => self.handle_wake(now),
         }
@@ -584,35 +598,35 @@ impl Link {
     /// acknowledgement of the fragments that arrived at this end.
     fn schedule_probe(&mut self) {
         self.tx.probe_delay = PROBE_DELAY;
-        self.tx.probe_pending = self.tx.highest_sent > self.tx.acked;
-        self.tx.maybe_lost_below = self.tx.highest_sent;
+        self.tx.probe_pending = self.tx.first_unsent_seq > self.tx.acked_below;
+        self.tx.maybe_lost_below = self.tx.first_unsent_seq;
         if self.rx.expected_seq > 1 {
             self.rx.pending_ack.get_or_insert(false);
         }
     }
 
     fn handle_wake(&mut self, now: Micros) {
-        if self.rx.ack_due.is_some_and(|due| due <= now) {
+        if self.rx.ack_due_at.is_some_and(|due| due <= now) {
             self.rx.pending_ack.get_or_insert(false);
         }
-        if self.tx.probe_due.is_some_and(|due| due <= now) {
+        if self.tx.probe_due_at.is_some_and(|due| due <= now) {
             self.tx.probe_delay = Micros(self.tx.probe_delay.0 * 2).min(PROBE_DELAY_MAX);
-            self.tx.probe_due = Some(now + self.tx.probe_delay);
+            self.tx.probe_due_at = Some(now + self.tx.probe_delay);
             self.tx.probe_pending = true;
         }
     }
 
     fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
         if frame.src == self.peer
-            && frame.dst == self.local
+            && frame.dst == self.local_tid
             && self.accept_incarnation(frame.incarnation)
         {
             self.handle_borrowed_frame(now, frame.kind, frame.seq, frame.ack, frame.payload);
         }
     }
 
-    /// Processes a frame of the peer as [`Link::handle`] does. The payload is borrowed from the
-    /// memory of the route.
+    /// Processes a frame of the peer as [`Link::handle`] does, with a payload that is borrowed from
+    /// the memory of the route. The caller must have checked the frame's incarnation.
     #[inline]
     pub fn handle_borrowed_frame(
         &mut self,
@@ -625,15 +639,18 @@ impl Link {
         // Frames from a peer that has ended are valid, too: its earlier messages are still
         // delivered, only not acknowledged.
         match kind {
-            LinkKind::Data { last } => {
+            LinkKind::Data { is_last: last } => {
                 self.handle_ack(now, ack, false);
                 self.handle_data(now, seq, last, payload);
             }
-            LinkKind::Ack { resync } => self.handle_ack(now, ack, resync),
+            LinkKind::Ack {
+                requests_resync: resync,
+            } => self.handle_ack(now, ack, resync),
             LinkKind::Probe => {
                 self.handle_ack(now, ack, false);
-                let missing = seq > self.rx.expected_seq;
-                self.rx.pending_ack = Some(missing || self.rx.pending_ack.unwrap_or(false));
+                let is_fragment_missing = seq > self.rx.expected_seq;
+                self.rx.pending_ack =
+                    Some(is_fragment_missing || self.rx.pending_ack.unwrap_or(false));
             }
         }
     }
@@ -642,21 +659,21 @@ impl Link {
     /// the number of its first fragment.
     pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
-        let rest = fragment_count(message.len()) - 1;
+        let preceding_fragments = fragment_count(message.len()) - 1;
         if seq == self.rx.expected_seq {
             // Only a peer that violates the protocol starts a message before it has completed the
             // previous one.
-            self.rx.partial.clear();
-            self.rx.expected_seq += rest;
-            self.rx.unacked_fragments += rest;
-            self.handle_data(now, seq + rest, true, message);
+            self.rx.partial_message.clear();
+            self.rx.expected_seq += preceding_fragments;
+            self.rx.unacked_fragments += preceding_fragments;
+            self.handle_data(now, seq + preceding_fragments, true, message);
         } else {
             self.handle_data(now, seq, true, message);
         }
     }
 
     #[inline]
-    fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
+    fn handle_data(&mut self, now: Micros, seq: u64, is_last: bool, payload: impl Payload) {
         let rx = &mut self.rx;
         if seq < rx.expected_seq {
             rx.pending_ack.get_or_insert(false);
@@ -672,53 +689,60 @@ impl Link {
         rx.expected_seq += 1;
         rx.unacked_fragments += 1;
         rx.unacked_bytes += payload.len();
-        if last && rx.partial.is_empty() {
-            rx.ready.push_back(payload.into_bytes());
+        if is_last && rx.partial_message.is_empty() {
+            rx.ready_messages.push_back(payload.into_bytes());
         } else {
-            buffer_pool::reserve_for_growth(&mut rx.partial, payload.len());
-            payload.append_to(&mut rx.partial);
-            if last {
-                rx.ready
-                    .push_back(buffer_pool::freeze(std::mem::take(&mut rx.partial)));
+            buffer_pool::reserve_for_growth(&mut rx.partial_message, payload.len());
+            payload.append_to(&mut rx.partial_message);
+            if is_last {
+                rx.ready_messages
+                    .push_back(buffer_pool::freeze(std::mem::take(&mut rx.partial_message)));
             }
         }
-        if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {
+        if rx.unacked_bytes >= ACK_THRESHOLD_BYTES
+            || rx.unacked_fragments >= ACK_THRESHOLD_FRAGMENTS
+        {
             rx.pending_ack.get_or_insert(false);
-        } else if rx.ack_due.is_none() {
-            rx.ack_due = Some(now + ACK_DELAY);
+        } else if rx.ack_due_at.is_none() {
+            rx.ack_due_at = Some(now + ACK_DELAY);
         }
     }
 
     #[inline]
     fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
         let tx = &mut self.tx;
-        if ack > tx.highest_sent {
-            // The fragment `ack - 1` was never sent. A peer that lies harms only its own link.
+        if ack > tx.first_unsent_seq {
+            // The fragment `ack - 1` was never sent. A peer that violates the protocol affects only
+            // its own link.
             return;
         }
-        if ack > tx.acked {
-            while tx.acked < ack {
+        if ack > tx.acked_below {
+            while tx.acked_below < ack {
                 if let Some(bytes) = tx.in_flight_sizes.pop_front() {
                     tx.in_flight_bytes -= bytes;
                 }
-                tx.acked += 1;
+                tx.acked_below += 1;
             }
-            tx.next_seq = tx.next_seq.max(tx.acked);
-            while tx.retained.front().is_some_and(|m| m.end_seq() <= tx.acked) {
-                let done = tx.retained.pop_front().expect("just seen");
-                tx.retained_bytes -= done.len();
+            tx.next_seq = tx.next_seq.max(tx.acked_below);
+            while tx
+                .retained_messages
+                .front()
+                .is_some_and(|m| m.end_seq() <= tx.acked_below)
+            {
+                let acked_message = tx.retained_messages.pop_front().expect("just seen");
+                tx.retained_bytes -= acked_message.len();
             }
-            let has_unacked = tx.highest_sent > tx.acked;
+            let has_unacked = tx.first_unsent_seq > tx.acked_below;
             tx.probe_delay = PROBE_DELAY;
-            tx.probe_due = has_unacked.then(|| now + tx.probe_delay);
-            // This acknowledgement answers a probe that was not sent yet. Sent now, with nothing
-            // outstanding, the probe would repeat forever.
+            tx.probe_due_at = has_unacked.then(|| now + tx.probe_delay);
+            // This acknowledgement answers a probe that was not sent yet. If the probe were sent
+            // now, with no fragment outstanding, it would be repeated forever.
             tx.probe_pending &= has_unacked;
         }
-        if resync && ack == tx.acked && tx.next_seq > ack {
-            let is_duplicate = tx
-                .last_resync
-                .is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO_WINDOW);
+        if resync && ack == tx.acked_below && tx.next_seq > ack {
+            let is_duplicate = tx.last_resync.is_some_and(|(seq, resync_time)| {
+                seq == ack && now.since(resync_time) < DUPLICATE_RESYNC_TIME
+            });
             if !is_duplicate {
                 tx.last_resync = Some((ack, now));
                 tx.next_seq = ack;
@@ -728,7 +752,7 @@ impl Link {
         }
     }
 
-    /// Returns the next action, or `None` if there is none.
+    /// Returns the next action; `None` if the owner has nothing to do now.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
         if let Some(message) = self.take_message() {
             return Some(LinkOutput::Deliver(message));
@@ -739,7 +763,7 @@ impl Link {
     /// Removes and returns the next complete message for the application.
     #[inline]
     pub fn take_message(&mut self) -> Option<Bytes> {
-        self.rx.ready.pop_front()
+        self.rx.ready_messages.pop_front()
     }
 
     /// True if [`Link::next_frame`] will return a frame.
@@ -762,18 +786,25 @@ impl Link {
         if let Some(resync) = self.rx.pending_ack {
             // An acknowledgement without a resync request is sent with a data frame if there is
             // one.
-            let travels_with_data = !resync
+            let sends_with_data = !resync
                 && !self.tx.probe_pending
                 && self.tx.next_seq < self.tx.end_seq
                 && self.is_window_open();
-            if !travels_with_data {
-                return Some(self.empty_frame(LinkKind::Ack { resync }, 0));
+            if !sends_with_data {
+                return Some(self.empty_frame(
+                    LinkKind::Ack {
+                        requests_resync: resync,
+                    },
+                    0,
+                ));
             }
         }
         if std::mem::take(&mut self.tx.probe_pending) {
-            self.tx.probe_due.get_or_insert(now + self.tx.probe_delay);
-            let fresh = self.tx.highest_sent;
-            return Some(self.empty_frame(LinkKind::Probe, fresh));
+            self.tx
+                .probe_due_at
+                .get_or_insert(now + self.tx.probe_delay);
+            let probe_seq = self.tx.first_unsent_seq;
+            return Some(self.empty_frame(LinkKind::Probe, probe_seq));
         }
         self.next_data_frame(now)
     }
@@ -796,22 +827,22 @@ impl Link {
         let tx = &mut self.tx;
         let seq = tx.next_seq;
         let index = tx.retained_index(seq);
-        let message = &tx.retained[index];
-        let (head, body) = message.fragment(seq);
+        let message = &tx.retained_messages[index];
+        let (head, body) = message.fragment_payload(seq);
         let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
         tx.in_flight_sizes.push_back(len);
         tx.in_flight_bytes += len;
         tx.next_seq += 1;
-        tx.highest_sent = tx.highest_sent.max(tx.next_seq);
-        tx.probe_due.get_or_insert(now + tx.probe_delay);
+        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
+        tx.probe_due_at.get_or_insert(now + tx.probe_delay);
         let ack = self.take_ack(false);
-        let message = &self.tx.retained[index];
-        let (head, body) = message.fragment(seq);
-        let (src, dst, line, kind) = (
-            self.local,
+        let message = &self.tx.retained_messages[index];
+        let (head, body) = message.fragment_payload(seq);
+        let (src, dst, link_incarnation, kind) = (
+            self.local_tid,
             self.peer,
             self.incarnation,
-            LinkKind::Data { last },
+            LinkKind::Data { is_last: last },
         );
         Some(FrameRef {
             src,
@@ -819,10 +850,10 @@ impl Link {
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: link_incarnation,
             head,
             body,
-            shared_body: message.body.shared(),
+            shared_body: message.body.shared_bytes(),
         })
     }
 
@@ -832,48 +863,48 @@ impl Link {
     /// least `bytes_min` bytes, and no fragment of the message was transmitted since the last
     /// resync.
     pub fn next_whole_message(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
-        let ready = self.route.is_some()
+        let may_transmit = self.route.is_some()
             && !self.peer_gone
             && self.rx.pending_ack != Some(true)
             && !self.tx.probe_pending;
-        if !ready || self.tx.next_seq >= self.tx.end_seq || !self.is_window_open() {
+        if !may_transmit || self.tx.next_seq >= self.tx.end_seq || !self.is_window_open() {
             return None;
         }
-        let message = &self.tx.retained[self.tx.retained_index(self.tx.next_seq)];
+        let message = &self.tx.retained_messages[self.tx.retained_index(self.tx.next_seq)];
         let body = message
             .body
-            .shared()
+            .shared_bytes()
             .filter(|body| body.len() >= bytes_min)?;
         (message.first_seq == self.tx.next_seq).then_some((message.head(), body))
     }
 
     /// Marks the message that [`Link::next_whole_message`] returned as transmitted. Returns the
-    /// number of its first fragment and the acknowledgement to send with it. The bytes of the
-    /// message do not count for the window, because no daemon stores them.
-    pub fn mark_whole_sent(&mut self, now: Micros) -> (u64, u64) {
+    /// number of its first fragment and the acknowledgement to send with it. The window ignores the
+    /// bytes of the message, because no daemon stores them.
+    pub fn mark_whole_message_sent(&mut self, now: Micros) -> (u64, u64) {
         let tx = &mut self.tx;
         let (seq, fragments) = (
             tx.next_seq,
-            tx.retained[tx.retained_index(tx.next_seq)].fragments,
+            tx.retained_messages[tx.retained_index(tx.next_seq)].fragment_count,
         );
         tx.in_flight_sizes.extend((0..fragments).map(|_| 0));
         tx.next_seq += fragments;
-        tx.highest_sent = tx.highest_sent.max(tx.next_seq);
-        tx.probe_due.get_or_insert(now + tx.probe_delay);
+        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
+        tx.probe_due_at.get_or_insert(now + tx.probe_delay);
         (seq, self.take_ack(false))
     }
 
     /// Creates a frame without payload.
     fn empty_frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
         let ack = self.take_ack(matches!(kind, LinkKind::Ack { .. }));
-        let (src, dst, line) = (self.local, self.peer, self.incarnation);
+        let (src, dst, link_incarnation) = (self.local_tid, self.peer, self.incarnation);
         FrameRef {
             src,
             dst,
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: link_incarnation,
             head: &[],
             body: &[],
             shared_body: None,
@@ -886,7 +917,7 @@ impl Link {
     #[inline]
     fn take_ack(&mut self, is_ack_frame: bool) -> u64 {
         let rx = &mut self.rx;
-        (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due) = (0, 0, None);
+        (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due_at) = (0, 0, None);
         if is_ack_frame || rx.pending_ack == Some(false) {
             rx.pending_ack = None;
         }

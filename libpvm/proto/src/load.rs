@@ -16,11 +16,12 @@ pub const LOAD_WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
 /// Free memory, in bytes, that a host must have for each task placed on it, unless the spawn
 /// request names an amount.
-pub const HEADROOM_BYTES_PER_TASK: u64 = 64 << 20;
+pub const FREE_BYTES_PER_TASK_MIN: u64 = 64 << 20;
 
-/// Tag, in the resource manager's context, of an empty message to a load watcher that an earlier
-/// resource manager started. The watcher must send its reports to the sender from now on.
-pub const TAG_REPORT_TO: i32 = 7;
+/// Tag, in the resource manager's context, of an empty message to a load watcher that was started
+/// under an earlier resource manager. From now on the load watcher must send its reports to the
+/// sender.
+pub const TAG_REPORT_ADDRESS: i32 = 7;
 
 /// True if a program, named with or without its path, is a load watcher.
 pub fn is_load_watcher(program: &str) -> bool {
@@ -40,11 +41,11 @@ pub struct LoadSample {
     pub cpu_limit: f32,
     /// Number of runnable threads at the time of the sample. With a limit: number of threads that
     /// ran or were throttled since the previous sample.
-    pub running: u32,
+    pub runnable_threads: u32,
     /// Load average over one minute.
-    pub load1: f32,
+    pub one_minute_load: f32,
     /// Share of processor time used since the previous sample, 0.0 to 1.0 over all cores.
-    pub busy: f32,
+    pub busy_share: f32,
     /// Bytes of memory available without swapping.
     pub available_bytes: u64,
     /// Share of time in which at least one task waited for a processor, averaged over ten seconds,
@@ -59,7 +60,7 @@ pub struct LoadSample {
 impl LoadSample {
     /// Returns the number of processors that the host's programs may use: the limit, or all online
     /// processors.
-    pub fn processors(&self) -> f32 {
+    pub fn usable_processors(&self) -> f32 {
         if self.cpu_limit > 0.0 {
             self.cpu_limit
         } else {
@@ -71,10 +72,10 @@ impl LoadSample {
 /// The record of one login session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Login {
-    pub user: String,
-    pub line: String,
+    pub user_name: String,
+    pub terminal: String,
     /// Origin of the login, such as a remote host; empty for a local login.
-    pub from: String,
+    pub origin: String,
     /// Time of the login record, in microseconds since 1970.
     pub at: Micros,
 }
@@ -84,17 +85,18 @@ pub struct Login {
 pub enum OwnerVerdict {
     /// The machine is not in use.
     Absent {
-        /// Time at which the last user logged out; `None` if the watcher has seen no user.
+        /// Time at which the last user logged out; `None` if the load watcher has not seen a user.
         since: Option<Micros>,
     },
-    /// The machine may be in use: guests stay, and new tasks are placed on other hosts first.
-    Maybe {
-        /// Time at which this state began.
+    /// The machine may be in use. Guests stay, and new tasks are placed on other hosts first.
+    Uncertain {
+        /// Time from which the machine may be in use.
         since: Micros,
     },
     /// The machine is in use.
     Present {
-        /// Time of the earliest login that still lasts, or of the owner's own declaration.
+        /// Time of the earliest login that is still active, or of the owner's own declaration of
+        /// presence.
         since: Micros,
         /// Time at which the load watcher detected the owner.
         detected_at: Micros,
@@ -102,8 +104,8 @@ pub enum OwnerVerdict {
 }
 
 impl Default for OwnerVerdict {
-    fn default() -> OwnerVerdict {
-        OwnerVerdict::Absent { since: None }
+    fn default() -> Self {
+        Self::Absent { since: None }
     }
 }
 
@@ -116,16 +118,16 @@ pub struct LoadReport {
     pub sample: LoadSample,
     pub owner_verdict: OwnerVerdict,
     /// Confidence in `owner_verdict`, in percent.
-    pub confidence: u8,
+    pub confidence_percent: u8,
     /// Reason for `owner_verdict`, in one sentence.
     pub owner_reason: String,
     /// Logins that support `owner_verdict`.
     pub logins: Vec<Login>,
-    pub access: GuestAccess,
+    pub guest_access: GuestAccess,
     /// Reason for a restriction of `access`, in one sentence; empty if guests may run.
     pub access_reason: String,
     /// Limits that apply to guests while they may run.
-    pub limits: GuestLimits,
+    pub guest_limits: GuestLimits,
 }
 
 #[cfg(test)]
@@ -135,7 +137,7 @@ mod tests {
     #[test]
     fn programs_are_blocked_by_name_path_and_pattern() {
         let limits = |programs: &[&str]| GuestLimits {
-            programs: programs.iter().map(|p| p.to_string()).collect(),
+            blocked_programs: programs.iter().map(|p| p.to_string()).collect(),
             ..GuestLimits::default()
         };
         assert_eq!(

@@ -9,7 +9,7 @@ pub const MESSAGE_HEAD_BYTES: usize = 16;
 
 /// `enc` value of a message whose body is XDR (`pvm_getminfo`).
 pub const ENC_XDR: i32 = 0x1000_0000;
-/// Data signature of x86-64: `enc` value of a raw message created there.
+/// Data signature of x86-64, which is also the `enc` value of a raw message from an x86-64 machine.
 pub const DSIG_X86_64: i32 = 0x0040_8c41;
 /// `enc` value of a user trace event.
 pub const ENC_TRACE: i32 = 0x4000_0000;
@@ -17,7 +17,7 @@ pub const ENC_TRACE: i32 = 0x4000_0000;
 /// Context of control messages between tasks (`TC_*` tags of PVM).
 pub const CTX_TASK_CONTROL: i32 = 0x7ffff;
 pub const CTX_GROUPS: i32 = 0x7fffc;
-/// Context of a task until it or its parent selects another one.
+/// Context of a task until the task or its parent selects another context.
 pub const CTX_BASE: i32 = 0;
 
 /// A message with every property that a receiver can query.
@@ -61,14 +61,14 @@ impl Message {
         out.freeze()
     }
 
-    /// Decodes a message that a link delivered; `None` if it is shorter than a header.
-    pub fn decode(src: Tid, dst: Tid, mut bytes: Bytes) -> Option<Message> {
+    /// Decodes a message that a link delivered; `None` if `bytes` is shorter than a header.
+    pub fn decode(src: Tid, dst: Tid, mut bytes: Bytes) -> Option<Self> {
         if bytes.len() < MESSAGE_HEAD_BYTES {
             return None;
         }
-        let mut word = || bytes.get_i32_le();
-        let (ctx, tag, wid, enc) = (word(), word(), word(), word());
-        Some(Message {
+        let mut next_field = || bytes.get_i32_le();
+        let (ctx, tag, wid, enc) = (next_field(), next_field(), next_field(), next_field());
+        Some(Self {
             src,
             dst,
             ctx,

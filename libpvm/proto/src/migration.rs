@@ -27,7 +27,7 @@ pub enum Step {
     Stop,
     /// The engine writes the images; the source stays stopped.
     Dump,
-    /// The images are transferred to the target and verified there.
+    /// The images are transferred to the target, which verifies them.
     Transfer,
     /// The target rebuilds the task's processes, which stay stopped.
     Restore,
@@ -43,45 +43,45 @@ pub enum Step {
 }
 
 impl Step {
-    pub const ALL: [Step; 12] = [
-        Step::Inspect,
-        Step::Prepare,
-        Step::PreCopy,
-        Step::Quiesce,
-        Step::Stop,
-        Step::Dump,
-        Step::Transfer,
-        Step::Restore,
-        Step::Commit,
-        Step::KillSource,
-        Step::Run,
-        Step::Arrive,
+    pub const ALL: [Self; 12] = [
+        Self::Inspect,
+        Self::Prepare,
+        Self::PreCopy,
+        Self::Quiesce,
+        Self::Stop,
+        Self::Dump,
+        Self::Transfer,
+        Self::Restore,
+        Self::Commit,
+        Self::KillSource,
+        Self::Run,
+        Self::Arrive,
     ];
 }
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Step::Inspect => "inspect",
-            Step::Prepare => "prepare",
-            Step::PreCopy => "pre-copy",
-            Step::Quiesce => "quiesce",
-            Step::Stop => "stop",
-            Step::Dump => "dump",
-            Step::Transfer => "transfer",
-            Step::Restore => "restore",
-            Step::Commit => "commit",
-            Step::KillSource => "kill-source",
-            Step::Run => "run",
-            Step::Arrive => "arrive",
+            Self::Inspect => "inspect",
+            Self::Prepare => "prepare",
+            Self::PreCopy => "pre-copy",
+            Self::Quiesce => "quiesce",
+            Self::Stop => "stop",
+            Self::Dump => "dump",
+            Self::Transfer => "transfer",
+            Self::Restore => "restore",
+            Self::Commit => "commit",
+            Self::KillSource => "kill-source",
+            Self::Run => "run",
+            Self::Arrive => "arrive",
         })
     }
 }
 
-/// The reason for a migration.
+/// The reason for a migration, a checkpoint or a restart of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MigrationCause {
-    /// A user or program requested it.
+    /// A user or a program requested the migration.
     #[serde(rename = "Asked")]
     Requested {
         /// The task that sent the request.
@@ -113,14 +113,14 @@ pub enum MigrationCause {
 impl fmt::Display for MigrationCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            MigrationCause::Requested { requested_by } => write!(f, "requested by {requested_by}"),
-            MigrationCause::Owner { why } => write!(f, "owner: {why}"),
-            MigrationCause::Load { why } => write!(f, "load: {why}"),
-            MigrationCause::Drain { requested_by } => {
+            Self::Requested { requested_by } => write!(f, "requested by {requested_by}"),
+            Self::Owner { why } => write!(f, "owner: {why}"),
+            Self::Load { why } => write!(f, "load: {why}"),
+            Self::Drain { requested_by } => {
                 write!(f, "drain: requested by {requested_by}")
             }
-            MigrationCause::Checkpoint => f.write_str("checkpoint of its job"),
-            MigrationCause::Restart => f.write_str("restart of its job from a checkpoint"),
+            Self::Checkpoint => f.write_str("checkpoint of its job"),
+            Self::Restart => f.write_str("restart of its job from a checkpoint"),
         }
     }
 }
@@ -150,29 +150,27 @@ pub struct RequiredFile {
 /// The properties in which a file on the target must match the file on the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FileRequirement {
-    /// Same length and same BLAKE3 hash of the content: programs and libraries.
+    /// The length and the BLAKE3 hash of the content must be equal. Used for programs and
+    /// libraries.
     Content(String),
-    /// Same length; for files open for reading.
+    /// The length must be equal. Used for files that are open for reading.
     Length,
-    /// The file must exist and be at least as long as on the source; for files open for writing,
-    /// which may grow until the task is stopped. For files in append mode and devices no length is
-    /// recorded.
+    /// The file must exist and be at least as long as on the source. Used for files that are open
+    /// for writing, because they may grow until the task is stopped. No length is recorded for
+    /// devices and for files in append mode.
     Exists,
     /// The path must be a directory.
     Directory,
     /// As [`FileRequirement::Length`], but a missing file is copied to the target.
-    LengthOrCopied,
+    LengthOrCopy,
     /// As [`FileRequirement::Exists`], but a missing file is copied to the target.
-    ExistsOrCopied,
+    ExistsOrCopy,
 }
 
 impl FileRequirement {
     /// True if the file is copied to a target that lacks it.
     pub fn is_copied_if_missing(&self) -> bool {
-        matches!(
-            self,
-            FileRequirement::LengthOrCopied | FileRequirement::ExistsOrCopied
-        )
+        matches!(self, Self::LengthOrCopy | Self::ExistsOrCopy)
     }
 }
 
@@ -182,21 +180,21 @@ pub struct TaskFacts {
     /// Program name as requested in the spawn; empty if not known yet.
     pub program: Box<str>,
     /// Memory of the task in bytes, resident or swapped out.
-    pub resident_bytes: u64,
+    pub memory_bytes: u64,
     /// User id of the task.
     pub uid: u32,
     /// Processor features of the source, as named in /proc/cpuinfo, sorted.
     pub cpu_features: Vec<String>,
     /// System calls that the source's kernel has and other kernels may lack, by name, sorted. The
-    /// source found them by calling them. A program may have detected such a call and continue to
-    /// use it.
+    /// source detected each of them with a test call. A program may have detected such a call, too,
+    /// and continue to use it.
     pub kernel_features: Vec<String>,
     /// Kernel release of the source; only for error messages.
-    pub kernel: Box<str>,
+    pub kernel_release: Box<str>,
     /// Version of the dump engine at the source; only for error messages.
-    pub engine: String,
+    pub engine_version: String,
     /// Number of threads in all processes of the task.
-    pub threads: u32,
+    pub thread_count: u32,
     /// Files that the target must have.
     pub files: Vec<RequiredFile>,
     /// How the task was started, and the engines permitted for it; `None` if only CRIU is
@@ -207,7 +205,9 @@ pub struct TaskFacts {
 impl TaskFacts {
     /// True if CRIU is a permitted engine of the task.
     pub fn allows_criu(&self) -> bool {
-        self.launch.as_ref().is_none_or(|begin| begin.allows_criu())
+        self.launch
+            .as_ref()
+            .is_none_or(|launch| launch.allows_criu())
     }
 
     /// Returns the signal that requests the task's own checkpoint; `None` unless the first engine
@@ -230,7 +230,8 @@ impl TaskFacts {
     }
 }
 
-/// A reason why a task cannot migrate to any host, or not to this target. Nothing was stopped.
+/// A reason why a task cannot migrate to any host, or cannot migrate to this target. When a
+/// migration is refused, nothing has been stopped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The virtual machine has no such task.
@@ -304,8 +305,8 @@ pub enum Refusal {
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A limit set by the owner of the target excludes the task: the number of guests, or its
-    /// program or user.
+    /// A limit set by the owner of the target excludes the task. The limit may concern the number
+    /// of guests, programs or users.
     OwnerLimits {
         host: HostId,
         /// The owner's limit, in one sentence.
@@ -317,7 +318,7 @@ pub enum Refusal {
     /// The task must not migrate while it has open files (`SEMPA_FILES=refuse`).
     #[serde(rename = "FilesStay")]
     OpenFilesRefused {
-        /// One of its open files.
+        /// One of the task's open files.
         path: PathBuf,
     },
     /// The task's open files exceed the limit for copying files to the target.
@@ -325,7 +326,7 @@ pub enum Refusal {
     OpenFilesTooLarge {
         /// Number of open files to copy.
         files: usize,
-        /// Total size of these files, in bytes.
+        /// Total size of the files to copy, in bytes.
         bytes: u64,
         /// Maximum total size, in bytes, that is copied.
         limit: u64,
@@ -333,12 +334,12 @@ pub enum Refusal {
     /// The task writes its own checkpoint for a migration, which is impossible while it is
     /// suspended.
     Suspended,
-    /// The task was asked for its own checkpoint and has not written it. It may still exit because
-    /// of that request.
+    /// The task was asked to write its own checkpoint and has not written it yet. The task may
+    /// still exit because of this request.
     #[serde(rename = "MayEndYet")]
     SelfCheckpointPending,
-    /// The task has no handler for the signal that would request its own checkpoint, so the signal
-    /// would only kill the task.
+    /// The task has no handler for the signal that requests its own checkpoint, so the signal would
+    /// only kill the task.
     #[serde(rename = "NotMinded")]
     SignalNotHandled { signal: i32 },
     /// Checkpoints of jobs are written by CRIU or by the program itself, and neither engine is
@@ -352,7 +353,7 @@ pub enum Refusal {
     #[serde(rename = "NoState")]
     NoStateFiles,
     /// The target would have enough memory, but part of it is reserved for tasks that are migrating
-    /// there.
+    /// to the target.
     #[serde(rename = "MemoryPromised")]
     MemoryReserved {
         /// Bytes that the task needs.
@@ -362,9 +363,10 @@ pub enum Refusal {
         /// Bytes of `have` that are reserved for accepted tasks whose memory has not completely
         /// arrived.
         #[serde(rename = "promised")]
-        reserved: u64,
+        reserved_bytes: u64,
     },
-    /// The target would restore the images as a process of a user other than the virtual machine's.
+    /// The target would restore the images as a process of a user other than the user of the
+    /// virtual machine.
     OtherUser {
         /// User id in the images.
         found: u32,
@@ -387,21 +389,21 @@ impl fmt::Display for Refusal {
     // tidy: long because the match is a table with one sentence for each refusal
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Refusal::NoSuchTask => f.write_str("there is no such task"),
-            Refusal::NoSuchHost => f.write_str("there is no such host"),
-            Refusal::AlreadyThere => f.write_str("it already runs there"),
-            Refusal::AlreadyMigrating(id) => write!(f, "it is already migrating ({id})"),
-            Refusal::NotSpawned => f.write_str("it was started from a command line, not spawned"),
-            Refusal::NotConnected => f.write_str("it is not connected to its daemon"),
-            Refusal::Pinned => f.write_str("it is bound to its host"),
-            Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
-            Refusal::UnsupportedResource { what } => {
+            Self::NoSuchTask => f.write_str("there is no such task"),
+            Self::NoSuchHost => f.write_str("there is no such host"),
+            Self::AlreadyThere => f.write_str("it already runs there"),
+            Self::AlreadyMigrating(id) => write!(f, "it is already migrating ({id})"),
+            Self::NotSpawned => f.write_str("it was started from a command line, not spawned"),
+            Self::NotConnected => f.write_str("it is not connected to its daemon"),
+            Self::Pinned => f.write_str("it is bound to its host"),
+            Self::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
+            Self::UnsupportedResource { what } => {
                 write!(f, "it has {what}")
             }
-            Refusal::CpuFeatures { missing } => {
+            Self::CpuFeatures { missing } => {
                 write!(f, "the target's processor lacks {}", missing.join(" "))
             }
-            Refusal::KernelFeatures {
+            Self::KernelFeatures {
                 missing,
                 source,
                 target,
@@ -412,32 +414,32 @@ impl fmt::Display for Refusal {
                     missing.join(" ")
                 )
             }
-            Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
-            Refusal::Memory { need, have } => {
+            Self::File { path, why } => write!(f, "{}: {why}", path.display()),
+            Self::Memory { need, have } => {
                 write!(f, "it needs {need} bytes of memory, the target has {have}")
             }
-            Refusal::Threads { need, have } => {
+            Self::Threads { need, have } => {
                 write!(
                     f,
                     "it has {need} threads, and a control group of the target allows {have} more"
                 )
             }
-            Refusal::HostLost(host) => write!(f, "{host} does not answer"),
-            Refusal::OwnerPresent { host, why } => {
+            Self::HostLost(host) => write!(f, "{host} does not answer"),
+            Self::OwnerPresent { host, why } => {
                 write!(f, "{host} accepts no guests at present: {why}")
             }
-            Refusal::OwnerLimits { host, why } => write!(f, "{host} does not accept it: {why}"),
-            Refusal::TooManyMigrations { limit } => {
+            Self::OwnerLimits { host, why } => write!(f, "{host} does not accept it: {why}"),
+            Self::TooManyMigrations { limit } => {
                 write!(f, "{limit} migrations are already in progress")
             }
-            Refusal::OpenFilesRefused { path } => {
+            Self::OpenFilesRefused { path } => {
                 write!(
                     f,
                     "it has {} open and must not migrate with open files (SEMPA_FILES=refuse)",
                     path.display()
                 )
             }
-            Refusal::OpenFilesTooLarge {
+            Self::OpenFilesTooLarge {
                 files,
                 bytes,
                 limit,
@@ -447,47 +449,47 @@ impl fmt::Display for Refusal {
                     "its {files} open files have {bytes} bytes; at most {limit} are copied"
                 )
             }
-            Refusal::Suspended => {
+            Self::Suspended => {
                 f.write_str("it is suspended, and must run to write its own checkpoint")
             }
-            Refusal::SignalNotHandled { signal } => {
+            Self::SignalNotHandled { signal } => {
                 write!(
                     f,
                     "it has no handler for signal {signal} (yet), which would kill it"
                 )
             }
-            Refusal::SelfCheckpointPending => {
+            Self::SelfCheckpointPending => {
                 f.write_str("it was asked for its own checkpoint and may still be writing it")
             }
-            Refusal::NoCheckpointEngine { engine } => {
+            Self::NoCheckpointEngine { engine } => {
                 write!(
                     f,
                     "checkpoints of jobs are written by CRIU or by the programs themselves, and this task permits \
                      only {engine}"
                 )
             }
-            Refusal::NoStateFiles => write!(
+            Self::NoStateFiles => write!(
                 f,
                 "it writes its own checkpoint, but {STATE_ENV} does not name the files, which a checkpoint of its job \
                  must include"
             ),
-            Refusal::MemoryReserved {
+            Self::MemoryReserved {
                 need,
                 have,
-                reserved: promised,
+                reserved_bytes: reserved,
             } => write!(
                 f,
-                "it needs {need} bytes; of the target's {have}, {promised} are reserved for tasks that are migrating \
+                "it needs {need} bytes; of the target's {have}, {reserved} are reserved for tasks that are migrating \
                  there: try again when they have arrived"
             ),
-            Refusal::OtherUser { found, expected } => {
+            Self::OtherUser { found, expected } => {
                 write!(
                     f,
                     "its images belong to user {found}, but tasks run as user {expected} here"
                 )
             }
-            Refusal::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
-            Refusal::FilesTooMany { files, limit } => {
+            Self::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
+            Self::FilesTooMany { files, limit } => {
                 write!(
                     f,
                     "it has more than {files} files open or mapped, and their names exceed {limit} bytes"
@@ -498,7 +500,7 @@ impl fmt::Display for Refusal {
 }
 
 /// The target's answer before anything is stopped: its reasons to refuse the task. An empty list
-/// means that it accepts the task.
+/// means that the target accepts the task.
 pub type Verdict = Vec<Refusal>;
 
 /// Result of a placement query: the hosts that would accept a task. The query changes nothing.
@@ -508,27 +510,28 @@ pub struct MigrationTargets {
     /// The host on which the task runs.
     pub from: HostId,
     /// Memory of the task in bytes, resident or swapped out.
-    pub resident_bytes: u64,
+    pub memory_bytes: u64,
     /// The queried hosts with their verdicts, nearest to the task's host first.
     pub verdicts: Vec<(HostId, Verdict)>,
     /// The hosts that would accept the task, each with the engine that a migration would use.
-    pub engines: Vec<(HostId, Engine)>,
+    pub usable_engines: Vec<(HostId, Engine)>,
 }
 
 impl MigrationTargets {
     /// Returns the nearest host that would accept the task; `None` if every host refuses it.
-    pub fn nearest(&self) -> Option<HostId> {
+    pub fn nearest_host(&self) -> Option<HostId> {
         self.verdicts
             .iter()
             .find(|(_, verdict)| verdict.is_empty())
             .map(|(host, _)| *host)
     }
 
-    /// Returns the engine that a migration to this host would use.
+    /// Returns the engine that a migration to `host` would use; the default engine, CRIU, if `host`
+    /// does not accept the task.
     pub fn engine(&self, host: HostId) -> Engine {
-        self.engines
+        self.usable_engines
             .iter()
-            .find(|(other, _)| *other == host)
+            .find(|(candidate, _)| *candidate == host)
             .map(|(_, engine)| *engine)
             .unwrap_or_default()
     }
@@ -561,18 +564,18 @@ pub enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Refused(reasons) => {
+            Self::Refused(reasons) => {
                 let reasons: Vec<String> = reasons.iter().map(Refusal::to_string).collect();
                 write!(f, "refused: {}", reasons.join("; "))
             }
-            Failure::Deadline { allowed } => write!(f, "not done within {} ms", allowed.0 / 1000),
-            Failure::Killed { signal } => write!(f, "the engine was killed by signal {signal}"),
-            Failure::Engine(text) => write!(f, "engine: {text}"),
-            Failure::Images(text) => write!(f, "images: {text}"),
-            Failure::Io(text) => f.write_str(text),
-            Failure::HostLost(host) => write!(f, "{host} was lost"),
-            Failure::TaskEnded => f.write_str("the task ended"),
-            Failure::Cancelled(why) => write!(f, "cancelled: {why}"),
+            Self::Deadline { allowed } => write!(f, "not done within {} ms", allowed.0 / 1000),
+            Self::Killed { signal } => write!(f, "the engine was killed by signal {signal}"),
+            Self::Engine(text) => write!(f, "engine: {text}"),
+            Self::Images(text) => write!(f, "images: {text}"),
+            Self::Io(text) => f.write_str(text),
+            Self::HostLost(host) => write!(f, "{host} was lost"),
+            Self::TaskEnded => f.write_str("the task ended"),
+            Self::Cancelled(why) => write!(f, "cancelled: {why}"),
         }
     }
 }
@@ -592,8 +595,8 @@ impl Usage {
     /// Adds the usage of the same task on another host: sums the times and takes the larger memory
     /// size.
     #[must_use]
-    pub fn plus(self, other: Usage) -> Usage {
-        Usage {
+    pub fn merged_with(self, other: Self) -> Self {
+        Self {
             user: self.user + other.user,
             system: self.system + other.system,
             resident_max_bytes: self.resident_max_bytes.max(other.resident_max_bytes),
@@ -606,7 +609,7 @@ impl Usage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FinalSourceState {
     /// Resources that the task has used so far, as far as known.
-    pub used: Usage,
+    pub usage: Usage,
     /// Suspensions of the task that remain in force.
     pub suspensions: Suspensions,
 }
@@ -628,7 +631,7 @@ pub struct RestartGroup {
 impl RestartGroup {
     /// Returns the incarnation of a restarted task at the time of the checkpoint; `None` if the
     /// task is not in the group.
-    pub fn incarnation_before(&self, tid: Tid) -> Option<u16> {
+    pub fn incarnation_at_checkpoint(&self, tid: Tid) -> Option<u16> {
         self.members
             .iter()
             .find(|(member, _)| *member == tid)
@@ -646,20 +649,21 @@ pub enum MigrationOrder {
         /// Properties of the task, for the verdict.
         facts: TaskFacts,
         /// Suspensions of the task. The target needs them for suspend requests that arrive before
-        /// the task runs there.
+        /// the task runs at the target.
         suspensions: Suspensions,
-        /// The group that is restarted, if the task is restarted from a checkpoint; `None` if it
-        /// migrates.
+        /// The group that is restarted, if the task is restarted from a checkpoint; `None` for a
+        /// migration.
         restart_group: Option<RestartGroup>,
         /// True if the source supports post-copy for this task.
         supports_post_copy: bool,
-        /// True if the source performs pre-copy before the dump; only if post-copy is used.
+        /// True if the source performs pre-copy before the dump. Has an effect only with post-copy.
         pre_copy: bool,
     },
     /// Source: quiesce, stop, dump and send the images to the target.
     Depart {
-        /// Path on the target of the resume token, the file that wakes the quiesced library.
-        resume_token: PathBuf,
+        /// Path of the resume token on the target; the resume token is the file that wakes the
+        /// quiesced library.
+        resume_token_path: PathBuf,
         /// True for post-copy: most memory stays at the source and is served on demand.
         post_copy: bool,
         /// True for pre-copy: the source sends memory before any other step.
@@ -670,8 +674,8 @@ pub enum MigrationOrder {
     },
     /// Source, before the commit: the migration is aborted; the task continues at the source.
     Resume {
-        /// Suspensions that are in force, including requests that arrived at the target. A
-        /// suspended task stays stopped.
+        /// Suspensions that are in force, including suspensions that were requested at the target.
+        /// A suspended task stays stopped.
         suspensions: Suspensions,
     },
     /// Target, before the commit: discard everything that belongs to the migration.
@@ -690,8 +694,8 @@ pub enum MigrationOrder {
         /// already answered.
         open_requests: Vec<RequestId>,
         /// Tasks of the job that ended since its last checkpoint; before the first checkpoint,
-        /// tasks that ended recently. After a restart their last messages could not be sent again,
-        /// so these messages are delivered before the dump.
+        /// tasks that ended recently. A restarted job cannot send their last messages again, so
+        /// these messages are delivered before the dump.
         ended_tasks: Vec<Tid>,
     },
     /// Source, for a checkpoint: the checkpoint is aborted; resume the task.
@@ -717,16 +721,17 @@ pub enum StepReport {
     Prepared {
         /// Reasons to refuse the task; empty if the target accepts it.
         verdict: Verdict,
-        /// Path on the target of the resume token, the file that wakes the quiesced library.
-        resume_token: PathBuf,
-        /// True if source and target support post-copy, so that it will be used.
+        /// Path of the resume token on the target; the resume token is the file that wakes the
+        /// quiesced library.
+        resume_token_path: PathBuf,
+        /// True if both source and target support post-copy; the migration then uses it.
         post_copy: bool,
         engine: Engine,
     },
     /// Source: pre-copy has ended.
     PreCopied {
         /// Number of bytes sent, including bytes that were sent more than once.
-        bytes: u64,
+        sent_bytes: u64,
     },
     /// Source: the library has quiesced.
     Quiesced,
@@ -735,28 +740,29 @@ pub enum StepReport {
     /// Source: the images have been written.
     Dumped {
         /// Size of the images, in bytes.
-        bytes: u64,
+        image_bytes: u64,
     },
     /// Target: all images have arrived and are verified.
     Received {
         /// Size of the images, in bytes.
-        bytes: u64,
+        image_bytes: u64,
     },
     /// Target: the task's copy is restored and stopped.
     Restored,
-    /// Source: the source's copy was killed and reaped; contains the resources that it had used.
-    SourceGone(Usage),
+    /// Source: the source's copy was killed and reaped; contains the resources that the copy had
+    /// used.
+    SourceKilled(Usage),
     /// Target: the task runs.
     Running,
     /// Target: all memory has arrived.
     Arrived,
-    /// Source or target: the step failed. At the source the task still exists; at the target
-    /// everything of the migration was discarded. If the step is [`Step::Arrive`], the task is
-    /// dead.
+    /// Source or target: the step failed. At the source the task still exists. The target has
+    /// discarded everything that belonged to the migration. If the step is [`Step::Arrive`], the
+    /// task is dead.
     Failed {
         /// The step that failed.
         step: Step,
-        why: Failure,
+        failure: Failure,
     },
 }
 
@@ -764,18 +770,18 @@ impl StepReport {
     /// Returns the step that this report completes, or at which it failed.
     pub fn step(&self) -> Step {
         match self {
-            StepReport::Inspected { .. } => Step::Inspect,
-            StepReport::Prepared { .. } => Step::Prepare,
-            StepReport::PreCopied { .. } => Step::PreCopy,
-            StepReport::Quiesced => Step::Quiesce,
-            StepReport::Stopped => Step::Stop,
-            StepReport::Dumped { .. } => Step::Dump,
-            StepReport::Received { .. } => Step::Transfer,
-            StepReport::Restored => Step::Restore,
-            StepReport::SourceGone(_) => Step::KillSource,
-            StepReport::Running => Step::Run,
-            StepReport::Arrived => Step::Arrive,
-            StepReport::Failed { step, .. } => *step,
+            Self::Inspected { .. } => Step::Inspect,
+            Self::Prepared { .. } => Step::Prepare,
+            Self::PreCopied { .. } => Step::PreCopy,
+            Self::Quiesced => Step::Quiesce,
+            Self::Stopped => Step::Stop,
+            Self::Dumped { .. } => Step::Dump,
+            Self::Received { .. } => Step::Transfer,
+            Self::Restored => Step::Restore,
+            Self::SourceKilled(_) => Step::KillSource,
+            Self::Running => Step::Run,
+            Self::Arrived => Step::Arrive,
+            Self::Failed { step, .. } => *step,
         }
     }
 }

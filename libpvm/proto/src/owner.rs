@@ -6,17 +6,17 @@ use crate::ids::Micros;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Largest size of [`GuestDirective::reason`]; longer sentences are truncated.
+/// Maximum size, in bytes, of [`GuestDirective::reason`]; longer sentences are truncated.
 pub const REASON_BYTES_MAX: usize = 512;
 /// Error of a spawn on a host whose owner permits no guests at present, no more guests, or not this
 /// program. The placement then tries other hosts, unless the spawn names one host.
-pub const GUEST_REFUSED: PvmError = PvmError::OutOfRes;
+pub const GUEST_REFUSED_ERROR: PvmError = PvmError::OutOfRes;
 
 /// How guests are evicted from a host; in policy files "move", "kill" and "checkpoint".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EvictionMode {
-    /// Guests migrate to another host. If no host accepts them, they stay paused.
+    /// Guests migrate to another host. If no host accepts the guests, they stay paused.
     #[default]
     Move,
     /// Guests are ended without an attempt to migrate them.
@@ -29,9 +29,9 @@ pub enum EvictionMode {
 impl fmt::Display for EvictionMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            EvictionMode::Move => "move",
-            EvictionMode::Kill => "kill",
-            EvictionMode::Checkpoint => "checkpoint",
+            Self::Move => "move",
+            Self::Kill => "kill",
+            Self::Checkpoint => "checkpoint",
         })
     }
 }
@@ -46,20 +46,20 @@ pub enum GuestAccess {
         /// Time at which guests are evicted if the owner is still present, in microseconds since
         /// 1970; `None` if guests stay paused.
         evict_at: Option<Micros>,
-        /// How guests are evicted.
+        /// What happens to guests at `evict_at`.
         eviction: EvictionMode,
     },
 }
 
 /// A load watcher's directive to the daemon of its host. The directive is in force until the next
-/// one arrives, or until the watcher ends.
+/// directive arrives, or until the load watcher ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestDirective {
     pub access: GuestAccess,
-    /// Reason for the directive, in one sentence.
+    /// Reason for the directive, in one sentence for users.
     pub reason: String,
-    /// Limits for guests while they may run. The daemon enforces them for every placement, except
-    /// the memory limit, which is checked by measurement.
+    /// Limits for guests while they may run. The daemon enforces these limits for every placement,
+    /// except the memory limit: the load watcher checks it by measurement.
     pub limits: GuestLimits,
 }
 
@@ -69,12 +69,12 @@ pub struct GuestLimits {
     /// Maximum number of guests at the same time; `None` if there is no limit.
     pub guests_max: Option<u32>,
     /// Bytes of memory that must stay free for the owner.
-    pub memory_free: u64,
+    pub free_memory_bytes: u64,
     /// Programs that must not run on this host, as name or path patterns in which `*` stands for
     /// any characters.
-    pub programs: Vec<String>,
+    pub blocked_programs: Vec<String>,
     /// User ids whose tasks must not run on this host.
-    pub users: Vec<u32>,
+    pub blocked_users: Vec<u32>,
 }
 
 impl GuestLimits {
@@ -82,7 +82,7 @@ impl GuestLimits {
     /// may run.
     pub fn blocking_pattern(&self, program: &str) -> Option<&str> {
         let name = program.rsplit('/').next().unwrap_or(program);
-        self.programs
+        self.blocked_programs
             .iter()
             .map(String::as_str)
             .find(|pattern| matches_pattern(pattern, name) || matches_pattern(pattern, program))
@@ -97,11 +97,11 @@ fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some(mut name) = name.strip_prefix(head) else {
         return false;
     };
-    while let Some((part, behind)) = rest.split_once('*') {
-        let Some(at) = name.find(part) else {
+    while let Some((part, remaining_pattern)) = rest.split_once('*') {
+        let Some(part_start) = name.find(part) else {
             return false;
         };
-        (name, rest) = (&name[at + part.len()..], behind);
+        (name, rest) = (&name[part_start + part.len()..], remaining_pattern);
     }
     name.ends_with(rest)
 }

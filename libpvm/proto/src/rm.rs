@@ -28,10 +28,10 @@ pub const RM_VERSION: u16 = 6;
 pub const CTX_RM: i32 = 0x7ffe0;
 pub const TAG_QUERY: i32 = 10;
 pub const TAG_REPLY: i32 = 11;
-/// Maximum number of rejected hosts that a decision lists by name; it contains only the number of
-/// the others.
+/// Maximum number of rejected hosts that a decision lists by name. For further rejected hosts the
+/// decision contains only their number.
 pub const REJECTED_HOSTS_MAX: usize = 64;
-/// Maximum number of entries in one reply. If there are more, the newest are returned.
+/// Maximum number of entries in one reply. If there are more entries, the newest are returned.
 pub const REPLY_ENTRIES_MAX: usize = 1000;
 
 /// A query or command for the resource manager.
@@ -51,7 +51,7 @@ pub enum RmQuery {
         /// Restricts the list to this user's jobs.
         user: Option<u32>,
     },
-    /// Returns a job and its tasks. The tid may be that of any task of the job. → [`RmReply::Job`]
+    /// Returns a job and its tasks. The tid may belong to any task of the job. → [`RmReply::Job`]
     Job(Tid),
     /// Suspends or resumes a job with all its tasks, including tasks that it spawns later. →
     /// [`RmReply::Suspended`]
@@ -66,18 +66,17 @@ pub enum RmQuery {
         host: String,
         /// Time limit for the drain; tasks that are still on the host afterwards are reported.
         /// `None` means no limit.
-        within: Option<Micros>,
+        time_limit: Option<Micros>,
     },
     /// Ends a drain: the host accepts tasks again. → [`RmReply::Drain`] with the tasks on the host
     Undrain { host: String },
     /// Reports the progress of a drain. → [`RmReply::Drain`]
     DrainStatus { host: String },
     /// Cancels the pending restart of a vacated job. The job was checkpointed and ended because no
-    /// host accepted it. The tid may be that of any task of the job. →
-    /// [`RmReply::VacatedCancelled`]
+    /// host accepted it. The tid may belong to any task of the job. → [`RmReply::VacatedCancelled`]
     CancelVacated(Tid),
-    /// Ends all tasks of a job, including tasks that are being started. The tid may be that of any
-    /// task of the job. Tasks are asked to exit, and killed after a timeout. →
+    /// Ends all tasks of a job, including tasks that are being started. The tid may belong to any
+    /// task of the job. The tasks are asked to exit, and killed after a timeout. →
     /// [`RmReply::KillProgress`] with the progress so far
     Kill(Tid),
     /// Reports the progress of [`RmQuery::Kill`] for the job. → [`RmReply::KillProgress`]
@@ -103,17 +102,17 @@ pub enum RmReply {
         /// The current state of the host, if the query named a host.
         host_state: Option<HostState>,
     },
-    /// Users in ascending order of their ids.
+    /// Resource usage of users, in ascending order of the user ids.
     Users(Vec<UserUsage>),
     /// The selected jobs, oldest first.
     Jobs(Vec<JobUsage>),
     /// A job with its tasks.
     Job {
         job: JobUsage,
-        /// The job's tasks, oldest first.
+        /// The tasks of `job`, oldest first.
         tasks: Vec<TaskUsage>,
     },
-    /// The named task, job or host is unknown.
+    /// The resource manager knows no task, job or host of this name or tid.
     NotFound,
     /// The outcome of [`RmQuery::Suspend`].
     Suspended {
@@ -121,18 +120,18 @@ pub enum RmReply {
         /// Tasks that this query suspended or resumed.
         tasks: Vec<Tid>,
         /// Tasks whose state did not change, with reasons; at most [`REPLY_ENTRIES_MAX`].
-        unchanged: Vec<(Tid, String)>,
+        unchanged_tasks: Vec<(Tid, String)>,
     },
     /// State of a host's drain.
     Drain {
         /// True while the host is being drained or kept empty.
-        drained: bool,
+        is_drained: bool,
         /// Tasks on the host that can migrate, at most [`REPLY_ENTRIES_MAX`]. The text is the
-        /// reason why the task is not migrating at present; `None` if it is migrating.
+        /// reason why the task is not migrating at present; `None` if the task is migrating.
         tasks: Vec<(Tid, Option<String>)>,
-        /// Number of tasks that are bound to the host or not managed by the resource manager. They
-        /// stay until they end.
-        staying: u32,
+        /// Number of tasks that are bound to the host or not managed by the resource manager. These
+        /// tasks stay until they end.
+        bound_tasks: u32,
     },
     /// The pending restart of a vacated job was cancelled.
     VacatedCancelled {
@@ -141,19 +140,19 @@ pub enum RmReply {
         /// Name of the job's checkpoint, which stays in the store.
         checkpoint: String,
         /// True if the restart is already in progress and cannot be cancelled.
-        starting: bool,
+        restart_started: bool,
     },
     /// Reports the progress of [`RmQuery::Kill`].
     KillProgress {
         job: Tid,
         /// Number of tasks that were asked to exit.
-        asked: u32,
+        exit_requests: u32,
         /// Number of tasks that did not exit on request and were killed.
-        forced: u32,
+        forced_kills: u32,
         /// Number of tasks and spawn requests of the job that have not ended yet.
-        left: u32,
+        remaining_tasks: u32,
         /// Tasks that could not be signalled, with reasons; at most [`REPLY_ENTRIES_MAX`].
-        failed: Vec<(Tid, String)>,
+        signal_failures: Vec<(Tid, String)>,
     },
     /// Waiting spawns in queue order; at most [`REPLY_ENTRIES_MAX`].
     WaitingSpawns(Vec<WaitingSpawn>),
@@ -169,10 +168,7 @@ pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     Ok(out)
 }
 
-/// Decodes a query or reply. `None` if it has another version.
-///
-/// # Errors
-/// The bytes are malformed.
+/// Decodes a query or reply. Returns `None` if the message has another version.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
     let Some((version, rest)) = bytes.split_first_chunk::<2>() else {
         return Err(FrameError::BadBody("it has no version".into()));
@@ -183,7 +179,7 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError
     from_bytes(rest).map(Some)
 }
 
-/// Returns the version prefix of a message; `None` if it is too short.
+/// Returns the version prefix of a message; `None` if the message is too short.
 pub fn version_prefix(bytes: &[u8]) -> Option<u16> {
     bytes
         .first_chunk::<2>()
@@ -202,28 +198,28 @@ pub enum TaskOutcome {
 impl TaskOutcome {
     /// True for exit status 0.
     pub fn is_success(self) -> bool {
-        self == TaskOutcome::Status(0)
+        self == Self::Status(0)
     }
 }
 
 impl fmt::Display for TaskOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            TaskOutcome::Status(status) => f.write_str(&describe_status(*status)),
-            TaskOutcome::Lost => f.write_str("lost"),
+            Self::Status(status) => f.write_str(&describe_status(*status)),
+            Self::Lost => f.write_str("lost"),
         }
     }
 }
 
 /// Start and cause of a suspension.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SuspensionInfo {
+pub struct SuspensionStart {
     /// Start of the suspension, in microseconds since 1970.
     pub since: Micros,
     pub cause: suspend::SuspendCause,
 }
 
-impl fmt::Display for SuspensionInfo {
+impl fmt::Display for SuspensionStart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.cause {
             suspend::SuspendCause::Requested { requested_by }
@@ -248,11 +244,11 @@ pub struct TaskUsage {
     /// Name of the host on which the task runs, or on which it ended.
     pub host: String,
     /// Start time, in microseconds since 1970.
-    pub started: Micros,
+    pub started_at: Micros,
     /// Time and outcome of the task's end; `None` while the task runs.
-    pub ended: Option<(Micros, TaskOutcome)>,
+    pub end: Option<(Micros, TaskOutcome)>,
     /// Resources that the task used; known only after its end.
-    pub used: Usage,
+    pub usage: Usage,
     pub migrations: u32,
     /// Number of evictions by owners. An eviction by migration also counts in `migrations`; an
     /// eviction that ended the task counts only here.
@@ -260,9 +256,9 @@ pub struct TaskUsage {
     /// True if the task counts toward the limits of its user and job.
     pub counts_toward_limits: bool,
     /// Start and cause of the current suspension; `None` if the task is not suspended.
-    pub suspension: Option<SuspensionInfo>,
+    pub suspension: Option<SuspensionStart>,
     /// Total duration of suspensions that have ended.
-    pub suspended_total: Micros,
+    pub suspended_time: Micros,
 }
 
 /// The resource manager's record of a job.
@@ -275,14 +271,14 @@ pub struct JobUsage {
     /// Program of the first task; empty for a task from a command line.
     pub program: String,
     /// Start time, in microseconds since 1970.
-    pub started: Micros,
+    pub started_at: Micros,
     /// Time at which the last task of the job ended; `None` while a task runs.
-    pub ended: Option<Micros>,
+    pub ended_at: Option<Micros>,
     /// Totals over all tasks of the job.
     pub totals: UsageTotals,
     /// Start and cause of the current suspension of the job, which includes tasks that the job
     /// spawns later; `None` if the job is not suspended.
-    pub suspension: Option<SuspensionInfo>,
+    pub suspension: Option<SuspensionStart>,
 }
 
 /// The resource manager's record of a user.
@@ -291,23 +287,23 @@ pub struct UserUsage {
     pub user: u32,
     /// Totals over the user's tasks.
     pub totals: UsageTotals,
-    /// Priority index of the user in the Up-Down scheme; the user with the lowest index is served
-    /// first.
-    pub index: f64,
+    /// Priority index of the user in the Up-Down scheme, which rises while the user's tasks use
+    /// processors. The user with the lowest index is served first.
+    pub up_down_index: f64,
 }
 
 /// Totals over the tasks of a job or user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsageTotals {
     /// Number of tasks started.
-    pub tasks: u64,
-    /// Number of tasks that still run.
-    pub running: u64,
+    pub task_count: u64,
+    /// Number of tasks that have not ended.
+    pub running_tasks: u64,
     /// Number of tasks with an outcome other than exit status 0.
-    pub failed: u64,
+    pub failed_tasks: u64,
     /// Total processor time and largest memory size of all ended tasks.
-    pub used: Usage,
-    /// Total time between start and end of all ended tasks, without their suspensions.
+    pub usage: Usage,
+    /// Sum of the run times of all ended tasks, without the times for which they were suspended.
     pub wall_time: Micros,
     pub migrations: u64,
     /// Number of evictions by owners. An eviction by migration also counts in `migrations`; an
@@ -338,7 +334,7 @@ pub enum PlacementRule {
     Load {
         /// Name of the first selected host.
         host: String,
-        /// Usable speed of that host in thousandths; 1000 is a processor of default speed.
+        /// Usable speed of `host` in thousandths; 1000 is a processor of default speed.
         permille: u64,
     },
     /// The rank expression of the request determines the order of the hosts.
@@ -369,7 +365,7 @@ pub struct PlacementAttempt {
     pub reason: String,
     /// Hosts that were rejected.
     #[serde(rename = "not_used")]
-    pub rejected: Vec<RejectedHost>,
+    pub rejected_hosts: Vec<RejectedHost>,
 }
 
 /// A host that was rejected for a placement.
@@ -411,14 +407,14 @@ pub enum RejectionReason {
 impl fmt::Display for RejectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RejectionReason::OtherHostRequested => f.write_str("the request names another host"),
-            RejectionReason::Arch { has } => write!(f, "its architecture is {has}"),
-            RejectionReason::Owner { why } => write!(f, "its owner is present ({why})"),
-            RejectionReason::ConstraintViolated { condition, has } => {
+            Self::OtherHostRequested => f.write_str("the request names another host"),
+            Self::Arch { has } => write!(f, "its architecture is {has}"),
+            Self::Owner { why } => write!(f, "its owner is present ({why})"),
+            Self::ConstraintViolated { condition, has } => {
                 write!(f, "{condition} does not hold ({has})")
             }
-            RejectionReason::Unresponsive => f.write_str("it did not answer"),
-            RejectionReason::Other { why } => f.write_str(why),
+            Self::Unresponsive => f.write_str("it did not answer"),
+            Self::Other { why } => f.write_str(why),
         }
     }
 }
@@ -431,7 +427,7 @@ pub enum HostState {
     /// No tasks are placed on the host.
     #[serde(rename = "LeftOut")]
     Excluded {
-        /// The reason, if the host is excluded for another reason than a drain.
+        /// The reason, if the host is excluded for a reason other than a drain.
         why: Option<RejectionReason>,
         /// The task that requested a drain, if the host is being drained.
         drain_requested_by: Option<Tid>,
@@ -446,7 +442,7 @@ pub struct WaitingSpawn {
     /// The program to spawn.
     pub program: String,
     /// Number of tasks to place.
-    pub count: u32,
+    pub task_count: u32,
     pub requested_by: Tid,
     /// Job of the requesting task.
     pub job: Tid,
@@ -457,7 +453,7 @@ pub struct WaitingSpawn {
     /// Position of the spawn in the queue, from 1.
     pub queue_position: u32,
     /// Result of the last attempt to place the spawn, in one sentence.
-    pub why: String,
+    pub last_result: String,
 }
 
 /// Expected or actual benefit and cost of a migration.
@@ -481,10 +477,13 @@ mod tests {
             decode::<RmQuery>(&bytes),
             Ok(Some(RmQuery::Jobs { user: Some(7) }))
         );
-        let mut newer = bytes.clone();
-        newer[0] = 99;
+        let mut newer_version = bytes.clone();
+        newer_version[0] = 99;
         assert_eq!(
-            (decode::<RmQuery>(&newer), version_prefix(&newer)),
+            (
+                decode::<RmQuery>(&newer_version),
+                version_prefix(&newer_version)
+            ),
             (Ok(None), Some(99))
         );
         assert!(decode::<RmQuery>(&bytes[..1]).is_err());
@@ -496,22 +495,22 @@ mod tests {
     #[test]
     fn decision_concerns_its_tasks_and_hosts() {
         let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let left_out = RejectedHost {
+        let owner_host = RejectedHost {
             host: "h3".into(),
             why: RejectionReason::Owner {
                 why: "olga on pts/1".into(),
             },
         };
-        let not_asked = RejectedHost {
+        let unnamed_host = RejectedHost {
             host: "h4".into(),
             why: RejectionReason::OtherHostRequested,
         };
-        let sentence = "largest share of a processor, 1.00 on h2".to_string();
-        let choice = PlacementRule::Load {
+        let reason = "largest share of a processor, 1.00 on h2".to_string();
+        let rule = PlacementRule::Load {
             host: "h2".into(),
             permille: 1000,
         };
-        let what = DecisionKind::Spawn {
+        let decision = DecisionKind::Spawn {
             program: "worker".into(),
             requested_by: job,
             job,
@@ -521,16 +520,20 @@ mod tests {
             error: None,
             waited: Micros::from_millis(1500),
             attempts: vec![PlacementAttempt {
-                rule: choice,
-                reason: sentence,
-                rejected: vec![left_out, not_asked],
+                rule,
+                reason,
+                rejected_hosts: vec![owner_host, unnamed_host],
             }],
         };
-        let is_about = |task: Tid| what.concerns_task(|one| one == task);
+        let is_about = |task: Tid| decision.concerns_task(|candidate| candidate == task);
         assert!(is_about(tid) && is_about(job) && !is_about(Tid::from_raw(0x40003)));
-        assert!(what.concerns_host("h2") && what.concerns_host("h3") && !what.concerns_host("h4"));
+        assert!(
+            decision.concerns_host("h2")
+                && decision.concerns_host("h3")
+                && !decision.concerns_host("h4")
+        );
         assert_eq!(
-            what.to_string(),
+            decision.to_string(),
             "worker started for t40001 on h2: largest share of a processor, 1.00 on h2; it waited 1.5 s"
         );
     }

@@ -5,7 +5,8 @@
 //!   daemon. If the task has ended, the sender receives [`crate::task::ToTask::PeerGone`].
 //! - If each of two tasks sends an offer to the other, only the offer of the task with the smaller
 //!   tid is valid; no further message is needed.
-//! - An offer that gets no answer because a task migrates is forgotten by both tasks.
+//! - If an offer is not answered because one of the two tasks migrates, both tasks discard the
+//!   offer.
 
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -38,13 +39,14 @@ pub enum RouteMsg {
         /// Slot of this link in the accepting task's doorbell.
         slot: u32,
     },
-    /// Refuses the rings for the moment; the daemons continue to forward the messages.
+    /// Refuses the rings; a later offer may be accepted. The daemons continue to forward the
+    /// messages.
     RingRefuse { id: OfferId },
     /// Offers a direct route, which the program requested (`PvmRouteDirect`).
     ///
-    /// Tasks on the same host use their rings as direct route. Other tasks connect to one of the
-    /// addresses by TLS and accept only the certificates with the fingerprints in offer and
-    /// acceptance.
+    /// Two tasks on the same host use their rings as the direct route. Otherwise the accepting task
+    /// connects by TLS to one of the addresses. Each task accepts only the certificate whose
+    /// fingerprint the other task has sent in the offer or in the acceptance.
     DirectOffer {
         id: OfferId,
         /// Addresses on which the offering task listens; empty if it cannot listen.
@@ -52,7 +54,7 @@ pub enum RouteMsg {
         /// Hash of the offering task's certificate.
         fingerprint: Fingerprint,
         /// Incarnation of the offering task's end of the link. Frames on a direct route do not
-        /// contain an incarnation, so both tasks use the later of the two.
+        /// contain an incarnation, so both tasks use the later one of their two incarnations.
         incarnation: u16,
     },
     /// Accepts the direct route. The library of the accepting task connects next, unless both tasks
@@ -68,8 +70,8 @@ pub enum RouteMsg {
     /// or the task cannot have one.
     DirectRefuse { id: OfferId },
     /// Offers a shared pool: memory that only the offering task can write, and in which its large
-    /// messages are stored from now on. One descriptor is passed with the message. Ignored by a
-    /// task on another host.
+    /// messages are stored from now on. One descriptor is passed with the message. A task on
+    /// another host ignores the offer.
     PoolOffer { id: OfferId },
     /// Accepts the pool: it is mapped and can be read.
     PoolAccept { id: OfferId },
@@ -79,8 +81,8 @@ impl RouteMsg {
     /// Returns the number of descriptors that are passed with the message.
     pub fn fd_count(&self) -> usize {
         match self {
-            RouteMsg::RingOffer { .. } => 2,
-            RouteMsg::RingAccept { .. } | RouteMsg::PoolOffer { .. } => 1,
+            Self::RingOffer { .. } => 2,
+            Self::RingAccept { .. } | Self::PoolOffer { .. } => 1,
             _ => 0,
         }
     }

@@ -8,12 +8,12 @@
 
 use std::path::{Path, PathBuf};
 
-/// Maximum length of the name of a virtual machine. Keeps socket paths below the kernel's limit of
-/// 107 bytes.
+/// Maximum length, in bytes, of the name of a virtual machine. The limit keeps socket paths below
+/// the kernel's limit of 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
-/// File in which a load watcher records the number of processors to which guests are confined. The
-/// next load watcher reads it if this one is killed.
+/// File in which a load watcher records the number of processors to which guests are confined. If
+/// the load watcher is killed, its successor reads the file.
 pub const GUEST_CPUS_FILE: &str = "confined";
 /// Name of the resource manager's database file in the directory of the virtual machine.
 pub const RM_DATABASE_FILE: &str = "rm.redb";
@@ -22,7 +22,7 @@ pub const RM_DATABASE_FILE: &str = "rm.redb";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimePaths {
     dir: PathBuf,
-    vm: String,
+    vm_name: String,
     /// Parent directory of the images, if images are not stored in `dir`.
     image_root: Option<PathBuf>,
 }
@@ -33,63 +33,66 @@ impl RuntimePaths {
     ///
     /// # Errors
     /// One sentence if the value of `PVM_VMID` cannot be a directory name.
-    pub fn from_env(
-        uid: u32,
-        env: impl Fn(&str) -> Option<String>,
-    ) -> Result<RuntimePaths, String> {
-        let non_empty = |name: &str| env(name).filter(|value| !value.is_empty());
-        let vm = non_empty("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
+    pub fn from_env(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+        let non_empty_var = |name: &str| env(name).filter(|value| !value.is_empty());
+        let vm_name = non_empty_var("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if vm.len() > VM_NAME_BYTES_MAX || !vm.chars().all(is_allowed) || vm.starts_with('.') {
+        if vm_name.len() > VM_NAME_BYTES_MAX
+            || !vm_name.chars().all(is_allowed)
+            || vm_name.starts_with('.')
+        {
             return Err(format!(
-                "PVM_VMID={vm:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
+                "PVM_VMID={vm_name:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
             ));
         }
-        let tmp = non_empty("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
-        Ok(RuntimePaths {
-            dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm),
-            vm,
+        let tmp_dir = non_empty_var("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
+        Ok(Self {
+            dir: Path::new(&tmp_dir)
+                .join(format!("sempa-{uid}"))
+                .join(&vm_name),
+            vm_name,
             image_root: None,
         })
     }
 
-    pub fn vm(&self) -> &str {
-        &self.vm
+    pub fn vm_name(&self) -> &str {
+        &self.vm_name
     }
 
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Socket on which the daemon accepts tasks.
-    pub fn daemon_socket(&self) -> PathBuf {
+    /// Path of the socket on which the daemon accepts tasks.
+    pub fn daemon_socket_path(&self) -> PathBuf {
         self.dir.join("pvmd.sock")
     }
 
-    /// Lock file of the running daemon; contains its process id.
+    /// Path of the lock file of the running daemon. The file contains the daemon's process id.
     pub fn lock_file(&self) -> PathBuf {
         self.dir.join("pvmd.lock")
     }
 
-    /// Log file of the daemon; also contains the output of tasks without another destination.
+    /// Path of the daemon's log file, which also contains the output of tasks without another
+    /// destination.
     pub fn log_file(&self) -> PathBuf {
         self.dir.join("pvml")
     }
 
-    /// The master's log of committed migrations.
+    /// Path of the master's log of committed migrations.
     pub fn migration_log(&self) -> PathBuf {
         self.dir.join("moves")
     }
 
-    /// The master's configuration file for the ssh that starts daemons.
+    /// Path of the master's configuration file for the ssh that starts daemons.
     pub fn ssh_config(&self) -> PathBuf {
         self.dir.join("ssh_config")
     }
 
-    /// Changes the parent directory of the images to `dir`.
+    /// Returns the paths with `dir` as the parent directory of the images.
     #[must_use]
-    pub fn with_image_root(self, dir: PathBuf) -> RuntimePaths {
-        RuntimePaths {
+    pub fn with_image_root(self, dir: PathBuf) -> Self {
+        Self {
             image_root: Some(dir),
             ..self
         }
@@ -100,20 +103,20 @@ impl RuntimePaths {
         self.image_root.as_ref().unwrap_or(&self.dir)
     }
 
-    /// Directory of the images of one migration.
+    /// Path of the directory of the images of one migration.
     pub fn image_dir(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.image_root().join(format!("images-{}", migration.0))
     }
 
-    /// Socket over which a daemon and its tasker pass post-copy and pre-copy memory of one
-    /// migration.
-    pub fn memory_socket(&self, migration: crate::ids::MigrationId) -> PathBuf {
+    /// Path of the socket over which a daemon and its tasker transfer post-copy and pre-copy memory
+    /// of one migration.
+    pub fn memory_socket_path(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("memory-{}", migration.0))
     }
 
     /// Returns the path of the resume token, the file from which the quiesced library of a migrated
     /// task learns that it must reconnect.
-    pub fn resume_token(&self, migration: crate::ids::MigrationId) -> PathBuf {
+    pub fn resume_token_path(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("resume-{}", migration.0))
     }
 }
@@ -122,11 +125,11 @@ impl RuntimePaths {
 mod tests {
     use super::*;
 
-    /// The environment variables determine the directory; a name that cannot be a directory name is
-    /// refused.
+    /// The environment variables determine the directory. A value that cannot be a directory name
+    /// is refused.
     #[test]
     fn paths_follow_the_environment() {
-        let of = |vars: &[(&str, &str)]| {
+        let paths_from = |vars: &[(&str, &str)]| {
             let vars: Vec<(String, String)> = vars
                 .iter()
                 .map(|(k, v)| (k.to_string(), v.to_string()))
@@ -136,21 +139,27 @@ mod tests {
             })
         };
         assert_eq!(
-            of(&[]).expect("good").daemon_socket(),
+            paths_from(&[]).expect("good").daemon_socket_path(),
             Path::new("/tmp/sempa-7/pvm/pvmd.sock")
         );
-        let own = of(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
-        assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
+        let paths = paths_from(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
+        assert_eq!(paths.dir(), Path::new("/var/x/sempa-7/b"));
         let id = crate::ids::MigrationId(3);
-        assert_eq!(own.image_dir(id), Path::new("/var/x/sempa-7/b/images-3"));
-        let elsewhere = own.with_image_root("/dev/shm/x".into());
-        assert_eq!(elsewhere.image_dir(id), Path::new("/dev/shm/x/images-3"));
+        assert_eq!(paths.image_dir(id), Path::new("/var/x/sempa-7/b/images-3"));
+        let paths_with_image_root = paths.with_image_root("/dev/shm/x".into());
         assert_eq!(
-            elsewhere.resume_token(id),
+            paths_with_image_root.image_dir(id),
+            Path::new("/dev/shm/x/images-3")
+        );
+        assert_eq!(
+            paths_with_image_root.resume_token_path(id),
             Path::new("/var/x/sempa-7/b/resume-3")
         );
-        for bad in ["../x", "a/b", ".x", &"x".repeat(40)] {
-            assert!(of(&[("PVM_VMID", bad)]).is_err(), "{bad}");
+        for invalid_name in ["../x", "a/b", ".x", &"x".repeat(40)] {
+            assert!(
+                paths_from(&[("PVM_VMID", invalid_name)]).is_err(),
+                "{invalid_name}"
+            );
         }
     }
 }

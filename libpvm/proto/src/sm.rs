@@ -1,9 +1,9 @@
 //! PVM's documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's
 //! default encoding.
 //!
-//! They are ordinary PVM messages in context 0; the wait id pairs request and reply. Therefore a
-//! resource manager written for PVM 3.4 works with Sempa's daemons, and Sempa's resource manager
-//! works with PVM's.
+//! These messages are ordinary PVM messages in context 0; the wait id pairs request and reply.
+//! Therefore a resource manager written for PVM 3.4 works with Sempa's daemons, and Sempa's
+//! resource manager works with the daemons of PVM.
 
 use crate::body::{Encoding, Packer, Unpacker};
 use crate::error::{PvmError, PvmResult};
@@ -12,54 +12,54 @@ use crate::migration::Usage;
 use crate::task::{Sink, SpawnRequest};
 use bytes::Bytes;
 
-const BASE: i32 = 0x8004_0001_u32 as i32;
+const SM_BASE: i32 = 0x8004_0001_u32 as i32;
 
 /// Task to resource manager and back: `pvm_spawn`.
-pub const SM_SPAWN: i32 = BASE;
+pub const SM_SPAWN: i32 = SM_BASE;
 /// Resource manager to daemon: start tasks on the daemon's host.
-pub const SM_EXEC: i32 = BASE + 1;
+pub const SM_EXEC: i32 = SM_BASE + 1;
 /// Daemon to resource manager: tasks were started, or a task from a command line has connected.
-pub const SM_EXECACK: i32 = BASE + 2;
+pub const SM_EXECACK: i32 = SM_BASE + 2;
 /// Task to resource manager and back: `pvm_tasks`.
-pub const SM_TASK: i32 = BASE + 3;
+pub const SM_TASK: i32 = SM_BASE + 3;
 /// Task to resource manager and back: `pvm_config`.
-pub const SM_CONFIG: i32 = BASE + 4;
+pub const SM_CONFIG: i32 = SM_BASE + 4;
 /// Task to resource manager and back: `pvm_addhosts`.
-pub const SM_ADDHOST: i32 = BASE + 5;
+pub const SM_ADDHOST: i32 = SM_BASE + 5;
 /// Task to resource manager and back: `pvm_delhosts`.
-pub const SM_DELHOST: i32 = BASE + 6;
+pub const SM_DELHOST: i32 = SM_BASE + 6;
 /// Resource manager to master: add hosts.
-pub const SM_ADD: i32 = BASE + 7;
+pub const SM_ADD: i32 = SM_BASE + 7;
 /// Master to resource manager: hosts were added.
-pub const SM_ADDACK: i32 = BASE + 8;
+pub const SM_ADDACK: i32 = SM_BASE + 8;
 /// Task to resource manager: `pvm_notify`.
-pub const SM_NOTIFY: i32 = BASE + 9;
+pub const SM_NOTIFY: i32 = SM_BASE + 9;
 /// Daemon to resource manager: a task ended.
-pub const SM_TASKX: i32 = BASE + 10;
+pub const SM_TASKX: i32 = SM_BASE + 10;
 /// Master to its resource manager: a host left the virtual machine.
-pub const SM_HOSTX: i32 = BASE + 11;
+pub const SM_HOSTX: i32 = SM_BASE + 11;
 /// Resource manager to its daemon: another resource manager replaces it.
-pub const SM_HANDOFF: i32 = BASE + 12;
+pub const SM_HANDOFF: i32 = SM_BASE + 12;
 /// Task to resource manager and back: `pvm_reg_rm`.
-pub const SM_SCHED: i32 = BASE + 13;
+pub const SM_SCHED: i32 = SM_BASE + 13;
 /// Master to hoster: start daemons.
-pub const SM_STHOST: i32 = BASE + 14;
+pub const SM_STHOST: i32 = SM_BASE + 14;
 /// Hoster to master: daemons were started.
-pub const SM_STHOSTACK: i32 = BASE + 15;
+pub const SM_STHOSTACK: i32 = SM_BASE + 15;
 /// Daemon to tasker: start a task.
-pub const SM_STTASK: i32 = BASE + 16;
+pub const SM_STTASK: i32 = SM_BASE + 16;
 
 /// Resource manager to task, not in PVM: the task's request [`SM_SPAWN`] starts or stops waiting
 /// for hosts; none of its tasks has been started. If the resource manager dies, the task may send
-/// the request to the next one.
-pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
-/// Resource manager to task, not in PVM: grants a [`PlacementLease`], hosts for the task's next
-/// spawns. The lease applies to requests like the one with this wait id; the task can start them
-/// without a request to the resource manager.
-pub const SM_PLACEMENT_LEASE: i32 = BASE + 0x101;
+/// the request to the next resource manager.
+pub const SM_SPAWN_WAITS: i32 = SM_BASE + 0x100;
+/// Resource manager to task, not in PVM: grants a [`PlacementLease`], that is, hosts for the task's
+/// next spawns. The message has the wait id of a spawn request. The task can start the tasks of
+/// later requests that need the same placement without asking the resource manager.
+pub const SM_PLACEMENT_LEASE: i32 = SM_BASE + 0x101;
 /// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The message has
 /// the wait id of the lease.
-pub const SM_PLACEMENT_LEASE_USED: i32 = BASE + 0x102;
+pub const SM_PLACEMENT_LEASE_USED: i32 = SM_BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";
@@ -73,32 +73,38 @@ pub const TRACER_CLASS: &str = "###_PVM_TRACER_###";
 pub const NO_RESET_CLASS: &str = "###_PVM_NO_RESET_###";
 
 fn pack_sink(out: &mut Packer, sink: Sink) {
-    out.int(sink.tid.raw()).int(sink.ctx).int(sink.tag);
+    out.pack_int(sink.tid.raw())
+        .pack_int(sink.ctx)
+        .pack_int(sink.tag);
 }
 
-fn unpack_sink(from: &mut Unpacker) -> PvmResult<Sink> {
+fn unpack_sink(input: &mut Unpacker) -> PvmResult<Sink> {
     Ok(Sink {
-        tid: Tid::from_raw(from.int()?),
-        ctx: from.int()?,
-        tag: from.int()?,
+        tid: Tid::from_raw(input.read_int()?),
+        ctx: input.read_int()?,
+        tag: input.read_int()?,
     })
 }
 
-fn unpack_byte_strings(from: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
-    let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
-    if count.saturating_mul(4) > from.remaining() {
+fn unpack_byte_strings(input: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
+    let count = usize::try_from(input.read_int()?).map_err(|_| PvmError::BadMsg)?;
+    if count.saturating_mul(4) > input.remaining() {
         return Err(PvmError::NoData);
     }
-    (0..count).map(|_| Ok(from.str()?.to_vec())).collect()
+    (0..count).map(|_| Ok(input.read_str()?.to_vec())).collect()
 }
 
 fn pack_time(out: &mut Packer, at: Micros) {
-    out.int((at.0 >> 32) as i32).int(at.0 as i32);
+    out.pack_int((at.0 >> 32) as i32).pack_int(at.0 as i32);
 }
 
-fn unpack_time(from: &mut Unpacker) -> PvmResult<Micros> {
-    let word = |from: &mut Unpacker| from.int().map(|word| u64::from(word.cast_unsigned()));
-    Ok(Micros(word(from)? << 32 | word(from)?))
+fn unpack_time(input: &mut Unpacker) -> PvmResult<Micros> {
+    let read_half = |input: &mut Unpacker| {
+        input
+            .read_int()
+            .map(|read_half| u64::from(read_half.cast_unsigned()))
+    };
+    Ok(Micros(read_half(input)? << 32 | read_half(input)?))
 }
 
 /// Encodes the body of [`SM_SPAWN_WAITS`]. `since` is the time of day at which the request started
@@ -114,7 +120,7 @@ pub fn pack_spawn_waits(since: Option<Micros>) -> Bytes {
 /// # Errors
 /// [`PvmError::NoData`] if the body is too short.
 pub fn unpack_spawn_waits(body: Bytes) -> PvmResult<Option<Micros>> {
-    Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
+    Ok(Some(unpack_time(&mut Unpacker::new_xdr(body))?).filter(|at| *at != Micros::default()))
 }
 
 /// Maximum number of hosts in a placement lease.
@@ -125,44 +131,44 @@ pub const LEASE_TASKS_MAX: usize = 16;
 
 /// A placement lease: hosts that a resource manager assigns to future spawn requests of a task.
 ///
-/// A task that spawns repeatedly, by requests for the same number of tasks with the same program,
-/// place, flags and environment, need not send each request to the resource manager. Modeled on
-/// Condor's claims, by which a queue starts successive jobs on a machine without asking the
-/// matchmaker.
+/// A task may spawn repeatedly, by requests for the same number of tasks with the same program,
+/// place, flags and environment. With a lease it need not send each request to the resource
+/// manager. The design follows Condor's claims, by which a queue starts successive jobs on a
+/// machine without asking the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementLease {
     /// Hosts of the next tasks, in order of use; at most [`LEASE_HOSTS_MAX`].
     pub hosts: Vec<HostId>,
     /// Time for which the lease is valid after the last spawn request to which it applies.
-    pub valid_for: Micros,
+    pub validity_time: Micros,
 }
 
 /// Encodes the body of [`SM_PLACEMENT_LEASE`].
 pub fn pack_placement_lease(lease: &PlacementLease) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    pack_time(&mut out, lease.valid_for);
-    out.int(lease.hosts.len() as i32)
-        .items(lease.hosts.iter().map(|host| host.tid().raw()));
+    pack_time(&mut out, lease.validity_time);
+    out.pack_int(lease.hosts.len() as i32)
+        .pack_items(lease.hosts.iter().map(|host| host.tid().raw()));
     out.finish()
 }
 
-/// Decodes [`SM_PLACEMENT_LEASE`].
+/// Decodes the body of [`SM_PLACEMENT_LEASE`].
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_placement_lease(body: Bytes) -> PvmResult<PlacementLease> {
-    let mut from = Unpacker::xdr(body);
-    let (span, count) = (unpack_time(&mut from)?, from.int()?);
+    let mut input = Unpacker::new_xdr(body);
+    let (validity_time, count) = (unpack_time(&mut input)?, input.read_int()?);
     if usize::try_from(count).is_ok_and(|count| count > LEASE_HOSTS_MAX) {
         return Err(PvmError::BadMsg);
     }
-    let hosts = from
-        .ints(count)?
+    let hosts = input
+        .read_ints(count)?
         .into_iter()
         .map(|raw| Tid::from_raw(raw).birth_host().ok_or(PvmError::BadMsg));
     Ok(PlacementLease {
         hosts: hosts.collect::<PvmResult<_>>()?,
-        valid_for: span,
+        validity_time,
     })
 }
 
@@ -178,26 +184,29 @@ pub struct PlacementLeaseUse {
 /// Encodes the body of [`SM_PLACEMENT_LEASE_USED`].
 pub fn pack_placement_lease_use(lease_use: &PlacementLeaseUse) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(lease_use.spawner.raw())
-        .int(lease_use.tasks.len() as i32);
+    out.pack_int(lease_use.spawner.raw())
+        .pack_int(lease_use.tasks.len() as i32);
     for (host, tid) in &lease_use.tasks {
-        out.int(host.tid().raw()).int(tid.raw());
+        out.pack_int(host.tid().raw()).pack_int(tid.raw());
     }
     out.finish()
 }
 
-/// Decodes [`SM_PLACEMENT_LEASE_USED`].
+/// Decodes the body of [`SM_PLACEMENT_LEASE_USED`].
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_placement_lease_use(body: Bytes) -> PvmResult<PlacementLeaseUse> {
-    let mut from = Unpacker::xdr(body);
-    let (by, count) = (Tid::from_raw(from.int()?), from.int()?);
+    let mut input = Unpacker::new_xdr(body);
+    let (spawner, count) = (Tid::from_raw(input.read_int()?), input.read_int()?);
     let count = usize::try_from(count)
         .ok()
         .filter(|count| (1..=LEASE_TASKS_MAX).contains(count));
-    let mut task = || {
-        let (host, tid) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
+    let mut unpack_task = || {
+        let (host, tid) = (
+            Tid::from_raw(input.read_int()?),
+            Tid::from_raw(input.read_int()?),
+        );
         Ok((
             host.birth_host().ok_or(PvmError::BadMsg)?,
             Some(tid)
@@ -206,113 +215,125 @@ pub fn unpack_placement_lease_use(body: Bytes) -> PvmResult<PlacementLeaseUse> {
         ))
     };
     let tasks = (0..count.ok_or(PvmError::BadMsg)?)
-        .map(|_| task())
+        .map(|_| unpack_task())
         .collect::<PvmResult<_>>()?;
-    if !by.is_task() {
+    if !spawner.is_task() {
         return Err(PvmError::BadMsg);
     }
-    Ok(PlacementLeaseUse { spawner: by, tasks })
+    Ok(PlacementLeaseUse { spawner, tasks })
 }
 
 /// Encodes the body of a request [`SM_SPAWN`]. `since` is the time at which the request started to
 /// wait with a previous resource manager, which has died; `None` for a new request.
 pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.str(request.file.as_bytes())
-        .int(request.flags)
-        .str(request.place.as_bytes())
-        .int(request.count as i32);
-    out.strs(&request.args);
-    pack_sink(&mut out, request.output);
-    pack_sink(&mut out, request.trace);
-    out.strs(&request.env);
+    out.pack_str(request.program.as_bytes())
+        .pack_int(request.flags)
+        .pack_str(request.where_arg.as_bytes())
+        .pack_int(request.task_count as i32);
+    out.pack_strs(&request.args);
+    pack_sink(&mut out, request.output_sink);
+    pack_sink(&mut out, request.trace_sink);
+    out.pack_strs(&request.env);
     if let Some(since) = since {
-        // Not in PVM, which ignores bytes after its own fields.
+        // This field is not in PVM, which ignores bytes after its own fields.
         pack_time(&mut out, since);
     }
     out.finish()
 }
 
-/// Decodes a request [`SM_SPAWN`]. Also returns the time at which the request started to wait with
-/// a previous resource manager; `None` for a new request.
+/// Decodes the body of a request [`SM_SPAWN`]. Also returns the time at which the request started
+/// to wait with a previous resource manager; `None` for a new request.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
-    let mut from = Unpacker::xdr(body);
-    let (file, flags, place) = (from.string()?, from.int()?, from.string()?);
-    let count = u32::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
-    let args = unpack_byte_strings(&mut from)?;
-    let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
-    let env = unpack_byte_strings(&mut from)?;
-    let since = if from.remaining() > 0 {
-        unpack_time(&mut from).ok()
+    let mut input = Unpacker::new_xdr(body);
+    let (program, flags, where_arg) = (
+        input.read_string()?,
+        input.read_int()?,
+        input.read_string()?,
+    );
+    let task_count = u32::try_from(input.read_int()?).map_err(|_| PvmError::BadMsg)?;
+    let args = unpack_byte_strings(&mut input)?;
+    let (output_sink, trace_sink) = (unpack_sink(&mut input)?, unpack_sink(&mut input)?);
+    let env = unpack_byte_strings(&mut input)?;
+    let since = if input.remaining() > 0 {
+        unpack_time(&mut input).ok()
     } else {
         None
     };
     Ok((
         SpawnRequest {
-            file,
+            program,
             args,
             flags,
-            place,
-            count,
+            where_arg,
+            task_count,
             env,
-            output,
-            trace,
+            output_sink,
+            trace_sink,
         },
         since,
     ))
 }
 
-/// Encodes the body of [`SM_EXEC`], which starts tasks on the daemon's host for `parent`. `first`
-/// is the position of the first of these tasks in the whole spawn, and `total` the number of tasks
+/// Encodes the body of [`SM_EXEC`], which starts tasks on the daemon's host for `parent`. `first_position`
+/// is the position of the first of these tasks in the whole spawn, and `task_count` the number of tasks
 /// in the whole spawn.
-pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) -> Bytes {
+pub fn pack_exec(
+    parent: Tid,
+    request: &SpawnRequest,
+    first_position: i32,
+    task_count: i32,
+) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(parent.raw())
-        .str(request.file.as_bytes())
-        .int(request.flags)
-        .int(request.count as i32);
-    out.strs(&request.args);
-    pack_sink(&mut out, request.output);
-    pack_sink(&mut out, request.trace);
-    out.strs(&request.env).int(first).int(total);
-    // Not in PVM, which ignores bytes after its own fields: the working directory part of `place`.
-    out.str(request.place.as_bytes());
+    out.pack_int(parent.raw())
+        .pack_str(request.program.as_bytes())
+        .pack_int(request.flags)
+        .pack_int(request.task_count as i32);
+    out.pack_strs(&request.args);
+    pack_sink(&mut out, request.output_sink);
+    pack_sink(&mut out, request.trace_sink);
+    out.pack_strs(&request.env)
+        .pack_int(first_position)
+        .pack_int(task_count);
+    // This field is not in PVM, which ignores bytes after its own fields. It transfers the working
+    // directory that `place` contains.
+    out.pack_str(request.where_arg.as_bytes());
     out.finish()
 }
 
-/// Decodes the body of [`SM_EXEC`]. The two ints `first` and `total` must be present; their values,
-/// and any bytes after them, are not checked.
+/// Decodes the body of [`SM_EXEC`]. The two integers for the position and the number of tasks in
+/// the whole spawn must be present; their values, and any bytes after them, are not checked.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
-    let mut from = Unpacker::xdr(body);
-    let parent = Tid::from_raw(from.int()?);
-    let (file, flags) = (from.string()?, from.int()?);
-    let count = u32::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
-    let args = unpack_byte_strings(&mut from)?;
-    let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
-    let env = unpack_byte_strings(&mut from)?;
-    let _position = (from.int()?, from.int()?);
-    let place = if from.remaining() > 0 {
-        from.string().unwrap_or_default()
+    let mut input = Unpacker::new_xdr(body);
+    let parent = Tid::from_raw(input.read_int()?);
+    let (program, flags) = (input.read_string()?, input.read_int()?);
+    let task_count = u32::try_from(input.read_int()?).map_err(|_| PvmError::BadMsg)?;
+    let args = unpack_byte_strings(&mut input)?;
+    let (output_sink, trace_sink) = (unpack_sink(&mut input)?, unpack_sink(&mut input)?);
+    let env = unpack_byte_strings(&mut input)?;
+    let _position = (input.read_int()?, input.read_int()?);
+    let where_arg = if input.remaining() > 0 {
+        input.read_string().unwrap_or_default()
     } else {
         String::new()
     };
     Ok((
         parent,
         SpawnRequest {
-            file,
+            program,
             args,
             flags,
-            place,
-            count,
+            where_arg,
+            task_count,
             env,
-            output,
-            trace,
+            output_sink,
+            trace_sink,
         },
     ))
 }
@@ -321,8 +342,8 @@ pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
 /// code for each task.
 pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(results.len() as i32);
-    out.items(
+    out.pack_int(results.len() as i32);
+    out.pack_items(
         results
             .iter()
             .map(|r| r.as_ref().map_or_else(|e| e.code(), |tid| tid.raw())),
@@ -336,21 +357,21 @@ pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
 /// The error code that the peer sent in place of the count; [`PvmError::NoData`] or
 /// [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
-    let mut from = Unpacker::xdr(body);
-    let count = from.int()?;
+    let mut input = Unpacker::new_xdr(body);
+    let count = input.read_int()?;
     if count < 0 {
         return Err(PvmError::from_code(count).unwrap_or(PvmError::BadMsg));
     }
-    let words = from.ints(count)?;
-    let tid = |raw: i32| {
-        let tid = Tid::from_raw(raw);
-        if tid.is_task() {
-            Ok(tid)
+    let codes = input.read_ints(count)?;
+    let decode_result = |raw: i32| {
+        let decode_result = Tid::from_raw(raw);
+        if decode_result.is_task() {
+            Ok(decode_result)
         } else {
             Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg))
         }
     };
-    Ok(words.into_iter().map(tid).collect())
+    Ok(codes.into_iter().map(decode_result).collect())
 }
 
 /// A request to a tasker to start a task.
@@ -368,14 +389,18 @@ pub struct TaskerStartRequest {
     pub env: Vec<Vec<u8>>,
     /// Three numbers: position of the task in this request, number of tasks in this request, number
     /// of tasks in the whole spawn.
-    pub position: [i32; 3],
+    pub spawn_position: [i32; 3],
 }
 
 /// Encodes the body of [`SM_STTASK`].
-pub fn pack_tasker_start(order: &TaskerStartRequest) -> Bytes {
+pub fn pack_tasker_start(request: &TaskerStartRequest) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(order.tid.raw()).int(order.flags).str(&order.path);
-    out.strs(&order.argv).strs(&order.env).items(order.position);
+    out.pack_int(request.tid.raw())
+        .pack_int(request.flags)
+        .pack_str(&request.path);
+    out.pack_strs(&request.argv)
+        .pack_strs(&request.env)
+        .pack_items(request.spawn_position);
     out.finish()
 }
 
@@ -386,24 +411,24 @@ pub struct TaskExit {
     /// Wait status of the task's process.
     pub status: i32,
     /// Resources that the task used.
-    pub used: Usage,
+    pub usage: Usage,
 }
 
 /// Encodes the body of [`SM_TASKX`].
-pub fn pack_task_exit(end: &TaskExit) -> Bytes {
-    let (seconds, rest) = (
+pub fn pack_task_exit(task_exit: &TaskExit) -> Bytes {
+    let (seconds, remaining_micros) = (
         |t: Micros| (t.0 / 1_000_000) as i32,
         |t: Micros| (t.0 % 1_000_000) as i32,
     );
-    let Usage { user, system, .. } = end.used;
+    let Usage { user, system, .. } = task_exit.usage;
     let mut out = Packer::new(Encoding::Xdr);
-    out.items([
-        end.tid.raw(),
-        end.status,
+    out.pack_items([
+        task_exit.tid.raw(),
+        task_exit.status,
         seconds(user),
-        rest(user),
+        remaining_micros(user),
         seconds(system),
-        rest(system),
+        remaining_micros(system),
     ]);
     out.finish()
 }
@@ -411,22 +436,22 @@ pub fn pack_task_exit(end: &TaskExit) -> Bytes {
 /// Decodes the body of [`SM_TASKX`]. Missing times count as 0.
 ///
 /// # Errors
-/// [`PvmError::NoData`] if tid or status are missing.
+/// [`PvmError::NoData`] if the tid or the status is missing.
 pub fn unpack_task_exit(body: Bytes) -> PvmResult<TaskExit> {
-    let mut from = Unpacker::xdr(body);
-    let (tid, status) = (Tid::from_raw(from.int()?), from.int()?);
-    let mut time = || {
+    let mut input = Unpacker::new_xdr(body);
+    let (tid, status) = (Tid::from_raw(input.read_int()?), input.read_int()?);
+    let mut unpack_duration = || {
         let (seconds, micros) = (
-            from.int().unwrap_or(0).max(0) as u64,
-            from.int().unwrap_or(0).max(0) as u64,
+            input.read_int().unwrap_or(0).max(0) as u64,
+            input.read_int().unwrap_or(0).max(0) as u64,
         );
         Micros(seconds * 1_000_000 + micros)
     };
-    let (user, system) = (time(), time());
+    let (user, system) = (unpack_duration(), unpack_duration());
     Ok(TaskExit {
         tid,
         status,
-        used: Usage {
+        usage: Usage {
             user,
             system,
             ..Usage::default()
@@ -438,47 +463,47 @@ pub fn unpack_task_exit(body: Bytes) -> PvmResult<TaskExit> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HosterStartRequest {
     /// Tid of the new host.
-    pub host: Tid,
+    pub host_tid: Tid,
     /// Value of the host-file option `so=`; empty if the option is not set.
-    pub option: String,
+    pub so_option: String,
     /// Login name for ssh: `host` or `user@host`.
     pub login: String,
     /// Command to run on the new host.
     pub command: String,
-    /// Name of the virtual machine, sent to the command's standard input as `PVM_VMID=…`; nothing
-    /// is sent if it is empty.
+    /// Name of the virtual machine, sent to the command's standard input as `PVM_VMID=…`. If the
+    /// name is empty, nothing is sent.
     pub vmid: String,
 }
 
 /// Encodes the body of [`SM_STHOST`].
-pub fn pack_hoster_starts(orders: &[HosterStartRequest]) -> Bytes {
+pub fn pack_hoster_starts(requests: &[HosterStartRequest]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(orders.len() as i32);
-    for order in orders {
-        out.int(order.host.raw())
-            .str(order.option.as_bytes())
-            .str(order.login.as_bytes());
+    out.pack_int(requests.len() as i32);
+    for request in requests {
+        out.pack_int(request.host_tid.raw())
+            .pack_str(request.so_option.as_bytes())
+            .pack_str(request.login.as_bytes());
         // PVM's additional command for Windows hosts is always empty.
-        out.str(order.command.as_bytes())
-            .str(b"")
-            .str(order.vmid.as_bytes());
+        out.pack_str(request.command.as_bytes())
+            .pack_str(b"")
+            .pack_str(request.vmid.as_bytes());
     }
     out.finish()
 }
 
-/// Decodes the body of [`SM_STHOSTACK`]. Returns for each host its tid and the line that the daemon
-/// on it printed, or the name of an error.
+/// Decodes the body of [`SM_STHOSTACK`]. Returns the tid of each host, with the line that the
+/// started daemon printed, or with the name of an error.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_hoster_reply(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
-    let mut from = Unpacker::xdr(body);
-    let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
-    if count.saturating_mul(8) > from.remaining() {
+    let mut input = Unpacker::new_xdr(body);
+    let count = usize::try_from(input.read_int()?).map_err(|_| PvmError::BadMsg)?;
+    if count.saturating_mul(8) > input.remaining() {
         return Err(PvmError::NoData);
     }
     (0..count)
-        .map(|_| Ok((Tid::from_raw(from.int()?), from.string()?)))
+        .map(|_| Ok((Tid::from_raw(input.read_int()?), input.read_string()?)))
         .collect()
 }
 
@@ -486,33 +511,33 @@ pub fn unpack_hoster_reply(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
 mod tests {
     use super::*;
 
-    fn request() -> SpawnRequest {
+    fn example_request() -> SpawnRequest {
         SpawnRequest {
-            file: "hello".into(),
+            program: "hello".into(),
             args: vec![b"-v".to_vec(), b"\xff".to_vec()],
             flags: 64,
-            place: ":/var".into(),
-            count: 3,
+            where_arg: ":/var".into(),
+            task_count: 3,
             env: vec![b"PVMCTX=0x0".to_vec()],
-            output: Sink {
+            output_sink: Sink {
                 tid: Tid::from_raw(0x40001),
                 ctx: 5,
                 tag: 6,
             },
-            trace: Sink::default(),
+            trace_sink: Sink::default(),
         }
     }
 
     #[test]
     fn spawn_and_exec_round_trip() {
         assert_eq!(
-            unpack_spawn(pack_spawn(&request(), None)),
-            Ok((request(), None))
+            unpack_spawn(pack_spawn(&example_request(), None)),
+            Ok((example_request(), None))
         );
         let since = Some(Micros(0x6_1234_8765_4321));
         assert_eq!(
-            unpack_spawn(pack_spawn(&request(), since)),
-            Ok((request(), since))
+            unpack_spawn(pack_spawn(&example_request(), since)),
+            Ok((example_request(), since))
         );
         assert_eq!(
             (
@@ -523,47 +548,47 @@ mod tests {
         );
         let parent = Tid::from_raw(0x40002);
         assert_eq!(
-            unpack_exec(pack_exec(parent, &request(), 0, 3)),
-            Ok((parent, request()))
+            unpack_exec(pack_exec(parent, &example_request(), 0, 3)),
+            Ok((parent, example_request()))
         );
     }
 
     #[test]
     fn exec_requires_only_the_two_trailing_ints() {
-        let whole = pack_exec(Tid::NONE, &request(), 0, 3);
-        let mut place = Packer::new(Encoding::Xdr);
-        place.str(request().place.as_bytes());
-        let without_place = whole.slice(..whole.len() - place.len());
+        let full_body = pack_exec(Tid::NONE, &example_request(), 0, 3);
+        let mut place_packer = Packer::new(Encoding::Xdr);
+        place_packer.pack_str(example_request().where_arg.as_bytes());
+        let body_without_place = full_body.slice(..full_body.len() - place_packer.len());
         assert_eq!(
-            unpack_exec(without_place.clone()).map(|(_, r)| r.place),
+            unpack_exec(body_without_place.clone()).map(|(_, r)| r.where_arg),
             Ok(String::new())
         );
         assert_eq!(
-            unpack_exec(without_place.slice(..without_place.len() - 4)),
+            unpack_exec(body_without_place.slice(..body_without_place.len() - 4)),
             Err(PvmError::NoData)
         );
     }
 
     #[test]
     fn task_exit_round_trips_and_times_are_optional() {
-        let used = Usage {
+        let usage = Usage {
             user: Micros(1_500_000),
             system: Micros(7),
             ..Usage::default()
         };
-        let end = TaskExit {
+        let task_exit = TaskExit {
             tid: Tid::from_raw(0x40001),
             status: 0x100,
-            used,
+            usage,
         };
-        let body = pack_task_exit(&end);
-        assert_eq!(unpack_task_exit(body.clone()), Ok(end));
-        let short = unpack_task_exit(body.slice(..8));
+        let body = pack_task_exit(&task_exit);
+        assert_eq!(unpack_task_exit(body.clone()), Ok(task_exit));
+        let exit_without_times = unpack_task_exit(body.slice(..8));
         assert_eq!(
-            short,
+            exit_without_times,
             Ok(TaskExit {
-                used: Usage::default(),
-                ..end
+                usage: Usage::default(),
+                ..task_exit
             })
         );
         assert_eq!(unpack_task_exit(body.slice(..4)), Err(PvmError::NoData));
@@ -573,11 +598,11 @@ mod tests {
     fn hostile_hoster_replies_are_refused() {
         for count in [-1, i32::MAX] {
             let mut out = Packer::new(Encoding::Xdr);
-            out.int(count);
+            out.pack_int(count);
             assert!(unpack_hoster_reply(out.finish()).is_err());
         }
         let mut out = Packer::new(Encoding::Xdr);
-        out.int(1).int(0x80000).str(b"PvmCantStart");
+        out.pack_int(1).pack_int(0x80000).pack_str(b"PvmCantStart");
         assert_eq!(
             unpack_hoster_reply(out.finish()),
             Ok(vec![(Tid::from_raw(0x80000), "PvmCantStart".into())])
@@ -588,8 +613,8 @@ mod tests {
     fn tids_and_errors_share_one_list() {
         let results = [Ok(Tid::from_raw(0x40001)), Err(PvmError::NoFile)];
         assert_eq!(unpack_tids(pack_tids(&results)), Ok(results.to_vec()));
-        let mut refused = Packer::new(Encoding::Xdr);
-        refused.int(PvmError::OutOfRes.code());
-        assert_eq!(unpack_tids(refused.finish()), Err(PvmError::OutOfRes));
+        let mut refusal = Packer::new(Encoding::Xdr);
+        refusal.pack_int(PvmError::OutOfRes.code());
+        assert_eq!(unpack_tids(refusal.finish()), Err(PvmError::OutOfRes));
     }
 }

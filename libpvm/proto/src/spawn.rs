@@ -16,29 +16,30 @@ pub struct Sink {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpawnRequest {
     /// Executable, with or without a path.
-    pub file: String,
-    /// Arguments after `argv[0]`; `argv[0]` is the path at which the executable was found.
+    pub program: String,
+    /// Arguments after `argv[0]`. `argv[0]` itself is the path at which the executable was found.
     pub args: Vec<Vec<u8>>,
     /// Bitwise combination of `PvmTask*` values.
     pub flags: i32,
-    /// Host or architecture, and working directory, as `host:dir`; both parts are optional.
-    pub place: String,
+    /// The argument `where` of `pvm_spawn`: host or architecture, and working directory, as
+    /// `host:dir`. Both parts are optional.
+    pub where_arg: String,
     /// Number of tasks to start.
-    pub count: u32,
+    pub task_count: u32,
     /// `NAME=value` strings to add to the environment.
     pub env: Vec<Vec<u8>>,
-    pub output: Sink,
-    pub trace: Sink,
+    pub output_sink: Sink,
+    pub trace_sink: Sink,
 }
 
 impl SpawnRequest {
-    /// True if the request names a host or an architecture, so that the resource manager may not
-    /// choose freely.
-    pub fn has_fixed_place(&self) -> bool {
+    /// True if the request names a host or an architecture, which restricts the choice of the
+    /// resource manager.
+    pub fn names_host_or_arch(&self) -> bool {
         self.flags & (SPAWN_HOST | SPAWN_ARCH) != 0
     }
 
-    /// True if the request names exactly one host. Such a host counts as an explicit choice of the
+    /// True if the request names exactly one host, which then counts as an explicit choice of the
     /// user.
     pub fn names_one_host(&self) -> bool {
         self.flags & SPAWN_HOST != 0 && self.flags & SPAWN_COMPLEMENT == 0
@@ -46,19 +47,22 @@ impl SpawnRequest {
 
     /// True if both requests are equal in all properties that affect placement, so that they get
     /// the same hosts.
-    pub fn has_same_placement_as(&self, other: &SpawnRequest) -> bool {
-        let same = self.count == other.count && self.flags == other.flags;
-        same && self.file == other.file && self.place == other.place && self.env == other.env
+    pub fn has_same_placement_as(&self, other: &Self) -> bool {
+        let same_count_and_flags = self.task_count == other.task_count && self.flags == other.flags;
+        same_count_and_flags
+            && self.program == other.program
+            && self.where_arg == other.where_arg
+            && self.env == other.env
     }
 }
 
-/// Selection of hosts from a placement lease for one spawn, see [`crate::sm::PlacementLease`].
+/// Hosts of a placement lease that one spawn uses; see [`crate::sm::PlacementLease`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedSpawn {
     /// The resource manager that issued the lease.
     pub rm: Tid,
-    /// The lease's wait id.
-    pub wid: i32,
+    /// Wait id of the message that granted the lease.
+    pub lease_wid: i32,
     /// The host of each task, in the order of the tasks.
     pub hosts: Vec<HostId>,
 }
@@ -73,5 +77,5 @@ pub const SPAWN_COMPLEMENT: i32 = 32;
 /// `PvmNoSpawnParent`: the spawned tasks do not learn the tid of their parent.
 pub const SPAWN_NO_PARENT: i32 = 64;
 /// Flag that PVM does not have: the task is bound to its host and never migrates (load watchers).
-/// The bit is outside those that PVM uses.
+/// PVM uses no flag with this bit.
 pub const SPAWN_PINNED: i32 = 1 << 20;

@@ -15,14 +15,14 @@ pub struct SuspendOrder {
     pub cause: SuspendCause,
 }
 
-/// The suspensions of a task that are in force. The task may run if there are none.
+/// The suspensions of a task that are in force. The task may run if no suspension is in force.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspensions {
     /// The task that requested the suspension of this task or of its job; `None` if no suspension
     /// was requested.
     pub requested_by: Option<Tid>,
     /// True if the resource manager preempted the task in favor of another user. The preemption
-    /// also ends when that resource manager ends, because no other task can end it.
+    /// also ends when that resource manager ends, because no other task can end the preemption.
     pub preempted: bool,
 }
 
@@ -38,11 +38,11 @@ impl Suspensions {
     /// - A request to resume the whole job does not end a preemption.
     /// - The end of a preemption does not end a requested suspension.
     #[must_use]
-    pub fn apply(self, order: &SuspendOrder) -> Suspensions {
+    pub fn apply_order(self, order: &SuspendOrder) -> Self {
         match (&order.cause, order.suspend) {
-            // Applies also if the task is not preempted: a user may have resumed the task and
-            // suspended it again since the preemption.
-            (SuspendCause::Preempted { .. }, suspend) => Suspensions {
+            // This arm also applies if the task is not preempted: a user may have resumed the task
+            // and suspended it again since the preemption.
+            (SuspendCause::Preempted { .. }, suspend) => Self {
                 preempted: suspend,
                 ..self
             },
@@ -50,20 +50,21 @@ impl Suspensions {
                 SuspendCause::Requested { requested_by }
                 | SuspendCause::JobRequested { requested_by },
                 true,
-            ) => Suspensions {
+            ) => Self {
                 requested_by: Some(*requested_by),
                 ..self
             },
-            (SuspendCause::JobRequested { .. }, false) => Suspensions {
+            (SuspendCause::JobRequested { .. }, false) => Self {
                 requested_by: None,
                 ..self
             },
-            (SuspendCause::Requested { .. }, false) => Suspensions::default(),
+            (SuspendCause::Requested { .. }, false) => Self::default(),
         }
     }
 }
 
-/// Maximum size of the reason in [`SuspendCause::Preempted`]; longer reasons are truncated.
+/// Maximum size, in bytes, of the reason in [`SuspendCause::Preempted`]; longer reasons are
+/// truncated.
 pub const REASON_BYTES_MAX: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,8 +94,8 @@ pub enum SuspendCause {
 impl SuspendCause {
     /// Truncates the reason of a preemption to [`REASON_BYTES_MAX`] bytes.
     #[must_use]
-    pub fn truncated(mut self) -> SuspendCause {
-        if let SuspendCause::Preempted { why } = &mut self {
+    pub fn with_truncated_reason(mut self) -> Self {
+        if let Self::Preempted { why } = &mut self {
             why.truncate(truncate(why, REASON_BYTES_MAX).len());
         }
         self
@@ -104,11 +105,11 @@ impl SuspendCause {
 impl fmt::Display for SuspendCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SuspendCause::Requested { requested_by } => write!(f, "requested by {requested_by}"),
-            SuspendCause::JobRequested { requested_by } => {
+            Self::Requested { requested_by } => write!(f, "requested by {requested_by}"),
+            Self::JobRequested { requested_by } => {
                 write!(f, "requested by {requested_by} for its whole job")
             }
-            SuspendCause::Preempted { why } => write!(f, "preempted: {why}"),
+            Self::Preempted { why } => write!(f, "preempted: {why}"),
         }
     }
 }
@@ -121,47 +122,78 @@ mod tests {
     /// suspensions.
     #[test]
     fn direct_resume_lifts_all_suspensions() {
-        let by = Tid::from_raw(0x40001);
-        let (asked, job, share) = (
-            SuspendCause::Requested { requested_by: by },
-            SuspendCause::JobRequested { requested_by: by },
+        let requester = Tid::from_raw(0x40001);
+        let (task_request, job_request, preemption) = (
+            SuspendCause::Requested {
+                requested_by: requester,
+            },
+            SuspendCause::JobRequested {
+                requested_by: requester,
+            },
             SuspendCause::Preempted { why: String::new() },
         );
-        let after = |words: &[(bool, &SuspendCause)]| {
-            words
+        let apply_all = |orders: &[(bool, &SuspendCause)]| {
+            orders
                 .iter()
-                .fold(Suspensions::default(), |holds, (suspend, cause)| {
-                    holds.apply(&SuspendOrder {
-                        tid: by,
+                .fold(Suspensions::default(), |suspensions, (suspend, cause)| {
+                    suspensions.apply_order(&SuspendOrder {
+                        tid: requester,
                         suspend: *suspend,
                         cause: (*cause).clone(),
                     })
                 })
         };
-        assert!(after(&[(true, &share), (true, &asked), (false, &share)]).is_suspended());
-        assert!(after(&[(true, &share), (true, &job), (false, &job)]).is_suspended());
-        assert!(!after(&[(true, &share), (true, &job), (false, &asked)]).is_suspended());
         assert!(
-            !after(&[(true, &share), (true, &job), (false, &job), (false, &share)]).is_suspended()
+            apply_all(&[
+                (true, &preemption),
+                (true, &task_request),
+                (false, &preemption)
+            ])
+            .is_suspended()
         );
-        assert!(!after(&[(true, &job), (false, &job)]).is_suspended());
-        let asked_since = [
-            (true, &share),
-            (false, &asked),
-            (true, &asked),
-            (false, &share),
+        assert!(
+            apply_all(&[
+                (true, &preemption),
+                (true, &job_request),
+                (false, &job_request)
+            ])
+            .is_suspended()
+        );
+        assert!(
+            !apply_all(&[
+                (true, &preemption),
+                (true, &job_request),
+                (false, &task_request)
+            ])
+            .is_suspended()
+        );
+        assert!(
+            !apply_all(&[
+                (true, &preemption),
+                (true, &job_request),
+                (false, &job_request),
+                (false, &preemption)
+            ])
+            .is_suspended()
+        );
+        assert!(!apply_all(&[(true, &job_request), (false, &job_request)]).is_suspended());
+        let request_during_preemption = [
+            (true, &preemption),
+            (false, &task_request),
+            (true, &task_request),
+            (false, &preemption),
         ];
         assert_eq!(
-            after(&asked_since),
+            apply_all(&request_during_preemption),
             Suspensions {
-                requested_by: Some(by),
+                requested_by: Some(requester),
                 preempted: false
             }
         );
         assert_eq!(
-            after(&[(true, &job), (false, &share)]),
+            apply_all(&[(true, &job_request), (false, &preemption)]),
             Suspensions {
-                requested_by: Some(by),
+                requested_by: Some(requester),
                 preempted: false
             }
         );

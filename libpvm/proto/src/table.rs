@@ -15,11 +15,12 @@ pub struct HostEntry {
     pub name: String,
     /// Architecture name, such as `LINUX64`.
     pub arch: String,
-    /// Relative speed set by the user, 1000 by default.
+    /// Relative speed set by the user, in thousandths of the default speed.
     pub speed: i32,
     /// Data signature of the machine, which describes its number formats.
     pub dsig: i32,
-    /// Addresses on which its daemon listens (QUIC over UDP); peers use the first reachable one.
+    /// Addresses on which the host's daemon listens (QUIC over UDP). Peers use the first reachable
+    /// address.
     pub addresses: Vec<SocketAddr>,
 }
 
@@ -31,16 +32,16 @@ impl HostEntry {
             None => 0,
             Some(IpAddr::V4(ip)) => ip.to_bits() >> 8,
             Some(IpAddr::V6(ip)) => {
-                let net = (ip.to_bits() >> 64) as u64;
-                // 64 bits are folded into 32. Two networks with the same result only appear to be
-                // neighbors.
-                ((net >> 32) ^ net) as u32 | 1 << 31
+                let network = (ip.to_bits() >> 64) as u64;
+                // 64 bits are folded into 32. Two different networks with the same folded value are
+                // treated as neighbors.
+                ((network >> 32) ^ network) as u32 | 1 << 31
             }
         }
     }
 }
 
-/// All hosts of one epoch, ordered by index.
+/// All hosts of the virtual machine in one epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostTable {
     /// Number of the table's version; increases with every change.
@@ -54,16 +55,16 @@ impl HostTable {
         self.hosts.iter().find(|h| h.id == id)
     }
 
-    pub fn by_name(&self, name: &str) -> Option<&HostEntry> {
+    pub fn find_by_name(&self, name: &str) -> Option<&HostEntry> {
         self.hosts.iter().find(|h| h.name == name)
     }
 
     /// Returns the number of distinct data signatures (PVM's "data formats").
     pub fn data_format_count(&self) -> usize {
-        let mut seen: Vec<i32> = self.hosts.iter().map(|h| h.dsig).collect();
-        seen.sort_unstable();
-        seen.dedup();
-        seen.len()
+        let mut signatures: Vec<i32> = self.hosts.iter().map(|h| h.dsig).collect();
+        signatures.sort_unstable();
+        signatures.dedup();
+        signatures.len()
     }
 }
 
@@ -107,7 +108,7 @@ pub struct TaskInfo {
 /// Outcome of adding one host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddedHost {
-    /// The host's table entry, or PVM's error code.
+    /// The new host's table entry, or PVM's error code.
     pub result: Result<HostEntry, PvmError>,
     /// One sentence with the failed operation, the reason and a remedy; empty on success.
     pub reason: String,

@@ -3,8 +3,8 @@
 //! The task's first frame is [`ToDaemon::Hello`]; the daemon answers [`ToTask::Welcome`] or
 //! [`ToTask::Refused`]. Afterwards task and daemon may send control frames and link frames
 //! ([`crate::link`]) at any time. The socket is reliable, so control messages are not numbered.
-//! Requests have an id, because replies may arrive in any order, and after a migration from another
-//! daemon.
+//! Each request has an id, because replies may arrive in any order. After a migration, the daemon
+//! of another host sends the replies.
 
 pub use crate::spawn::{
     LeasedSpawn, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
@@ -35,9 +35,9 @@ pub const TASK_MAGIC: [u8; 4] = *b"SMPT";
 
 /// Maximum number of unanswered requests of a task; the daemon refuses more with
 /// [`PvmError::OutOfRes`].
-pub const REQUESTS_OPEN_MAX: usize = 4096;
+pub const OPEN_REQUESTS_MAX: usize = 4096;
 /// Maximum size in bytes of each name, pattern and host-file line that a task may send.
-pub const NAME_BYTES_MAX: usize = 64 << 10;
+pub const TEXT_FIELD_BYTES_MAX: usize = 64 << 10;
 
 /// File status flag (`O_APPEND`) with which a task's library marks its sockets to the daemon and to
 /// other tasks. The flag has no effect on a socket. The inspection before a migration recognizes by
@@ -48,23 +48,23 @@ pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
 /// positive.
 pub type SpawnToken = i32;
 
-/// Position up to which one end of a link has sent. A notification with a watermark is delivered
-/// after the messages before this position.
+/// Sequence number up to which a task has sent to one peer. A library delivers a notification that
+/// has a watermark only after it has received all messages below this number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendWatermark {
     pub peer: Tid,
-    /// Number after the last fragment sent to the peer.
+    /// Sequence number of the last fragment sent to the peer, plus one.
     pub end_seq: u64,
 }
 
 /// The identity that a connecting process claims.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Claim {
-    /// A test whether a daemon is running. A running daemon refuses the connection; a daemon that
-    /// is exiting sends no answer.
-    Probe,
+    /// Tests whether a daemon is running. A running daemon refuses the connection; a daemon that is
+    /// exiting sends no answer.
+    DaemonTest,
     /// A process that the virtual machine did not start.
-    New,
+    NotSpawned,
     /// A process that the daemon started.
     Spawned {
         /// The spawn token from the environment of the process.
@@ -75,15 +75,15 @@ pub enum Claim {
     Resume { tid: Tid, migration: MigrationId },
 }
 
-/// Behavior of a task from a command line when its daemon exits. Tasks that a daemon or a tasker
-/// started always end with it.
+/// What a task that was started from a command line does when its daemon exits. A task that a
+/// daemon or a tasker started always ends when its daemon exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnDaemonExit {
-    /// The daemon sends SIGTERM, as PVM does; programs written for PVM expect this.
+    /// The daemon sends SIGTERM, as PVM does. Programs written for PVM expect this signal.
     #[default]
     Terminate,
-    /// No signal is sent; subsequent PVM calls return `PvmSysErr`. For a process that does not only
-    /// serve the virtual machine.
+    /// No signal is sent; subsequent PVM calls return `PvmSysErr`. Suits a process that also has
+    /// work outside the virtual machine.
     FailCalls,
 }
 
@@ -94,8 +94,8 @@ pub struct Hello {
     /// Must be equal to [`crate::WIRE_VERSION`].
     pub version: u16,
     pub claim: Claim,
-    /// Process id in the PID namespace of the process.
-    pub own_pid: i32,
+    /// Process id of the connecting process, in its own PID namespace.
+    pub namespace_pid: i32,
     pub program: String,
     /// Behavior of the task when the daemon exits.
     pub on_daemon_exit: OnDaemonExit,
@@ -104,14 +104,15 @@ pub struct Hello {
 /// The subjects of a notification request (`pvm_notify`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NotifySubjects {
-    /// One message for each of these tasks when it ends.
+    /// Requests one message for each of these tasks, when the task ends.
     TaskExit(Vec<Tid>),
-    /// One message for each host that leaves; host tids as the caller passed them.
+    /// Requests one message for each of these hosts, when the host leaves the virtual machine. The
+    /// host tids are stored exactly as the caller passed them.
     HostDelete(Vec<Tid>),
-    /// One message each time hosts join.
+    /// Requests a message each time hosts join the virtual machine.
     HostAdd {
-        /// Maximum number of messages; −1: unlimited, 0: cancel.
-        count: i32,
+        /// Maximum number of messages; −1: unlimited, 0: cancels the request.
+        messages_max: i32,
     },
 }
 
@@ -122,7 +123,7 @@ pub struct NotifyRequest {
     pub ctx: i32,
     pub tag: i32,
     /// True to cancel an earlier request with the same subjects, context and tag.
-    pub cancel: bool,
+    pub is_cancellation: bool,
 }
 
 /// An operation on the mailbox of the virtual machine (`pvm_putinfo` and related calls).
@@ -169,9 +170,9 @@ pub struct MailboxClass {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmServices {
     /// Placement of spawns (`SM_SPAWN`).
-    pub spawn: bool,
+    pub placement: bool,
     /// The requests `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK` and `SM_NOTIFY`.
-    pub other_requests: bool,
+    pub vm_requests: bool,
     /// Notifications of the exits of the resource manager's tasks (`SM_TASKX`). A resource manager
     /// that reads the event log does not need them.
     pub task_exits: bool,
@@ -194,8 +195,8 @@ pub enum Service {
     Tasker,
 }
 
-/// Settings of a tracer (`pvm_reg_tracer`). They apply to tasks that have no other destination for
-/// output and trace records.
+/// Settings of a tracer (`pvm_reg_tracer`). These settings apply to tasks that have no other
+/// destination for output and trace records.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracerSettings {
     pub trace_ctx: i32,
@@ -207,7 +208,7 @@ pub struct TracerSettings {
     /// Number of bytes that a task buffers before it sends trace records.
     pub buffer_bytes: i32,
     /// One of the `PvmTrace*` values.
-    pub options: i32,
+    pub trace_option: i32,
 }
 
 /// The tracer of the virtual machine.
@@ -235,8 +236,8 @@ impl TracerInfo {
     }
 }
 
-/// Maximum number of integers in one `pvm_tickle`.
-pub const DEBUG_QUERY_WORDS_MAX: usize = 10;
+/// Maximum number of integers in one `pvm_tickle` request.
+pub const DEBUG_QUERY_INTS_MAX: usize = 10;
 
 /// A request of a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -257,13 +258,13 @@ pub enum Request {
     },
     /// Places and starts tasks without the resource manager. → [`Reply::Spawned`]
     Spawn(SpawnRequest),
-    /// Adds hosts by host-file lines. → [`Reply::HostsAdded`]
+    /// Adds the hosts that host-file lines describe. → [`Reply::HostsAdded`]
     AddHosts {
-        /// One line per host.
-        lines: Vec<String>,
+        /// Host-file lines, one per host.
+        host_file_lines: Vec<String>,
     },
     /// Removes hosts by name. → [`Reply::HostsDeleted`]
-    DelHosts { names: Vec<String> },
+    DelHosts { host_names: Vec<String> },
     /// Checks whether a host is alive. → [`Reply::Done`] or [`Reply::Failed`]
     HostStatus {
         /// Host name; `.` stands for the task's own host.
@@ -302,7 +303,7 @@ pub enum Request {
     FreeContext { ctx: i32 },
     /// Reads the clock of a host. → [`Reply::Clock`]
     HostSync {
-        /// The tid of the host, which has no local part.
+        /// Tid of the host; its local part is 0.
         host: Tid,
     },
     /// Sets the destination of this task's own output. → [`Reply::Done`]
@@ -312,25 +313,25 @@ pub enum Request {
     Reset {
         /// True to end also all spawned tasks, except the caller, the resource manager and tasks
         /// that requested an exemption.
-        kill: bool,
+        kill_tasks: bool,
     },
     /// Migrates a task. → [`Reply::MigrationStarted`] immediately, or [`Reply::Migrated`] at the
     /// end of the migration if `wait` is set.
     Migrate {
         tid: Tid,
         /// Name of the target, or its host tid in hex as `t80000`.
-        to: String,
+        target: String,
         /// Cause that the resource manager reports; `None` if the calling task itself requests the
         /// migration.
         cause: Option<crate::migration::MigrationCause>,
-        /// True if the reply must be sent only at the end of the migration.
-        wait: bool,
+        /// True if the daemon must send the reply only at the end of the migration.
+        wait_for_end: bool,
     },
     /// Asks which hosts would accept a task; nothing changes. → [`Reply::MigrationTargets`]
     FindMigrationTargets {
         tid: Tid,
         /// Restricts the query to this host: its name, or its host tid in hex as `t80000`.
-        to: Option<String>,
+        target: Option<String>,
     },
     /// Sets the permissions of guests on the host of the calling task, which is a load watcher or
     /// another owner agent. → [`Reply::Done`]
@@ -339,8 +340,8 @@ pub enum Request {
     Events {
         /// Number of the first event to return.
         first_number: u64,
-        /// Largest number of events to return.
-        limit: u32,
+        /// Maximum number of events to return.
+        events_max: u32,
     },
     /// Requests a message for every new event. The body of such a message is an [`Event`] in
     /// postcard, as raw bytes. → [`Reply::Done`]
@@ -358,7 +359,7 @@ pub enum Request {
     /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
     DebugQuery(Vec<i32>),
     /// Asks whether control groups or signals stop the guests of this host. → [`Reply::Freezer`]
-    Freezer,
+    QueryFreezer,
     /// Checkpoints all tasks of a job at one moment. → [`Reply::Checkpointed`]
     Checkpoint {
         /// First task of the job. The job consists of this task and all its descendants.
@@ -366,12 +367,12 @@ pub enum Request {
         /// Schedule of further checkpoints; `None` leaves the schedule unchanged. With a schedule,
         /// the job is restarted from its newest checkpoint when a host is lost.
         schedule: Option<CheckpointSchedule>,
-        /// True to end the job's tasks when the checkpoint is complete, wherever they run then; the
-        /// job can be restarted from the checkpoint. If the checkpoint fails, the tasks continue.
+        /// True to end the job's tasks on all hosts when the checkpoint is complete. The job can
+        /// later be restarted from the checkpoint. If the checkpoint fails, the tasks continue.
         end_job: bool,
-        /// True if the reply must be sent when the checkpoint has ended. Otherwise [`Reply::Done`]
-        /// is sent immediately, and the event log reports the outcome.
-        wait: bool,
+        /// True if the daemon must send the reply when the checkpoint has ended. Otherwise it sends
+        /// [`Reply::Done`] immediately, and the event log reports the outcome.
+        wait_for_end: bool,
     },
     /// Lists the checkpoints in the store. → [`Reply::Checkpoints`]
     ListCheckpoints,
@@ -382,9 +383,9 @@ pub enum Request {
         /// Names of the hosts on which the tasks are started. If empty, each task starts on the
         /// host on which it ran, or on another host if that is impossible.
         host_names: Vec<String>,
-        /// True if the reply must be sent when the restart has ended. Otherwise [`Reply::Done`] is
-        /// sent immediately, and the event log reports the outcome.
-        wait: bool,
+        /// True if the daemon must send the reply when the restart has ended. Otherwise it sends
+        /// [`Reply::Done`] immediately, and the event log reports the outcome.
+        wait_for_end: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {
@@ -392,12 +393,12 @@ pub enum Request {
         /// True to remove also selected checkpoints that other virtual machines made.
         include_foreign: bool,
     },
-    /// The program is about to exit. An earlier migration had asked it to exit and was cancelled.
-    /// If the daemon can still accept the exit as the requested one, it sends a
-    /// [`ToTask::PrepareExit`] before the reply. → [`Reply::Done`]
-    AboutToExit,
-    /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`], or [`Reply::Failed`]
-    /// if the task that granted the lease is not the resource manager any more
+    /// Announces that the program is about to exit, because a migration that is cancelled by now
+    /// had asked the program to exit. If the daemon can still accept the exit as a requested one,
+    /// it sends a [`ToTask::PrepareExit`] before the reply. → [`Reply::Done`]
+    AnnounceExit,
+    /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`]; [`Reply::Failed`] if
+    /// the task that granted the lease is no longer the resource manager
     SpawnLeased {
         request: SpawnRequest,
         lease: LeasedSpawn,
@@ -409,9 +410,9 @@ pub enum Request {
 pub struct MigrationReport {
     pub id: MigrationId,
     /// Size of the images, in bytes.
-    pub bytes: u64,
+    pub image_bytes: u64,
     /// Time for which the task was stopped.
-    pub frozen: Micros,
+    pub frozen_time: Micros,
     pub engine: Engine,
 }
 
@@ -436,7 +437,7 @@ pub enum Reply {
     Rm {
         /// The previous resource manager, which `pvm_reg_rm` returns; [`Tid::NONE`] if there was
         /// none.
-        previous: Tid,
+        previous_rm: Tid,
     },
     /// A message from the mailbox.
     Mailbox(Message),
@@ -459,7 +460,8 @@ pub enum Reply {
     Events(Vec<Event>),
     /// True if the task provides the service from now on; false if it has stopped providing it.
     Serving(bool),
-    Numbers(Vec<i32>),
+    /// Results of [`Request::DebugQuery`].
+    DebugValues(Vec<i32>),
     /// Result of the completed checkpoint, or the reason why it failed.
     Checkpointed(Result<CheckpointReport, CheckpointFailure>),
     /// The checkpoints in the store, oldest first.
@@ -475,10 +477,10 @@ pub enum Reply {
 
 /// Error of a failed migration; the task continues at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{step} failed: {why}")]
+#[error("{step} failed: {failure}")]
 pub struct MigrationError {
     pub step: Step,
-    pub why: Failure,
+    pub failure: Failure,
 }
 
 /// Information for the library of a task that the daemon has accepted.
@@ -489,27 +491,29 @@ pub struct Welcome {
     /// parent requested not to be known.
     pub parent: Tid,
     pub host: HostId,
-    /// Addresses of this host on which the task may listen for direct routes, most useful first.
+    /// Addresses of this host on which the task may listen for direct routes, in order of
+    /// preference.
     pub addresses: Vec<IpAddr>,
     pub rm: Option<RmInfo>,
-    pub output: Sink,
-    pub trace: Sink,
+    pub output_sink: Sink,
+    pub trace_sink: Sink,
     /// Data signature of the host.
     pub dsig: i32,
-    /// True if the task was spawned. The daemon collects the standard output of such a task.
+    /// True if the task was spawned. The daemon collects the standard output of spawned tasks.
     pub spawned: bool,
     /// Settings of the tracer; set if the task's trace records are sent to the tracer because the
     /// task has no other destination.
-    pub tracer: Option<TracerSettings>,
-    /// Set if the process was restored from a checkpoint and this is the first welcome since then.
-    pub restart: Option<RestartInfo>,
+    pub tracer_settings: Option<TracerSettings>,
+    /// Set if the process was restored from a checkpoint and this is the first welcome since the
+    /// restart.
+    pub restart_info: Option<RestartInfo>,
     /// Set if the process replaces an earlier process of the same task and this is its first
     /// welcome.
     pub handoff: Option<Box<ProcessHandoff>>,
 }
 
-/// Information for a library whose process replaces a process that has exited. The frames that the
-/// old process had sent follow the welcome; their source is the task itself.
+/// Information for the library of a process that replaces an exited process of the same task. The
+/// frames that the exited process had sent follow the welcome; their source is the task itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessHandoff {
     /// Incarnation for links that the process creates.
@@ -524,7 +528,7 @@ pub struct ProcessHandoff {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartInfo {
     /// The tasks that were restarted together with this task, and their incarnation.
-    pub group: RestartGroup,
+    pub restart_group: RestartGroup,
     /// Requests without a reply that the library must send again, because the original requests
     /// will not be answered.
     pub requests_to_repeat: Vec<RequestId>,
@@ -543,8 +547,8 @@ pub enum ToDaemon {
     },
     /// A PVM message to the address of a daemon (`SM_*`).
     Message(Message),
-    /// The task has no connection out of its process any more; the socket closes after this frame.
-    /// All earlier frames of the library precede this frame on the socket.
+    /// The library has closed all connections out of the process; the socket closes after this
+    /// frame. All earlier frames of the library precede this frame on the socket.
     Quiesced {
         migration: MigrationId,
         /// Position up to which the task has sent on each link.
@@ -563,15 +567,15 @@ pub enum ToDaemon {
         incarnation: u16,
         /// State of each link.
         links: Vec<LinkState>,
-        /// Notifications that the library has not delivered because earlier messages of a peer have
-        /// not arrived: the position to wait for, and the notification.
+        /// Notifications that the library defers until earlier messages of a peer arrive. Each
+        /// entry contains the watermark to wait for and the notification.
         deferred_notifications: Vec<(SendWatermark, Message)>,
     },
     /// The task has handed off its state. From now on it may exit at any time without loss of
     /// messages.
     ReadyToExit { migration: MigrationId },
-    /// Answer to a [`ToTask::PrepareExit`] without a migration: the task continues, and an exit
-    /// would lose messages again.
+    /// Answer to a [`ToTask::PrepareExit`] without a migration: the task continues. As before the
+    /// handoff, an exit of the process would lose messages.
     ExitCancelled {
         /// The migration of the earlier [`ToTask::PrepareExit`].
         migration: MigrationId,
@@ -579,7 +583,7 @@ pub enum ToDaemon {
     /// A message to another task about a route between the two tasks.
     Route {
         /// The task that receives the message.
-        to: Tid,
+        receiver: Tid,
         /// The message; its descriptors are passed with the frame.
         message: RouteMsg,
     },
@@ -597,26 +601,28 @@ pub enum ToTask {
     },
     /// The reply to a request.
     Reply { id: RequestId, reply: Reply },
-    /// A message created by a daemon. If `after` is set, the library delivers the message only
-    /// after it has received everything up to that position, or when the link to that peer has
-    /// ended. Thereby a notification of an exit follows the last message of the task that exited.
+    /// A message created by a daemon. If `deliver_after` is set, the library delivers the message
+    /// only after it has received everything up to that watermark, or after the link to the
+    /// watermark's peer has ended. A notification of an exit is thus delivered after the last
+    /// message of the exited task.
     Deliver {
         message: Message,
-        /// Position that must be reached before the delivery.
+        /// Watermark that must be reached before the delivery; `None` for immediate delivery.
         deliver_after: Option<SendWatermark>,
     },
-    /// The task with this tid has ended or never existed: messages retained for it can be dropped.
+    /// The task with this tid has ended or never existed; messages retained for this task can be
+    /// dropped.
     PeerGone { tid: Tid },
-    /// The task with this tid has migrated: frames in flight to it may be lost.
+    /// The task with this tid has migrated; frames in flight to this task may be lost.
     PeerMigrated { tid: Tid },
     /// The resource manager changed or died.
     RmChanged {
         /// The new resource manager; `None` if the virtual machine has none now.
         rm: Option<RmInfo>,
     },
-    /// The program will be asked to exit, for a restart. Messages that other tasks send from now on
-    /// are held back for the next process; only replies are delivered to this process. →
-    /// [`ToDaemon::Handoff`]
+    /// The daemon will ask the program to exit so that the program can be restarted. Messages that
+    /// other tasks send from now on are queued for the next process; only replies are delivered to
+    /// this process. → [`ToDaemon::Handoff`]
     PrepareExit {
         /// The migration that restarts the program. `None` cancels the earlier request, and
         /// messages are delivered again. → [`ToDaemon::ExitCancelled`]
@@ -628,12 +634,12 @@ pub enum ToTask {
     Quiesce {
         migration: MigrationId,
         /// Paths of the resume token at the source and at the target.
-        tokens: Vec<PathBuf>,
+        token_paths: Vec<PathBuf>,
     },
     /// A message from another task about a route between the two tasks.
     Route {
         /// The task that sent the message.
-        from: Tid,
+        sender: Tid,
         /// True if the sending task runs on the same host.
         same_host: bool,
         /// The message; its descriptors are passed with the frame.
@@ -647,7 +653,7 @@ pub const REDIRECT_BYTES_MAX: usize = 12 << 10;
 /// Address of a buffer of [`REDIRECT_BYTES_MAX`] bytes in a library's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedirectAddress {
-    /// Process id in the task's PID namespace; it is the same on all hosts.
+    /// Process id in the task's PID namespace, which is the same on all hosts.
     pub pid: i32,
     /// Address in the memory of that process.
     pub address: u64,
@@ -655,14 +661,14 @@ pub struct RedirectAddress {
 
 /// Replaces the paths of the resume token for which a quiesced library waits.
 ///
-/// A library that was stopped before its next location was known must not run to receive a message.
-/// Its daemon therefore writes the redirect into the memory of the stopped library: the length as
-/// eight bytes in native byte order, then this value in postcard.
+/// A stopped library cannot receive a message. If its next host becomes known only after the stop,
+/// its daemon writes the redirect into the memory of the stopped library: the length as eight bytes
+/// in native byte order, then this value in postcard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Redirect {
     pub migration: MigrationId,
     /// Paths of the resume token; one of these files will appear.
-    pub tokens: Vec<PathBuf>,
+    pub token_paths: Vec<PathBuf>,
 }
 
 impl Redirect {
@@ -671,11 +677,11 @@ impl Redirect {
     /// # Errors
     /// The encoding is longer than [`REDIRECT_BYTES_MAX`].
     pub fn encode(&self) -> Result<Vec<u8>, String> {
-        let text = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
-        let bytes: Vec<u8> = (text.len() as u64)
+        let encoded = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
+        let bytes: Vec<u8> = (encoded.len() as u64)
             .to_ne_bytes()
             .into_iter()
-            .chain(text.iter().copied())
+            .chain(encoded.iter().copied())
             .collect();
         if bytes.len() > REDIRECT_BYTES_MAX {
             return Err(format!(
@@ -695,5 +701,5 @@ pub struct ResumeToken {
     /// migration.
     pub migration: MigrationId,
     /// Path of the daemon's socket to which the library must connect.
-    pub socket: PathBuf,
+    pub socket_path: PathBuf,
 }

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StartTask {
+pub struct TaskStart {
     /// Tid of the new task.
     pub tid: Tid,
     /// Absolute path of the program.
@@ -26,7 +26,7 @@ pub struct StartTask {
     pub argv: Vec<Vec<u8>>,
     /// The complete environment of the task, as `NAME=value`.
     pub env: Vec<Vec<u8>>,
-    /// Working directory of the task. If it is not accessible, the task is not started.
+    /// Working directory of the task. If this directory is not accessible, the task is not started.
     pub working_dir: PathBuf,
     /// True if the task is bound to its host: it gets no PID namespace, so it can access other
     /// processes of the host, and it never migrates.
@@ -38,10 +38,10 @@ pub struct StartTask {
 pub struct TaskerCapabilities {
     /// True if each task gets a PID namespace.
     pub pid_namespaces: bool,
-    /// Version of the dump engine; on error the reason why no engine works, and how to install one.
-    pub engine: Result<String, String>,
-    /// `Ok` if control groups freeze paused tasks; otherwise the reason why signals stop them
-    /// instead.
+    /// `Ok`: version of the dump engine; `Err`: the reason why no engine works, and how to install
+    /// one.
+    pub engine_version: Result<String, String>,
+    /// `Ok` if control groups freeze paused tasks; `Err`: the reason why signals stop them instead.
     pub freezer: Result<(), String>,
 }
 
@@ -56,16 +56,16 @@ pub struct MemoryWrite {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpReport {
     /// Total size of the image files.
-    pub bytes: u64,
+    pub image_bytes: u64,
     /// Number of image files.
-    pub files: u32,
+    pub image_files: u32,
 }
 
 /// A request of the daemon to its tasker. The arrow names the report that answers it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
-    Start(StartTask),
+    Start(TaskStart),
     /// Send a signal to the task's process. No answer.
     ///
     /// While the task is stopped for a migration the signal is queued: it is delivered if the task
@@ -85,14 +85,14 @@ pub enum ToTasker {
         /// The engine, which determines how the process is asked and the agreed exit status.
         engine: Engine,
     },
-    /// Withdraw [`ToTasker::RequestExit`]: from now on an exit of the task ends the task.
+    /// Withdraw [`ToTasker::RequestExit`]: from now on the task ends when its process exits.
     WithdrawExitRequest { tid: Tid },
     /// Kill all processes of the task. → [`FromTasker::Exited`]
     Kill { tid: Tid },
     /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
     Inspect { migration: MigrationId, tid: Tid },
-    /// Check whether the task handles the signal by which it would be asked for its own checkpoint;
-    /// nothing changes. → [`FromTasker::SignalChecked`]
+    /// Check whether the task handles the signal that would request its own checkpoint; nothing
+    /// changes. → [`FromTasker::SignalChecked`]
     CheckSignal {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
@@ -130,18 +130,19 @@ pub enum ToTasker {
     /// migration controls the task, the pause is deferred.
     Pause {
         tid: Tid,
-        /// Time for which the task may still run before it is stopped.
-        run_for: Micros,
+        /// Time for which the task may still run before it is stopped again.
+        run_time: Micros,
     },
-    /// As [`ToTasker::Pause`], for a task that was stopped before its library had quiesced. If
-    /// possible, at first only the library's threads run. → [`FromTasker::Paused`], once
+    /// Like [`ToTasker::Pause`], for a task that was stopped before its library had quiesced. If
+    /// possible, only the library's threads run at first. → [`FromTasker::Paused`], once
     ResumeToQuiesce {
         tid: Tid,
         /// Time for which only the library's threads run. Afterwards the whole program runs,
         /// because it may hold locks that the library needs.
-        library_only_for: Micros,
-        /// Total time for which the task may run.
-        run_for: Micros,
+        library_run_time: Micros,
+        /// Time until the task is stopped again: `library_only_for` plus the time for which the
+        /// whole program may run.
+        run_time: Micros,
     },
     /// End a pause. The task is resumed unless a migration controls it. No answer.
     Resume { tid: Tid },
@@ -151,8 +152,8 @@ pub enum ToTasker {
     PreCopy {
         migration: MigrationId,
         tid: Tid,
-        /// Socket on which the daemon listens.
-        memory_socket: PathBuf,
+        /// Path of the socket on which the daemon listens for the memory connection.
+        memory_socket_path: PathBuf,
     },
     /// Source: stop the pre-copy; its result is not needed. No answer.
     StopPreCopy { migration: MigrationId },
@@ -160,8 +161,8 @@ pub enum ToTasker {
     /// will be requested. No answer except [`FromTasker::PreCopyLost`].
     ReceivePreCopy {
         migration: MigrationId,
-        /// Socket on which the daemon listens.
-        memory_socket: PathBuf,
+        /// Path of the socket on which the daemon listens for the memory connection.
+        memory_socket_path: PathBuf,
     },
     /// Stop all processes of the task. → [`FromTasker::Stopped`]
     Stop {
@@ -177,11 +178,11 @@ pub enum ToTasker {
         migration: MigrationId,
         tid: Tid,
         /// Directory for the images.
-        dir: PathBuf,
-        /// Socket on which the daemon listens, for post-copy: most memory stays in the stopped task
-        /// and is served on request, also after the task was killed. `None` if all memory must be
-        /// written into the directory.
-        memory_socket: Option<PathBuf>,
+        image_dir: PathBuf,
+        /// For post-copy, path of the socket on which the daemon listens for the memory connection.
+        /// Most memory stays in the stopped task and is served on request, also after the task was
+        /// killed. `None` if all memory must be written into the directory.
+        memory_socket_path: Option<PathBuf>,
     },
     /// The migration is aborted: end a running dump and resume the task. →
     /// [`FromTasker::MigrationAborted`]
@@ -195,35 +196,39 @@ pub enum ToTasker {
         migration: MigrationId,
         tid: Tid,
         /// Directory of the images.
-        dir: PathBuf,
+        image_dir: PathBuf,
         /// For a restart from a checkpoint: bytes to write into the memory of the restored task,
-        /// which redirect its library to this host. Files to which the task had appended since the
-        /// checkpoint are truncated.
+        /// which redirect its library to this host. If set, files to which the task had appended
+        /// since the checkpoint are also truncated.
         memory_write: Option<MemoryWrite>,
-        /// Socket on which the daemon listens, for post-copy: most memory must be requested over
-        /// it. → [`FromTasker::MemoryArrived`], after [`FromTasker::Running`], unless the task is
-        /// discarded
-        memory_socket: Option<PathBuf>,
+        /// For post-copy, path of the socket on which the daemon listens: most memory must be
+        /// requested over this socket. → [`FromTasker::MemoryArrived`], after
+        /// [`FromTasker::Running`], unless the task is discarded
+        memory_socket_path: Option<PathBuf>,
     },
     /// Start a program in place of a process that has exited on another host; the new process stays
     /// stopped. → [`FromTasker::Restored`]
     PrepareRestart {
         migration: MigrationId,
         /// The program to start.
-        start: StartTask,
+        start: TaskStart,
     },
     /// Run the restored task. → [`FromTasker::Running`]
     Run {
         migration: MigrationId,
-        /// Resources that the task used on other hosts; [`FromTasker::Exited`] reports the sum.
-        used: Usage,
+        /// Resources that the task used on other hosts. [`FromTasker::Exited`] reports the sum of
+        /// these resources and the resources used on this host.
+        earlier_usage: Usage,
         /// True if the migration is complete but the task must stay paused until
         /// [`ToTasker::Resume`].
-        paused: bool,
+        stays_paused: bool,
     },
     /// The missing memory of a post-copied task will not arrive, so the task must not continue. →
     /// [`FromTasker::MemoryArrived`] or [`FromTasker::Restored`]
-    MemoryLost { migration: MigrationId, why: String },
+    MemoryLost {
+        migration: MigrationId,
+        reason: String,
+    },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard { migration: MigrationId },
 }
@@ -231,8 +236,8 @@ pub enum ToTasker {
 /// A report of the tasker to its daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromTasker {
-    /// Must be the first message. It is sent again if a later test of the engine fails; the test
-    /// performs a real dump and restore in the background.
+    /// The capabilities of the tasker. Must be the first message, and is sent again if a later test
+    /// of the engine fails. The test performs a real dump and restore in the background.
     Ready(TaskerCapabilities),
     Started {
         tid: Tid,
@@ -243,16 +248,17 @@ pub enum FromTasker {
     StartFailed {
         tid: Tid,
         /// The failed operation and the reason.
-        why: String,
+        reason: String,
     },
-    /// From now on an exit of the program counts as requested. If the engine asks by a message, the
-    /// daemon must send the message.
+    /// From now on an exit of the program counts as requested. If the engine asks the program by a
+    /// message, the daemon must send this message.
     ExitExpected { tid: Tid },
-    /// The program was not asked to exit, because it would not handle the request.
+    /// The tasker did not ask the program to exit, because the program would not handle the
+    /// request.
     ExitNotRequested {
         tid: Tid,
         /// The reason in one sentence.
-        why: String,
+        reason: String,
     },
     /// Bytes that the task has written to standard output or standard error.
     Output {
@@ -266,7 +272,7 @@ pub enum FromTasker {
         /// Wait status of the process.
         status: i32,
         /// Resources that the task used, on this host and earlier ones.
-        used: Usage,
+        usage: Usage,
     },
     /// The task's properties, or the reason why the task cannot migrate to any host.
     ///
@@ -284,7 +290,8 @@ pub enum FromTasker {
     SignalChecked {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
-        /// True if the signal would not only end the task, as far as the tasker can determine.
+        /// True if the task handles the signal, as far as the tasker can determine; false if the
+        /// signal would only end the task.
         handles_signal: bool,
     },
     /// The target's verdict; an empty verdict accepts the task.
@@ -308,8 +315,8 @@ pub enum FromTasker {
     },
     /// The task is paused: none of its processes runs.
     Paused { tid: Tid },
-    /// Pre-copy has ended. The result is the number of bytes at the target, or the reason why none
-    /// of them are usable.
+    /// Pre-copy has ended. `Ok` contains the number of bytes at the target; `Err` the reason why
+    /// none of these bytes are usable.
     PreCopied {
         migration: MigrationId,
         result: Result<u64, Failure>,
@@ -317,7 +324,7 @@ pub enum FromTasker {
     /// Target: the pre-copied memory is lost or not usable.
     PreCopyLost {
         migration: MigrationId,
-        why: Failure,
+        failure: Failure,
     },
     /// All processes of the task have stopped.
     Stopped {
@@ -332,17 +339,17 @@ pub enum FromTasker {
     /// The task continues on this host.
     MigrationAborted { migration: MigrationId },
     /// The source's copy is killed and reaped.
-    SourceGone {
+    SourceKilled {
         migration: MigrationId,
         /// Resources that the task used, on this host and earlier ones.
-        used: Usage,
+        usage: Usage,
     },
     /// The restore has ended. On failure everything that was restored has been discarded. A failure
     /// may follow a success, if the engine's process that controls the restored task dies before
     /// [`ToTasker::Run`].
     Restored {
         migration: MigrationId,
-        /// Process id of the restored task.
+        /// Process id of the restored task, or the reason of the failure.
         result: Result<i32, Failure>,
     },
     /// The restored task runs, or could not be started.

@@ -9,16 +9,20 @@ pub fn truncate(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
-/// Returns the line number, from 1, of the byte at offset `at`.
-pub fn line_number(text: &str, at: usize) -> usize {
-    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
+/// Returns the line number, from 1, of the byte at offset `offset`.
+pub fn line_number(text: &str, offset: usize) -> usize {
+    text.bytes()
+        .take(offset)
+        .filter(|byte| *byte == b'\n')
+        .count()
+        + 1
 }
 
 /// Splits a memory size such as `4G` into the text of the number and the binary shift of its unit;
 /// the shift is 0 without a unit. Returns `None` for an empty text.
 pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
-    let last = text.chars().last()?;
-    let shift = match last.to_ascii_uppercase() {
+    let suffix = text.chars().last()?;
+    let shift = match suffix.to_ascii_uppercase() {
         'K' => 10,
         'M' => 20,
         'G' => 30,
@@ -26,7 +30,7 @@ pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
         _ => 0,
     };
     let number = if shift > 0 {
-        &text[..text.len() - last.len_utf8()]
+        &text[..text.len() - suffix.len_utf8()]
     } else {
         text
     };

@@ -18,9 +18,9 @@ pub const VALUES_MARKERS: [i32; 2] = [-7, -8];
 /// Marker after a user-defined event.
 pub const USER_EVENT_END_MARKER: i32 = -10;
 
-/// Number that is added to an event's number in the record of the begin of a call.
+/// Offset that is added to an event's number in the record that marks the start of a call.
 pub const EVENT_ENTRY_OFFSET: i32 = 0x4000;
-/// Number that is added to an event's number in the record of the end of a call.
+/// Offset that is added to an event's number in the record that marks the end of a call.
 pub const EVENT_EXIT_OFFSET: i32 = 0x8000;
 
 /// Number and name of the event of a task that has started or connected.
@@ -56,16 +56,18 @@ pub const ITEM_NAMES: [&CStr; 123] = [
 /// # Panics
 /// The name is unknown; names are constants of the program.
 pub fn item_number(name: &str) -> i32 {
-    let at = ITEM_NAMES
+    let index = ITEM_NAMES
         .iter()
-        .position(|known| known.to_bytes() == name.as_bytes());
-    at.unwrap_or_else(|| panic!("{name} is not a trace record item")) as i32
+        .position(|item_name| item_name.to_bytes() == name.as_bytes());
+    index.unwrap_or_else(|| panic!("{name} is not a trace record item")) as i32
 }
 
-/// True if a mask, encoded as in `PVMTMASK`, selects the event with this number.
+/// True if `mask`, encoded as in `PVMTMASK`, selects the event with this number.
 pub fn mask_selects(mask: &[u8], event: i32) -> bool {
-    let place = usize::try_from(event / 4).ok().and_then(|at| mask.get(at));
-    place.is_some_and(|byte| byte & 1 << (event & 3) != 0)
+    let mask_byte = usize::try_from(event / 4)
+        .ok()
+        .and_then(|byte_index| mask.get(byte_index));
+    mask_byte.is_some_and(|byte| byte & 1 << (event & 3) != 0)
 }
 
 /// The value of a record's item.
@@ -108,9 +110,9 @@ pub fn ints_item(name: &'static str, value: Vec<i32>) -> TraceItem {
     }
 }
 
-/// Returns the items with which every record begins: the time (seconds and microseconds) and the
+/// Returns the items with which every record begins: the time (in seconds and microseconds) and the
 /// tid.
-pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
+pub fn record_head_items(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
     vec![
         int_item("TS", seconds),
         int_item("TU", micros),
@@ -120,54 +122,56 @@ pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
 
 /// Packs the table of item numbers and names, which a tracer receives before all records.
 pub fn pack_item_table(out: &mut Packer) {
-    out.int(ITEM_TABLE_MARKERS[0]);
+    out.pack_int(ITEM_TABLE_MARKERS[0]);
     for (number, name) in ITEM_NAMES.iter().enumerate() {
-        out.int(number as i32)
-            .str(name.to_bytes())
-            .str(name.to_bytes());
+        out.pack_int(number as i32)
+            .pack_str(name.to_bytes())
+            .pack_str(name.to_bytes());
     }
-    out.int(ITEM_TABLE_MARKERS[1]);
+    out.pack_int(ITEM_TABLE_MARKERS[1]);
 }
 
-/// Packs a record. If `name` is set, the record contains this event name and the names and types of
+/// Packs a record. If `event_name` is set, the record contains this event name and the names and types of
 /// its items.
-pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[TraceItem]) {
-    let [begin, end] = if name.is_some() {
+pub fn pack_record(out: &mut Packer, event: i32, event_name: Option<&str>, items: &[TraceItem]) {
+    let [begin, end] = if event_name.is_some() {
         SELF_DESCRIBING_MARKERS
     } else {
         VALUES_MARKERS
     };
-    out.int(begin).int(event);
-    if let Some(name) = name {
-        out.str(name.as_bytes());
+    out.pack_int(begin).pack_int(event);
+    if let Some(event_name) = event_name {
+        out.pack_str(event_name.as_bytes());
     }
     for item in items {
-        if name.is_some() {
-            let kind = match &item.value {
+        if event_name.is_some() {
+            let item_type = match &item.value {
                 TraceValue::Int(_) => TYPE_INT,
                 TraceValue::Long(_) => TYPE_LONG,
                 TraceValue::Text(_) => TYPE_TEXT,
                 TraceValue::Ints(_) => TYPE_INT | LIST_FLAG,
                 TraceValue::Texts(_) => TYPE_TEXT | LIST_FLAG,
             };
-            out.int(item_number(item.name)).int(kind);
+            out.pack_int(item_number(item.name)).pack_int(item_type);
         }
         match &item.value {
-            TraceValue::Int(value) => out.int(*value),
-            TraceValue::Long(value) => out.items([*value]),
-            TraceValue::Text(value) => out.str(value),
-            TraceValue::Ints(values) => out.int(values.len() as i32).items(values.iter().copied()),
-            TraceValue::Texts(values) => out.strs(values),
+            TraceValue::Int(value) => out.pack_int(*value),
+            TraceValue::Long(value) => out.pack_items([*value]),
+            TraceValue::Text(value) => out.pack_str(value),
+            TraceValue::Ints(values) => out
+                .pack_int(values.len() as i32)
+                .pack_items(values.iter().copied()),
+            TraceValue::Texts(values) => out.pack_strs(values),
         };
     }
-    out.int(end);
+    out.pack_int(end);
 }
 
 /// Packs buffered records, already encoded, between the group markers.
 pub fn pack_group(out: &mut Packer, records: &[u8]) {
-    out.int(GROUP_MARKERS[0])
+    out.pack_int(GROUP_MARKERS[0])
         .append_encoded(records)
-        .int(GROUP_MARKERS[1]);
+        .pack_int(GROUP_MARKERS[1]);
 }
 
 #[cfg(test)]
@@ -177,7 +181,7 @@ mod tests {
 
     #[test]
     fn record_describes_itself_only_with_a_name() {
-        let mut items = record_head(1, 2, 0x40001);
+        let mut items = record_head_items(1, 2, 0x40001);
         items.extend([
             int_item("CC", -2),
             ints_item("STL", vec![7]),
@@ -186,30 +190,48 @@ mod tests {
         let mut out = Packer::new(Encoding::Xdr);
         pack_record(&mut out, 52 | EVENT_EXIT_OFFSET, Some("spawn"), &items);
         pack_record(&mut out, 52 | EVENT_EXIT_OFFSET, None, &items);
-        let mut body = Unpacker::xdr(out.finish());
-        let mut next = || body.int().expect("an int");
-        assert_eq!([next(), next()], [-5, 0x8034]);
-        assert_eq!(body.string().as_deref(), Ok("spawn"));
-        let mut next = || body.int().expect("an int");
-        assert_eq!([next(), next(), next()], [106, 6, 1]);
+        let mut unpacker = Unpacker::new_xdr(out.finish());
+        let mut next_int = || unpacker.read_int().expect("an int");
+        assert_eq!([next_int(), next_int()], [-5, 0x8034]);
+        assert_eq!(unpacker.read_string().as_deref(), Ok("spawn"));
+        let mut next_int = || unpacker.read_int().expect("an int");
+        assert_eq!([next_int(), next_int(), next_int()], [106, 6, 1]);
         assert_eq!(
-            [next(), next(), next(), next(), next(), next()],
+            [
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int()
+            ],
             [107, 6, 2, 88, 6, 0x40001]
         );
         assert_eq!(
-            [next(), next(), next(), next(), next(), next(), next()],
+            [
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int(),
+                next_int()
+            ],
             [4, 6, -2, 86, 134, 1, 7]
         );
-        assert_eq!([next(), next()], [84, 12]);
-        assert_eq!(body.string().as_deref(), Ok("h2"));
-        let mut next = || body.int().expect("an int");
-        assert_eq!([next(), next(), next(), next()], [-6, -7, 0x8034, 1]);
+        assert_eq!([next_int(), next_int()], [84, 12]);
+        assert_eq!(unpacker.read_string().as_deref(), Ok("h2"));
+        let mut next_int = || unpacker.read_int().expect("an int");
         assert_eq!(
-            [next(), next(), next(), next(), next()],
+            [next_int(), next_int(), next_int(), next_int()],
+            [-6, -7, 0x8034, 1]
+        );
+        assert_eq!(
+            [next_int(), next_int(), next_int(), next_int(), next_int()],
             [2, 0x40001, -2, 1, 7]
         );
-        assert_eq!(body.string().as_deref(), Ok("h2"));
-        assert_eq!((body.int(), body.remaining()), (Ok(-8), 0));
+        assert_eq!(unpacker.read_string().as_deref(), Ok("h2"));
+        assert_eq!((unpacker.read_int(), unpacker.remaining()), (Ok(-8), 0));
     }
 
     #[test]

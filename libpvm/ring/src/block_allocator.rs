@@ -1,5 +1,5 @@
-//! Allocator for the blocks of a shared pool. It uses the first free range that is long enough, so
-//! that recently used memory is reused.
+//! Allocator for the blocks of a shared pool. It allocates from the first free range that is long
+//! enough, so that recently used memory is reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,23 +14,23 @@ pub struct Block {
     pub len: usize,
 }
 
-/// State of a pool: the free ranges, and the number of users of each allocated block. Both maps
-/// have offsets as keys.
+/// State of a pool. `free_ranges` contains the length of each free range, `user_counts` the number
+/// of users of each allocated block. Both maps have offsets as keys.
 #[derive(Debug)]
 pub struct BlockAllocator {
     free_ranges: BTreeMap<usize, usize>,
     user_counts: BTreeMap<usize, u32>,
-    /// Offsets of the blocks that a user will never release.
+    /// Offsets of the blocks that at least one user will never release.
     abandoned_offsets: BTreeSet<usize>,
     abandoned_bytes: usize,
 }
 
 impl BlockAllocator {
-    /// Creates an allocator for a pool of `bytes` bytes.
-    pub fn new(bytes: usize) -> BlockAllocator {
-        let free = BTreeMap::from([(0, bytes)]);
-        BlockAllocator {
-            free_ranges: free,
+    /// Creates an allocator for a pool of `pool_bytes` bytes.
+    pub fn new(pool_bytes: usize) -> Self {
+        let free_ranges = BTreeMap::from([(0, pool_bytes)]);
+        Self {
+            free_ranges,
             user_counts: BTreeMap::new(),
             abandoned_offsets: BTreeSet::new(),
             abandoned_bytes: 0,
@@ -39,11 +39,15 @@ impl BlockAllocator {
 
     /// Allocates a block with one user; `None` if no free range is long enough.
     pub fn allocate(&mut self, len: usize) -> Option<Block> {
-        let need = len.checked_next_multiple_of(BLOCK_ALIGN)?.max(BLOCK_ALIGN);
-        let (&offset, &room) = self.free_ranges.iter().find(|(_, room)| **room >= need)?;
+        let needed_bytes = len.checked_next_multiple_of(BLOCK_ALIGN)?.max(BLOCK_ALIGN);
+        let (&offset, &range_bytes) = self
+            .free_ranges
+            .iter()
+            .find(|(_, range_bytes)| **range_bytes >= needed_bytes)?;
         self.free_ranges.remove(&offset);
-        if room > need {
-            self.free_ranges.insert(offset + need, room - need);
+        if range_bytes > needed_bytes {
+            self.free_ranges
+                .insert(offset + needed_bytes, range_bytes - needed_bytes);
         }
         self.user_counts.insert(offset, 1);
         Some(Block { offset, len })
@@ -59,29 +63,30 @@ impl BlockAllocator {
 
     /// Removes a user of a block. The block is freed when its last user is removed.
     pub fn release(&mut self, block: Block) {
-        let users = self
+        let user_count = self
             .user_counts
             .get_mut(&block.offset)
             .expect("a part in use");
-        *users -= 1;
-        if *users > 0 {
+        *user_count -= 1;
+        if *user_count > 0 {
             return;
         }
         self.user_counts.remove(&block.offset);
-        let (mut offset, mut room) = (
+        let (mut offset, mut free_bytes) = (
             block.offset,
             block.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN),
         );
-        if let Some((&before, &its)) = self.free_ranges.range(..offset).next_back()
-            && before + its == offset
+        if let Some((&preceding_offset, &neighbor_bytes)) =
+            self.free_ranges.range(..offset).next_back()
+            && preceding_offset + neighbor_bytes == offset
         {
-            self.free_ranges.remove(&before);
-            (offset, room) = (before, its + room);
+            self.free_ranges.remove(&preceding_offset);
+            (offset, free_bytes) = (preceding_offset, neighbor_bytes + free_bytes);
         }
-        if let Some(its) = self.free_ranges.remove(&(offset + room)) {
-            room += its;
+        if let Some(neighbor_bytes) = self.free_ranges.remove(&(offset + free_bytes)) {
+            free_bytes += neighbor_bytes;
         }
-        self.free_ranges.insert(offset, room);
+        self.free_ranges.insert(offset, free_bytes);
     }
 
     /// Records that a user will never release the block. The block stays allocated forever.
@@ -97,7 +102,7 @@ impl BlockAllocator {
         self.abandoned_bytes
     }
 
-    pub fn allocated_blocks(&self) -> usize {
+    pub fn allocated_block_count(&self) -> usize {
         self.user_counts.len()
     }
 }
@@ -108,80 +113,85 @@ mod tests {
 
     #[test]
     fn blocks_never_overlap_and_all_are_freed() {
-        let (mut blocks, mut taken) = (BlockAllocator::new(1 << 20), Vec::<(Block, u32)>::new());
+        let (mut allocator, mut allocated) =
+            (BlockAllocator::new(1 << 20), Vec::<(Block, u32)>::new());
         let mut seed = 5u64;
         for _ in 0..20_000 {
             seed = seed
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            let dice = (seed >> 33) as usize;
-            match dice % 3 {
+            let random_number = (seed >> 33) as usize;
+            match random_number % 3 {
                 0 => {
-                    if let Some(block) = blocks.allocate(dice / 3 % 100_000) {
+                    if let Some(block) = allocator.allocate(random_number / 3 % 100_000) {
                         let end = |block: &Block| block.offset + block.len;
-                        let apart = |other: &Block| {
+                        let is_disjoint = |other: &Block| {
                             end(other) <= block.offset || end(&block) <= other.offset
                         };
                         assert!(
-                            end(&block) <= 1 << 20 && taken.iter().all(|(other, _)| apart(other))
+                            end(&block) <= 1 << 20
+                                && allocated.iter().all(|(other, _)| is_disjoint(other))
                         );
-                        taken.push((block, 1));
+                        allocated.push((block, 1));
                     }
                 }
-                1 if !taken.is_empty() => {
-                    let i = dice / 3 % taken.len();
-                    blocks.add_user(taken[i].0);
-                    taken[i].1 += 1;
+                1 if !allocated.is_empty() => {
+                    let i = random_number / 3 % allocated.len();
+                    allocator.add_user(allocated[i].0);
+                    allocated[i].1 += 1;
                 }
-                _ if !taken.is_empty() => {
-                    let i = dice / 3 % taken.len();
-                    blocks.release(taken[i].0);
-                    taken[i].1 -= 1;
-                    if taken[i].1 == 0 {
-                        taken.swap_remove(i);
+                _ if !allocated.is_empty() => {
+                    let i = random_number / 3 % allocated.len();
+                    allocator.release(allocated[i].0);
+                    allocated[i].1 -= 1;
+                    if allocated[i].1 == 0 {
+                        allocated.swap_remove(i);
                     }
                 }
                 _ => {}
             }
         }
-        for (block, users) in taken {
-            (0..users).for_each(|_| blocks.release(block));
+        for (block, users) in allocated {
+            (0..users).for_each(|_| allocator.release(block));
         }
-        assert_eq!(blocks.allocated_blocks(), 0);
+        assert_eq!(allocator.allocated_block_count(), 0);
         assert_eq!(
-            blocks.allocate(1 << 20),
+            allocator.allocate(1 << 20),
             Some(Block {
                 offset: 0,
                 len: 1 << 20
             })
         );
-        assert_eq!(blocks.allocate(1), None);
+        assert_eq!(allocator.allocate(1), None);
     }
 
     #[test]
     fn block_abandoned_repeatedly_is_lost_once() {
-        let mut blocks = BlockAllocator::new(1 << 20);
-        let block = blocks.allocate(10_000).expect("room");
-        (0..4).for_each(|_| blocks.add_user(block));
-        (0..3).for_each(|_| blocks.abandon(block));
-        (0..2).for_each(|_| blocks.release(block));
+        let mut allocator = BlockAllocator::new(1 << 20);
+        let block = allocator.allocate(10_000).expect("room");
+        (0..4).for_each(|_| allocator.add_user(block));
+        (0..3).for_each(|_| allocator.abandon(block));
+        (0..2).for_each(|_| allocator.release(block));
         assert_eq!(
-            (blocks.abandoned_bytes(), blocks.allocated_blocks()),
+            (
+                allocator.abandoned_bytes(),
+                allocator.allocated_block_count()
+            ),
             (10_000, 1)
         );
         assert_eq!(
-            blocks.allocate(10_000).map(|block| block.offset),
+            allocator.allocate(10_000).map(|block| block.offset),
             Some(12_288)
         );
     }
 
     #[test]
     fn first_free_range_is_reused() {
-        let mut blocks = BlockAllocator::new(1 << 20);
-        let first = blocks.allocate(10_000).expect("room");
-        let second = blocks.allocate(10_000).expect("room");
-        blocks.release(first);
-        assert_eq!(blocks.allocate(5_000).map(|block| block.offset), Some(0));
-        assert_eq!(second.offset, 12_288);
+        let mut allocator = BlockAllocator::new(1 << 20);
+        let first_block = allocator.allocate(10_000).expect("room");
+        let second_block = allocator.allocate(10_000).expect("room");
+        allocator.release(first_block);
+        assert_eq!(allocator.allocate(5_000).map(|block| block.offset), Some(0));
+        assert_eq!(second_block.offset, 12_288);
     }
 }

@@ -4,18 +4,18 @@
 //! A writer sets the bit of its ring's slot and then checks for sleeping threads. A reader
 //! announces that it will sleep and then checks the bits again. Both execute a full fence between
 //! the two steps, so the reader sees the bit or the writer sees the sleeping thread. Bits may stay
-//! set for a while after their ring was emptied; then two tasks that exchange messages in turn do
-//! not write to this page at all.
+//! set for a while after their ring was emptied. As a result, two tasks that exchange messages in
+//! turn do not write to this page at all.
 //!
 //! Other tasks of the same user on the host write to the doorbell. A misbehaving task can delay the
-//! wake-ups of the owner, but not cause the loss of messages: the drainer thread checks all rings
-//! if it was not requested for a while, whatever the doorbell contains.
+//! wake-ups of the doorbell's owner, but cannot cause the loss of messages: the drainer thread
+//! checks all rings if it was not requested for a while, whatever the doorbell contains.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
 /// Number of slots, one for each ring of a task.
-pub const SLOTS_MAX: usize = 4096;
-const WORDS: usize = SLOTS_MAX / 64;
+pub const SLOT_COUNT: usize = 4096;
+const WORD_COUNT: usize = SLOT_COUNT / 64;
 
 /// The threads that a writer must wake after a notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,19 +36,19 @@ pub struct Doorbell {
     has_sleepers: AtomicU32,
     drainer_word: AtomicU32,
     notify_always: AtomicU32,
-    summary: CachePadded<AtomicU64>,
-    bits: [AtomicU64; WORDS],
+    summary_bits: CachePadded<AtomicU64>,
+    slot_bits: [AtomicU64; WORD_COUNT],
 }
 
 impl Default for Doorbell {
-    fn default() -> Doorbell {
-        Doorbell {
+    fn default() -> Self {
+        Self {
             sleep_word: AtomicU32::new(0),
             has_sleepers: AtomicU32::new(0),
             drainer_word: AtomicU32::new(0),
             notify_always: AtomicU32::new(0),
-            summary: CachePadded::default(),
-            bits: std::array::from_fn(|_| AtomicU64::new(0)),
+            summary_bits: CachePadded::default(),
+            slot_bits: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }
 }
@@ -59,20 +59,20 @@ impl Doorbell {
         &self.sleep_word
     }
 
-    /// Futex word of the drainer thread: the thread sleeps while the value is 0.
+    /// Futex word of the drainer thread, which sleeps while the value is 0.
     pub fn drainer_word(&self) -> &AtomicU32 {
         &self.drainer_word
     }
 
     /// Notifies the reader after a write to the ring of this slot. Returns the threads to wake. If
-    /// `urgent` is true and no reader sleeps, the drainer thread is requested.
+    /// `is_urgent` is true and no reader sleeps, the drainer thread is requested.
     #[inline]
-    pub fn notify(&self, slot: usize, urgent: bool) -> WakeTarget {
+    pub fn notify(&self, slot: usize, is_urgent: bool) -> WakeTarget {
         fence(Ordering::SeqCst);
-        let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
-        if self.bits[index].load(Ordering::Relaxed) & bit == 0 {
-            self.bits[index].fetch_or(bit, Ordering::SeqCst);
-            self.summary.0.fetch_or(1 << index, Ordering::SeqCst);
+        let (index, bit) = (slot / 64 % WORD_COUNT, 1 << (slot % 64));
+        if self.slot_bits[index].load(Ordering::Relaxed) & bit == 0 {
+            self.slot_bits[index].fetch_or(bit, Ordering::SeqCst);
+            self.summary_bits.0.fetch_or(1 << index, Ordering::SeqCst);
             // Either the thread that is about to sleep finds this bit, or this thread finds the
             // sleeping thread.
             fence(Ordering::SeqCst);
@@ -83,25 +83,26 @@ impl Doorbell {
             self.sleep_word.fetch_add(1, Ordering::SeqCst);
             return WakeTarget::Sleepers;
         }
-        if (urgent || self.notify_always.load(Ordering::Relaxed) != 0) && self.request_drainer() {
+        if (is_urgent || self.notify_always.load(Ordering::Relaxed) != 0) && self.request_drainer()
+        {
             WakeTarget::Drainer
         } else {
             WakeTarget::NoThread
         }
     }
 
-    /// Requests the drainer thread; true if it must be woken.
+    /// Requests the drainer thread. Returns true if the drainer thread must be woken.
     pub fn request_drainer(&self) -> bool {
         self.drainer_word.swap(1, Ordering::SeqCst) == 0
     }
 
-    /// True from a request for the drainer thread until the thread accepts the request.
+    /// True from a request for the drainer thread until the drainer thread accepts the request.
     pub fn is_drainer_requested(&self) -> bool {
         self.drainer_word.load(Ordering::SeqCst) != 0
     }
 
-    /// Clears the request for the drainer thread; called by that thread. It must check all rings
-    /// once more afterwards.
+    /// Clears the request for the drainer thread. Only the drainer thread calls this method, and it
+    /// must check all rings once more afterwards.
     pub fn accept_drainer_request(&self) {
         self.drainer_word.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -115,18 +116,18 @@ impl Doorbell {
         fence(Ordering::SeqCst);
     }
 
-    /// Returns the first word with a bit set, at index `from` or later: its index and its bits. Bit
-    /// `b` of word `i` belongs to slot `64 * i + b`.
+    /// Returns index and bits of the first word that has a bit set, at index `start_index` or later;
+    /// `None` if there is no such word. Bit `b` of word `i` belongs to slot `64 * i + b`.
     #[inline]
-    pub fn pending_words(&self, from: usize) -> Option<(usize, u64)> {
-        let mut summary = self.summary.0.load(Ordering::Acquire);
-        if from >= WORDS {
+    pub fn next_pending_word(&self, start_index: usize) -> Option<(usize, u64)> {
+        let mut summary = self.summary_bits.0.load(Ordering::Acquire);
+        if start_index >= WORD_COUNT {
             return None;
         }
-        summary &= u64::MAX << from;
+        summary &= u64::MAX << start_index;
         while summary != 0 {
             let index = summary.trailing_zeros() as usize;
-            let bits = self.bits[index].load(Ordering::Acquire);
+            let bits = self.slot_bits[index].load(Ordering::Acquire);
             if bits != 0 {
                 return Some((index, bits));
             }
@@ -136,13 +137,15 @@ impl Doorbell {
     }
 
     /// Clears the bit of a slot. The slot's ring must be checked once more afterwards.
-    pub fn clear(&self, slot: usize) {
-        let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
-        if self.bits[index].fetch_and(!bit, Ordering::SeqCst) & !bit == 0 {
-            self.summary.0.fetch_and(!(1 << index), Ordering::SeqCst);
+    pub fn clear_slot(&self, slot: usize) {
+        let (index, bit) = (slot / 64 % WORD_COUNT, 1 << (slot % 64));
+        if self.slot_bits[index].fetch_and(!bit, Ordering::SeqCst) & !bit == 0 {
+            self.summary_bits
+                .0
+                .fetch_and(!(1 << index), Ordering::SeqCst);
             fence(Ordering::SeqCst);
-            if self.bits[index].load(Ordering::SeqCst) != 0 {
-                self.summary.0.fetch_or(1 << index, Ordering::SeqCst);
+            if self.slot_bits[index].load(Ordering::SeqCst) != 0 {
+                self.summary_bits.0.fetch_or(1 << index, Ordering::SeqCst);
             }
         }
         fence(Ordering::SeqCst);
@@ -152,25 +155,30 @@ impl Doorbell {
     /// sleep only while the word has this value. All rings must be checked once more before the
     /// sleep.
     pub fn prepare_sleep(&self) -> u32 {
-        let seen = self.sleep_word.load(Ordering::SeqCst);
+        let word_value = self.sleep_word.load(Ordering::SeqCst);
         self.has_sleepers.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        seen
+        word_value
     }
 
-    /// Changes the futex word, so that threads that are about to sleep on it do not.
+    /// Changes the futex word, so that threads that are about to sleep on it stay awake.
     pub fn change_sleep_word(&self) {
         self.sleep_word.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Initializes this doorbell, which will replace `old` at the same address.
-    pub fn replace_from(&self, old: &Doorbell) {
+    /// Initializes this doorbell, which will replace `old_doorbell` at the same address.
+    pub fn init_from_predecessor(&self, old_doorbell: &Self) {
         self.sleep_word.store(
-            old.sleep_word.load(Ordering::SeqCst).wrapping_add(1),
+            old_doorbell
+                .sleep_word
+                .load(Ordering::SeqCst)
+                .wrapping_add(1),
             Ordering::SeqCst,
         );
-        self.notify_always
-            .store(old.notify_always.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.notify_always.store(
+            old_doorbell.notify_always.load(Ordering::SeqCst),
+            Ordering::SeqCst,
+        );
         // The changed word wakes the threads that sleep on the old doorbell. The drainer thread is
         // requested, so that it checks all rings.
         self.drainer_word.store(1, Ordering::SeqCst);
@@ -183,15 +191,16 @@ mod tests {
 
     #[test]
     fn slots_are_found_and_cleared_one_by_one() {
-        let bell = Doorbell::default();
+        let doorbell = Doorbell::default();
         for slot in [0, 63, 64, 4095] {
-            assert_eq!(bell.notify(slot, false), WakeTarget::NoThread);
+            assert_eq!(doorbell.notify(slot, false), WakeTarget::NoThread);
         }
-        let slots = |bell: &Doorbell| -> Vec<usize> {
-            let words = std::iter::successors(bell.pending_words(0), |(index, _)| {
-                bell.pending_words(index + 1)
-            });
-            words
+        let pending_slots = |doorbell: &Doorbell| -> Vec<usize> {
+            let pending_words =
+                std::iter::successors(doorbell.next_pending_word(0), |(index, _)| {
+                    doorbell.next_pending_word(index + 1)
+                });
+            pending_words
                 .flat_map(|(i, bits)| {
                     (0..64)
                         .filter(move |b| bits >> b & 1 == 1)
@@ -199,28 +208,30 @@ mod tests {
                 })
                 .collect()
         };
-        assert_eq!(slots(&bell), [0, 63, 64, 4095]);
-        bell.clear(63);
-        assert_eq!(slots(&bell), [0, 64, 4095]);
-        [0, 64, 4095].into_iter().for_each(|slot| bell.clear(slot));
-        assert_eq!(slots(&bell), [0; 0]);
+        assert_eq!(pending_slots(&doorbell), [0, 63, 64, 4095]);
+        doorbell.clear_slot(63);
+        assert_eq!(pending_slots(&doorbell), [0, 64, 4095]);
+        [0, 64, 4095]
+            .into_iter()
+            .for_each(|slot| doorbell.clear_slot(slot));
+        assert_eq!(pending_slots(&doorbell), [0; 0]);
     }
 
     #[test]
     fn sleepers_wake_once_and_drainer_on_request() {
-        let bell = Doorbell::default();
-        let seen = bell.prepare_sleep();
-        assert_eq!(bell.notify(5, true), WakeTarget::Sleepers);
-        assert_ne!(bell.sleep_word().load(Ordering::SeqCst), seen);
-        assert_eq!(bell.notify(5, true), WakeTarget::Drainer);
+        let doorbell = Doorbell::default();
+        let word_value = doorbell.prepare_sleep();
+        assert_eq!(doorbell.notify(5, true), WakeTarget::Sleepers);
+        assert_ne!(doorbell.sleep_word().load(Ordering::SeqCst), word_value);
+        assert_eq!(doorbell.notify(5, true), WakeTarget::Drainer);
         assert_eq!(
-            bell.notify(5, true),
+            doorbell.notify(5, true),
             WakeTarget::NoThread,
             "it has been called already"
         );
-        bell.accept_drainer_request();
-        assert_eq!(bell.notify(5, false), WakeTarget::NoThread);
-        bell.set_notify_always(true);
-        assert_eq!(bell.notify(5, false), WakeTarget::Drainer);
+        doorbell.accept_drainer_request();
+        assert_eq!(doorbell.notify(5, false), WakeTarget::NoThread);
+        doorbell.set_notify_always(true);
+        assert_eq!(doorbell.notify(5, false), WakeTarget::Drainer);
     }
 }

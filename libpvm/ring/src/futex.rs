@@ -4,13 +4,16 @@
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while the word has this value, at most until `timeout` has passed. May return early.
+/// Sleeps while the futex word has the value `value`, at most until `timeout` has passed; `None`
+/// means without a time limit. The call may return early.
 pub fn wait(word: &AtomicU32, value: u32, timeout: Option<Duration>) {
-    let time = timeout.map(|timeout| libc::timespec {
+    let timespec = timeout.map(|timeout| libc::timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(timeout.subsec_nanos()),
     });
-    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let timespec = timespec
+        .as_ref()
+        .map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: the word outlives the call, and the kernel only reads the word and the time.
     unsafe {
         libc::syscall(
@@ -18,7 +21,7 @@ pub fn wait(word: &AtomicU32, value: u32, timeout: Option<Duration>) {
             word.as_ptr(),
             libc::FUTEX_WAIT,
             value,
-            time,
+            timespec,
         )
     };
 }

@@ -5,35 +5,35 @@
 //! - The writer publishes records by advancing `tail`; the reader frees space by advancing `head`.
 //! - A writer that finds no space sets `starved`; the reader must wake it after freeing space.
 //!   Writer and reader access the flag and the positions in opposite order, with a full fence in
-//!   between, so at least one of them sees the change of the other.
+//!   between, so at least one side sees the change that the other side made.
 //! - The reader omits its fence if it was never far from the writer since its last fence, because
 //!   then the writer cannot be starved.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
-/// Size of the header of each record: the length and the inverted length, by which garbage is
-/// detected.
-pub const RECORD_HEAD_BYTES: usize = 8;
-/// If the ring is empty and the writer has reached this offset, it continues at the start of the
-/// ring. Thereby small messages use only a few pages of memory.
+/// Size of the header of each record: the length and the inverted length, by which the reader
+/// detects garbage.
+pub const RECORD_HEADER_BYTES: usize = 8;
+/// When the ring is empty and the writer has reached this offset, the writer continues at the start
+/// of the ring. Thereby small messages use only a few pages of memory.
 pub const REWIND_BYTES: usize = 16 << 10;
 /// Record length that makes the reader continue at the start of the ring.
 const REWIND_MARKER: u32 = u32::MAX;
 /// The reader frees space when it has read this fraction of the ring, or all records.
 const RELEASE_DIVISOR: u64 = 8;
 /// A writer can be starved only if more than this fraction of the ring is occupied, because the
-/// largest record fits into the remaining part.
+/// largest record fits into the free part otherwise.
 const STARVED_DIVISOR: u64 = 4;
 
-/// Control words of a ring, which writer and reader access.
+/// Control words of a ring. Writer and reader access them.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingControl {
     tail: CachePadded<AtomicU64>,
     head: CachePadded<AtomicU64>,
-    starved: AtomicU32,
-    /// Set by writer or reader when it closes the ring.
-    closed: AtomicU32,
+    writer_starved: AtomicU32,
+    /// Nonzero if the writer or the reader has closed the ring.
+    is_closed: AtomicU32,
     /// Bit set of the leases that the reader has returned: one bit per message in the writer's
     /// shared pool.
     returned_leases: AtomicU64,
@@ -41,11 +41,11 @@ pub struct RingControl {
 
 impl RingControl {
     /// Creates control words with arbitrary positions.
-    pub fn with_positions(tail: u64, head: u64) -> RingControl {
-        RingControl {
+    pub fn with_positions(tail: u64, head: u64) -> Self {
+        Self {
             tail: CachePadded(AtomicU64::new(tail)),
             head: CachePadded(AtomicU64::new(head)),
-            ..RingControl::default()
+            ..Self::default()
         }
     }
 
@@ -66,7 +66,7 @@ impl RingControl {
     }
 }
 
-/// Memory of a ring: the control words and the data area.
+/// Memory of a ring: control words and data area.
 pub trait RingMemory {
     fn control(&self) -> &RingControl;
     /// Size of the data area in bytes: a power of two, at least 64.
@@ -77,92 +77,92 @@ pub trait RingMemory {
     fn read(&self, offset: usize, bytes: &mut [u8]);
     /// Appends bytes of the data area to `out`; the range must not cross the end of the area.
     fn append(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
-        let old = out.len();
-        out.resize(old + len, 0);
-        self.read(offset, &mut out[old..]);
+        let old_len = out.len();
+        out.resize(old_len + len, 0);
+        self.read(offset, &mut out[old_len..]);
     }
 }
 
 /// Error: the other task violated the protocol. This ring is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RingCorrupt;
+pub struct CorruptRing;
 
-impl std::fmt::Display for RingCorrupt {
+impl std::fmt::Display for CorruptRing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("the shared ring contains an invalid record or position")
     }
 }
 
-impl std::error::Error for RingCorrupt {}
+impl std::error::Error for CorruptRing {}
 
 #[inline]
 fn record_size(len: usize) -> usize {
-    RECORD_HEAD_BYTES + len.next_multiple_of(8)
+    RECORD_HEADER_BYTES + len.next_multiple_of(8)
 }
 
 #[derive(Debug)]
 pub struct RingWriter<A> {
-    area: A,
+    memory: A,
     tail: u64,
     /// Lower bound of the reader's position, as last read.
-    head: u64,
+    known_head: u64,
     /// Number of bytes to write from the start of the ring before the next rewind.
     rewind_bytes: u64,
     /// Position at which the writer tries to rewind.
-    rewind_at: u64,
+    rewind_position: u64,
 }
 
 impl<A: RingMemory> RingWriter<A> {
     /// Creates the writing end of an empty ring.
-    pub fn new(area: A) -> RingWriter<A> {
-        RingWriter::with_rewind(area, REWIND_BYTES)
+    pub fn new(area: A) -> Self {
+        Self::with_rewind_bytes(area, REWIND_BYTES)
     }
 
-    /// Creates the writing end of an empty ring that rewinds after `bytes` bytes, a multiple of 8.
-    pub fn with_rewind(area: A, bytes: usize) -> RingWriter<A> {
-        RingWriter {
-            area,
+    /// Creates the writing end of an empty ring that rewinds after `rewind_bytes` bytes, a multiple of 8.
+    pub fn with_rewind_bytes(area: A, rewind_bytes: usize) -> Self {
+        Self {
+            memory: area,
             tail: 0,
-            head: 0,
-            rewind_bytes: bytes as u64,
-            rewind_at: bytes as u64,
+            known_head: 0,
+            rewind_bytes: rewind_bytes as u64,
+            rewind_position: rewind_bytes as u64,
         }
     }
 
     pub fn memory(&self) -> &A {
-        &self.area
+        &self.memory
     }
 
     /// Removes and returns the returned leases, see [`RingControl::take_returned_leases`].
     pub fn take_returned_leases(&self) -> u64 {
-        self.area.control().take_returned_leases()
+        self.memory.control().take_returned_leases()
     }
 
     /// True if a record of `len` bytes fits.
     ///
     /// # Errors
-    /// [`RingCorrupt`] if the reader's position is impossible.
+    /// [`CorruptRing`] if the reader's position is impossible.
     #[inline]
-    pub fn has_space(&mut self, len: usize) -> Result<bool, RingCorrupt> {
-        let need = record_size(len) as u64;
-        let capacity = self.area.capacity() as u64;
-        if self.tail - self.head + need <= capacity {
+    pub fn has_space(&mut self, len: usize) -> Result<bool, CorruptRing> {
+        let needed_bytes = record_size(len) as u64;
+        let capacity = self.memory.capacity() as u64;
+        if self.tail - self.known_head + needed_bytes <= capacity {
             return Ok(true);
         }
         self.refresh_head()?;
-        Ok(self.tail - self.head + need <= capacity)
+        Ok(self.tail - self.known_head + needed_bytes <= capacity)
     }
 
-    /// True if a record of `len` bytes fits, as [`RingWriter::has_space`]. Otherwise the reader is
-    /// asked to wake this writer when it has freed space.
+    /// True if a record of `len` bytes fits, as [`RingWriter::has_space`]. If not, the method
+    /// requests that the reader wakes this writer when the reader has freed space.
     ///
     /// # Errors
     /// As [`RingWriter::has_space`].
-    pub fn has_space_or_request_wake(&mut self, len: usize) -> Result<bool, RingCorrupt> {
+    pub fn has_space_or_request_wake(&mut self, len: usize) -> Result<bool, CorruptRing> {
         if self.has_space(len)? {
             return Ok(true);
         }
-        let starved = &self.area.control().starved;
+        let starved = &self.memory.control().writer_starved;
         starved.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.has_space(len)
@@ -174,22 +174,22 @@ impl<A: RingMemory> RingWriter<A> {
     /// # Errors
     /// As [`RingWriter::has_space`].
     #[inline]
-    pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, RingCorrupt> {
+    pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, CorruptRing> {
         let len = parts.iter().map(|part| part.len()).sum();
         if !self.has_space(len)? {
             return Ok(false);
         }
-        if self.tail >= self.rewind_at {
+        if self.tail >= self.rewind_position {
             self.try_rewind(len);
         }
         let length = u32::try_from(len).expect("a record is smaller than its ring");
         let mut at = self.tail;
-        self.copy_in(&mut at, &record_head(length));
+        self.copy_to_ring(&mut at, &encode_record_header(length));
         for part in parts {
-            self.copy_in(&mut at, part);
+            self.copy_to_ring(&mut at, part);
         }
         self.tail += record_size(len) as u64;
-        self.area
+        self.memory
             .control()
             .tail
             .0
@@ -200,208 +200,216 @@ impl<A: RingMemory> RingWriter<A> {
     /// Continues at the start of the ring if the ring is empty and the record fits there. Called
     /// when `rewind_at` is reached. `len` is the length of the next record.
     fn try_rewind(&mut self, len: usize) {
-        self.rewind_at = self.tail + self.rewind_bytes / 8;
-        let capacity = self.area.capacity();
-        let rest = (capacity as u64) - self.tail % capacity as u64;
+        self.rewind_position = self.tail + self.rewind_bytes / 8;
+        let capacity = self.memory.capacity();
+        let remaining_bytes = (capacity as u64) - self.tail % capacity as u64;
         // A wrong position of the reader is detected later, when space is short.
-        let is_empty = self.area.control().head.0.load(Ordering::Acquire) == self.tail;
-        if is_empty && rest + record_size(len) as u64 <= capacity as u64 {
-            self.head = self.tail;
-            let mut at = self.tail;
-            self.copy_in(&mut at, &record_head(REWIND_MARKER));
-            self.tail += rest;
-            self.rewind_at = self.tail + self.rewind_bytes;
+        let is_empty = self.memory.control().head.0.load(Ordering::Acquire) == self.tail;
+        if is_empty && remaining_bytes + record_size(len) as u64 <= capacity as u64 {
+            self.known_head = self.tail;
+            let mut position = self.tail;
+            self.copy_to_ring(&mut position, &encode_record_header(REWIND_MARKER));
+            self.tail += remaining_bytes;
+            self.rewind_position = self.tail + self.rewind_bytes;
         }
     }
 
-    fn refresh_head(&mut self) -> Result<(), RingCorrupt> {
-        let head = self.area.control().head.0.load(Ordering::Acquire);
-        if head < self.head || head > self.tail {
-            return Err(RingCorrupt);
+    fn refresh_head(&mut self) -> Result<(), CorruptRing> {
+        let head = self.memory.control().head.0.load(Ordering::Acquire);
+        if head < self.known_head || head > self.tail {
+            return Err(CorruptRing);
         }
-        self.head = head;
+        self.known_head = head;
         Ok(())
     }
 
     #[inline]
-    fn copy_in(&self, at: &mut u64, bytes: &[u8]) {
-        let capacity = self.area.capacity();
-        let offset = (*at % capacity as u64) as usize;
-        *at += bytes.len() as u64;
+    fn copy_to_ring(&self, position: &mut u64, bytes: &[u8]) {
+        let capacity = self.memory.capacity();
+        let offset = (*position % capacity as u64) as usize;
+        *position += bytes.len() as u64;
         if bytes.len() <= capacity - offset {
-            return self.area.write(offset, bytes);
+            return self.memory.write(offset, bytes);
         }
-        let (first, second) = bytes.split_at(capacity - offset);
-        self.area.write(offset, first);
-        self.area.write(0, second);
+        let (first_part, second_part) = bytes.split_at(capacity - offset);
+        self.memory.write(offset, first_part);
+        self.memory.write(0, second_part);
     }
 
-    /// Marks the ring as closed by this end.
+    /// Marks the ring as closed by the writer.
     pub fn close(&self) {
-        self.area.control().closed.store(1, Ordering::SeqCst);
+        self.memory.control().is_closed.store(1, Ordering::SeqCst);
     }
 
-    /// True if the reader has closed the ring, so that it will not read the remaining records. Must
-    /// be called after a full fence, so that the result is not older than the last record.
+    /// True if the reader has closed the ring and therefore will not read the remaining records.
+    /// Must be called after a full fence, so that the result is not older than the last record.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.area.control().closed.load(Ordering::Acquire) != 0
+        self.memory.control().is_closed.load(Ordering::Acquire) != 0
     }
 }
 
-/// Encodes the length and its inverse, which precede a record.
+/// Encodes the header of a record: the length and the inverted length.
 #[inline]
-fn record_head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
+fn encode_record_header(length: u32) -> [u8; RECORD_HEADER_BYTES] {
     (u64::from(length) | u64::from(!length) << 32).to_le_bytes()
 }
 
 #[derive(Debug)]
 pub struct RingReader<A> {
-    area: A,
+    memory: A,
     head: u64,
     released_head: u64,
     /// Read position at the last release that executed a fence.
     fenced_head: u64,
     /// Lower bound of the writer's position, as last read.
-    tail: u64,
+    known_tail: u64,
 }
 
 impl<A: RingMemory> RingReader<A> {
     /// Creates the reading end of an empty ring.
-    pub fn new(area: A) -> RingReader<A> {
-        RingReader {
-            area,
+    pub fn new(area: A) -> Self {
+        Self {
+            memory: area,
             head: 0,
             released_head: 0,
             fenced_head: 0,
-            tail: 0,
+            known_tail: 0,
         }
     }
 
     pub fn memory(&self) -> &A {
-        &self.area
+        &self.memory
     }
 
     /// True if the ring contained no record at the time of the call.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.head == self.tail && self.area.control().tail.0.load(Ordering::Acquire) == self.head
+        self.head == self.known_tail
+            && self.memory.control().tail.0.load(Ordering::Acquire) == self.head
     }
 
     /// Returns the next record; `None` if there is none.
     ///
     /// # Errors
-    /// [`RingCorrupt`] if the next bytes are not a record.
+    /// [`CorruptRing`] if the next bytes are not a record.
     #[inline]
-    pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, RingCorrupt> {
+    pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, CorruptRing> {
         loop {
-            if self.head == self.tail {
-                self.tail = self.area.control().tail.0.load(Ordering::Acquire);
-                if self.head == self.tail {
+            if self.head == self.known_tail {
+                self.known_tail = self.memory.control().tail.0.load(Ordering::Acquire);
+                if self.head == self.known_tail {
                     return Ok(None);
                 }
             }
-            let capacity = self.area.capacity() as u64;
-            let there = self
-                .tail
+            let capacity = self.memory.capacity() as u64;
+            let available_bytes = self
+                .known_tail
                 .checked_sub(self.head)
-                .filter(|there| *there <= capacity)
-                .ok_or(RingCorrupt)?;
-            if there < RECORD_HEAD_BYTES as u64 || !self.head.is_multiple_of(8) {
-                return Err(RingCorrupt);
+                .filter(|available_bytes| *available_bytes <= capacity)
+                .ok_or(CorruptRing)?;
+            if available_bytes < RECORD_HEADER_BYTES as u64 || !self.head.is_multiple_of(8) {
+                return Err(CorruptRing);
             }
-            let mut bytes = [0; RECORD_HEAD_BYTES];
-            self.area.read((self.head % capacity) as usize, &mut bytes);
-            let word = u64::from_le_bytes(bytes);
-            let length = word as u32;
-            if record_head(length) != bytes {
-                return Err(RingCorrupt);
+            let mut bytes = [0; RECORD_HEADER_BYTES];
+            self.memory
+                .read((self.head % capacity) as usize, &mut bytes);
+            let header_word = u64::from_le_bytes(bytes);
+            let length = header_word as u32;
+            if encode_record_header(length) != bytes {
+                return Err(CorruptRing);
             }
             if length == REWIND_MARKER {
-                let rest = capacity - self.head % capacity;
-                if rest > there {
-                    return Err(RingCorrupt);
+                let remaining_bytes = capacity - self.head % capacity;
+                if remaining_bytes > available_bytes {
+                    return Err(CorruptRing);
                 }
-                self.head += rest;
+                self.head += remaining_bytes;
                 continue;
             }
             let len = length as usize;
-            if record_size(len) as u64 > there {
-                return Err(RingCorrupt);
+            if record_size(len) as u64 > available_bytes {
+                return Err(CorruptRing);
             }
-            let at = self.head + RECORD_HEAD_BYTES as u64;
+            let content_position = self.head + RECORD_HEADER_BYTES as u64;
             self.head += record_size(len) as u64;
             return Ok(Some(Record {
-                area: &self.area,
-                position: at,
-                remaining: len,
+                memory: &self.memory,
+                position: content_position,
+                remaining_bytes: len,
             }));
         }
     }
 
-    /// Frees the space of the records that were read, if it is large enough. Returns true if the
-    /// writer waits for space and must be woken.
+    /// Frees the space of the records that were read, if the space is large enough. Returns true if
+    /// the writer waits for space and must be woken.
     #[inline]
     pub fn release(&mut self) -> bool {
-        let (unreleased, capacity) = (self.head - self.released_head, self.area.capacity() as u64);
-        if unreleased == 0 || (self.head != self.tail && unreleased < capacity / RELEASE_DIVISOR) {
+        let (unreleased_bytes, capacity) = (
+            self.head - self.released_head,
+            self.memory.capacity() as u64,
+        );
+        if unreleased_bytes == 0
+            || (self.head != self.known_tail && unreleased_bytes < capacity / RELEASE_DIVISOR)
+        {
             return false;
         }
         self.released_head = self.head;
-        let words = self.area.control();
-        words.head.0.store(self.head, Ordering::Release);
-        // A writer without space has seen at least `fenced` as the reader's position, and has
-        // written more than this fraction of the ring beyond `fenced`. The reader has not read all
-        // of that yet, and executes the fence when it has.
-        if self.tail - self.fenced_head < capacity / STARVED_DIVISOR {
+        let control = self.memory.control();
+        control.head.0.store(self.head, Ordering::Release);
+        // A writer without space has seen at least `fenced_head` as the reader's position, and has
+        // written more than this fraction of the ring after that position. As long as the reader
+        // has not read all of these bytes, it need not execute the fence.
+        if self.known_tail - self.fenced_head < capacity / STARVED_DIVISOR {
             return false;
         }
         self.fenced_head = self.head;
         fence(Ordering::SeqCst);
-        words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
+        control.writer_starved.load(Ordering::Relaxed) != 0
+            && control.writer_starved.swap(0, Ordering::SeqCst) != 0
     }
 
-    /// Marks the ring as closed by this end. If the writer writes a record at the same time, either
-    /// a read after this call sees the record, or the writer finds the ring closed after its next
-    /// fence.
+    /// Marks the ring as closed by the reader. If the writer writes a record at the same time,
+    /// either a read after this call sees the record, or the writer finds the ring closed after its
+    /// next fence.
     pub fn close(&self) {
-        self.area.control().closed.store(1, Ordering::SeqCst);
+        self.memory.control().is_closed.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// True if the writer has closed the ring. Reads after this call see all records of the writer.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.area.control().closed.load(Ordering::Acquire) != 0
+        self.memory.control().is_closed.load(Ordering::Acquire) != 0
     }
 }
 
-/// A record, which must be read from front to back.
+/// A record; its bytes must be read in order.
 #[derive(Debug)]
 pub struct Record<'a, A> {
-    area: &'a A,
+    memory: &'a A,
     position: u64,
-    remaining: usize,
+    remaining_bytes: usize,
 }
 
 impl<A: RingMemory> Record<'_, A> {
     /// Number of bytes that have not been read.
     pub fn len(&self) -> usize {
-        self.remaining
+        self.remaining_bytes
     }
 
     pub fn is_empty(&self) -> bool {
-        self.remaining == 0
+        self.remaining_bytes == 0
     }
 
-    /// Reads the next `N` bytes; `None` if fewer are left.
+    /// Reads the next `N` bytes; `None` if fewer bytes remain.
     #[inline]
-    pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+    pub fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         let (first, second) = self.advance(N)?;
-        self.area.read(first.0, &mut bytes[..first.1]);
+        self.memory.read(first.0, &mut bytes[..first.1]);
         if second > 0 {
-            self.area.read(0, &mut bytes[first.1..]);
+            self.memory.read(0, &mut bytes[first.1..]);
         }
         Some(bytes)
     }
@@ -409,26 +417,26 @@ impl<A: RingMemory> Record<'_, A> {
     /// Appends the bytes that have not been read to `out`.
     #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
-        let Some((first, second)) = self.advance(self.remaining) else {
+        let Some((first_part, second_len)) = self.advance(self.remaining_bytes) else {
             return;
         };
-        self.area.append(first.0, first.1, out);
-        if second > 0 {
-            self.area.append(0, second, out);
+        self.memory.append(first_part.0, first_part.1, out);
+        if second_len > 0 {
+            self.memory.append(0, second_len, out);
         }
     }
 
-    /// Advances over the next `len` bytes. Returns their range in two parts: offset and length of
-    /// the part before the end of the ring, and length of the part at the start of the ring. `None`
-    /// if fewer bytes are left.
+    /// Advances over the next `len` bytes. Returns offset and length of their first part, and the
+    /// length of their second part, which begins at the start of the ring and is empty unless the
+    /// bytes cross the end of the ring. `None` if fewer bytes remain.
     #[inline]
     fn advance(&mut self, len: usize) -> Option<((usize, usize), usize)> {
-        self.remaining = self.remaining.checked_sub(len)?;
-        let capacity = self.area.capacity();
+        self.remaining_bytes = self.remaining_bytes.checked_sub(len)?;
+        let capacity = self.memory.capacity();
         let offset = (self.position % capacity as u64) as usize;
-        let first = len.min(capacity - offset);
+        let first_len = len.min(capacity - offset);
         self.position += len as u64;
-        Some(((offset, first), len - first))
+        Some(((offset, first_len), len - first_len))
     }
 }
 
@@ -440,9 +448,9 @@ mod tests {
 
     /// A ring in ordinary memory, for one thread.
     #[derive(Clone, Debug)]
-    struct Plain(Rc<(RingControl, RefCell<Vec<u8>>)>);
+    struct LocalMemory(Rc<(RingControl, RefCell<Vec<u8>>)>);
 
-    impl RingMemory for Plain {
+    impl RingMemory for LocalMemory {
         fn control(&self) -> &RingControl {
             &self.0.0
         }
@@ -458,72 +466,81 @@ mod tests {
         }
     }
 
-    fn ring(capacity: usize) -> (RingWriter<Plain>, RingReader<Plain>, Plain) {
-        let area = Plain(Rc::new((
+    fn new_ring(
+        capacity: usize,
+    ) -> (
+        RingWriter<LocalMemory>,
+        RingReader<LocalMemory>,
+        LocalMemory,
+    ) {
+        let memory = LocalMemory(Rc::new((
             RingControl::default(),
             RefCell::new(vec![0xaa; capacity]),
         )));
         (
-            RingWriter::new(area.clone()),
-            RingReader::new(area.clone()),
-            area,
+            RingWriter::new(memory.clone()),
+            RingReader::new(memory.clone()),
+            memory,
         )
     }
 
-    fn take_all(reader: &mut RingReader<Plain>) -> Vec<Vec<u8>> {
-        let mut all = Vec::new();
+    fn read_all_records(reader: &mut RingReader<LocalMemory>) -> Vec<Vec<u8>> {
+        let mut records = Vec::new();
         while let Some(mut record) = reader.next_record().expect("a good ring") {
             let mut bytes = Vec::new();
             record.append_to(&mut bytes);
-            all.push(bytes);
+            records.push(bytes);
         }
         reader.release();
-        all
+        records
     }
 
     #[test]
     fn records_of_all_sizes_arrive_in_order() {
-        let (mut writer, mut reader, _) = ring(256);
-        let (mut written, mut read) = (0u32, 0u32);
+        let (mut writer, mut reader, _) = new_ring(256);
+        let (mut written_count, mut read_count) = (0u32, 0u32);
         let content = |n: u32| vec![n as u8; (n * 37 % 120) as usize];
-        while read < 5000 {
+        while read_count < 5000 {
             while writer
                 .write([
-                    &content(written)[..1.min(content(written).len())],
-                    content(written).get(1..).unwrap_or(&[]),
+                    &content(written_count)[..1.min(content(written_count).len())],
+                    content(written_count).get(1..).unwrap_or(&[]),
                 ])
                 .expect("good")
             {
-                written += 1;
+                written_count += 1;
             }
-            for record in take_all(&mut reader) {
-                assert_eq!(record, content(read));
-                read += 1;
+            for record in read_all_records(&mut reader) {
+                assert_eq!(record, content(read_count));
+                read_count += 1;
             }
-            assert_eq!(written, read);
+            assert_eq!(written_count, read_count);
         }
     }
 
     #[test]
     fn small_messages_stay_at_the_start_of_the_ring() {
-        let (mut writer, mut reader, area) = ring(256 << 10);
+        let (mut writer, mut reader, memory) = new_ring(256 << 10);
         for n in 0..20_000u32 {
             assert!(writer.write([&n.to_le_bytes(), &[0; 60]]).expect("good"));
-            assert_eq!(take_all(&mut reader)[0][..4], n.to_le_bytes());
+            assert_eq!(read_all_records(&mut reader)[0][..4], n.to_le_bytes());
         }
-        let touched = area
+        let last_written_offset = memory
             .0
             .1
             .borrow()
             .iter()
             .rposition(|byte| *byte != 0xaa)
             .expect("something was written");
-        assert!(touched < REWIND_BYTES + 128, "{touched}");
+        assert!(
+            last_written_offset < REWIND_BYTES + 128,
+            "{last_written_offset}"
+        );
     }
 
     #[test]
     fn starved_writer_is_woken() {
-        let (mut writer, mut reader, _) = ring(64);
+        let (mut writer, mut reader, _) = new_ring(64);
         assert!(writer.write([&[1; 40]]).expect("good"));
         assert!(!writer.has_space_or_request_wake(40).expect("good"));
         assert!(reader.next_record().expect("good").is_some());
@@ -537,32 +554,40 @@ mod tests {
     #[test]
     fn garbage_breaks_only_its_ring() {
         let mut seed = 7u64;
-        let mut dice = || {
+        let mut random_number = || {
             seed = seed
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
             seed >> 33
         };
         for round in 0..20_000 {
-            let (mut writer, mut reader, area) = ring(64);
+            let (mut writer, mut reader, memory) = new_ring(64);
             let _ = writer.write([&[3; 20]]).expect("good");
             match round % 3 {
-                0 => area
+                0 => memory
                     .0
                     .1
                     .borrow_mut()
                     .iter_mut()
-                    .for_each(|byte| *byte = dice() as u8),
-                1 => area.control().tail.0.store(dice() % 200, Ordering::Relaxed),
-                _ => area.control().head.0.store(dice() % 200, Ordering::Relaxed),
+                    .for_each(|byte| *byte = random_number() as u8),
+                1 => memory
+                    .control()
+                    .tail
+                    .0
+                    .store(random_number() % 200, Ordering::Relaxed),
+                _ => memory
+                    .control()
+                    .head
+                    .0
+                    .store(random_number() % 200, Ordering::Relaxed),
             }
-            let mut taken = 0;
+            let mut record_count = 0;
             while let Ok(Some(mut record)) = reader.next_record() {
                 let mut bytes = Vec::new();
                 record.append_to(&mut bytes);
                 assert!(bytes.len() <= 64);
-                taken += 1;
-                assert!(taken < 100);
+                record_count += 1;
+                assert!(record_count < 100);
             }
             for _ in 0..10 {
                 let _ = writer.write([&[4; 13]]);
@@ -571,8 +596,8 @@ mod tests {
     }
 
     #[test]
-    fn close_is_seen_by_the_other_end() {
-        let (writer, reader, _) = ring(64);
+    fn reader_close_is_seen_by_writer_and_reader() {
+        let (writer, reader, _) = new_ring(64);
         assert!(!writer.is_closed());
         reader.close();
         assert!(writer.is_closed() && reader.is_closed());

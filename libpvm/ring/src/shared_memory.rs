@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// Size of the data area of one ring. The largest record must fit in a quarter of it, so that
 /// reader and writer can work at the same time.
 pub const RING_BYTES: usize = 512 << 10;
-/// Size of the area before the data, which contains the control words of both rings.
+/// Size of the area before the data. The area contains the control words of both rings.
 const CONTROL_BYTES: usize = 4096;
 /// Size of the memory with the two rings of a pair of tasks.
 pub const RING_PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
@@ -32,8 +32,8 @@ const _: () = assert!(RING_BYTES.is_power_of_two());
 /// Creates a memory file of this size; the caller must seal it.
 ///
 /// # Errors
-/// The system has no descriptors or memory left, or the process's limit of file sizes is too small:
-/// a write beyond that limit would end the process with SIGXFSZ.
+/// No descriptors or no memory are available, or the file size limit of the process is too small: a
+/// write beyond the limit would end the process with SIGXFSZ.
 pub(crate) fn create_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let (size_max, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
     if size_max < bytes as u64 {
@@ -44,33 +44,35 @@ pub(crate) fn create_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<Ow
     Ok(fd)
 }
 
-/// Creates a memory file that both processes may write and none can resize.
+/// Creates a memory file that both processes may write but cannot resize.
 fn create_sealed_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let fd = create_memfd(name, bytes)?;
-    fcntl(&fd, FcntlArg::F_ADD_SEALS(seals()))?;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(required_seals()))?;
     Ok(fd)
 }
 
-fn seals() -> SealFlag {
+fn required_seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
 /// Checks that a descriptor from another task is a memory file of this size with these seals. An
 /// access beyond the end of a smaller file would kill this process.
 pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
-    let unfit = |what: &str| {
+    let invalid_fd_error = |problem: &str| {
         io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("invalid descriptor for shared memory: {what}"),
+            format!("invalid descriptor for shared memory: {problem}"),
         )
     };
-    let has = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| unfit("is none"))?;
-    if !SealFlag::from_bits_truncate(has).contains(seals) {
-        return Err(unfit("is not sealed"));
+    let seal_bits = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| invalid_fd_error("is none"))?;
+    if !SealFlag::from_bits_truncate(seal_bits).contains(seals) {
+        return Err(invalid_fd_error("is not sealed"));
     }
     let size = nix::sys::stat::fstat(fd)?.st_size;
     if usize::try_from(size) != Ok(bytes) {
-        return Err(unfit(&format!("has {size} bytes instead of {bytes}")));
+        return Err(invalid_fd_error(&format!(
+            "has {size} bytes instead of {bytes}"
+        )));
     }
     Ok(())
 }
@@ -79,7 +81,7 @@ pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) ->
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
-    bytes: usize,
+    size_bytes: usize,
 }
 
 // SAFETY: the memory belongs to no thread; all access uses atomics or copies through raw pointers.
@@ -88,14 +90,14 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a memory file; without `fd` maps private memory of this process. A forked child does
+    /// Maps a memory file, or private memory of this process if `fd` is `None`. A forked child does
     /// not inherit the mapping.
-    pub(crate) fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Mapping> {
-        let (flags, number) = match fd {
+    pub(crate) fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Self> {
+        let (flags, raw_fd) = match fd {
             Some(fd) => (libc::MAP_SHARED, fd.as_raw_fd()),
             None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
         };
-        let mapping = Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, number)?;
+        let mapping = Self::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, raw_fd)?;
         // SAFETY: the range is the mapping just made.
         if unsafe { libc::madvise(mapping.start().cast(), bytes, libc::MADV_DONTFORK) } != 0 {
             return Err(io::Error::last_os_error());
@@ -104,26 +106,29 @@ impl Mapping {
     }
 
     /// Maps a memory file for reading. A forked child inherits the mapping.
-    pub(crate) fn read_only(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
-        Mapping::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
+    pub(crate) fn map_read_only(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Self> {
+        Self::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
     /// Maps private memory of which only a small part will be used. A forked child inherits the
     /// mapping.
-    pub(crate) fn private_sparse(bytes: usize) -> io::Result<Mapping> {
+    pub(crate) fn map_private_sparse(bytes: usize) -> io::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
+        Self::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
     }
 
-    fn map(bytes: usize, protection: i32, flags: i32, number: i32) -> io::Result<Mapping> {
+    fn map(bytes: usize, protection: i32, flags: i32, raw_fd: i32) -> io::Result<Self> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing that exists.
         let start =
-            unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, number, 0) };
+            unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, raw_fd, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let start = NonNull::new(start.cast()).expect("the kernel maps nothing at 0 unless asked");
-        Ok(Mapping { start, bytes })
+        Ok(Self {
+            start,
+            size_bytes: bytes,
+        })
     }
 
     #[inline]
@@ -132,23 +137,31 @@ impl Mapping {
     }
 }
 
-/// Replaces the mapping `old` atomically by `fresh`, which has the same size. Threads that use the
-/// address must accept the new content.
-pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
+/// Replaces the mapping `old_mapping` atomically by `new_mapping`, which has the same size. Threads that use the
+/// address must tolerate the new content.
+pub(crate) fn replace(old_mapping: &Mapping, new_mapping: Mapping) -> io::Result<()> {
     assert_eq!(
-        old.bytes, fresh.bytes,
+        old_mapping.size_bytes, new_mapping.size_bytes,
         "one takes the whole place of the other"
     );
-    let fresh = std::mem::ManuallyDrop::new(fresh);
+    let new_mapping = std::mem::ManuallyDrop::new(new_mapping);
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    let (from, to): (*mut libc::c_void, *mut libc::c_void) =
-        (fresh.start().cast(), old.start().cast());
+    let (source, target): (*mut libc::c_void, *mut libc::c_void) =
+        (new_mapping.start().cast(), old_mapping.start().cast());
     // SAFETY: both ranges are mappings of this size made by `Mapping`. The old one is replaced in
     // one step by memory that is valid for all its users, and the fresh one has no other user.
-    let moved: *mut libc::c_void = unsafe { libc::mremap(from, old.bytes, old.bytes, flags, to) };
-    if moved == libc::MAP_FAILED {
+    let new_address: *mut libc::c_void = unsafe {
+        libc::mremap(
+            source,
+            old_mapping.size_bytes,
+            old_mapping.size_bytes,
+            flags,
+            target,
+        )
+    };
+    if new_address == libc::MAP_FAILED {
         let error = io::Error::last_os_error();
-        drop(std::mem::ManuallyDrop::into_inner(fresh));
+        drop(std::mem::ManuallyDrop::into_inner(new_mapping));
         return Err(error);
     }
     Ok(())
@@ -157,7 +170,7 @@ pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by `new`, and no pointer into it is left.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.size_bytes) };
     }
 }
 
@@ -171,7 +184,7 @@ pub struct SharedRing {
 
 impl SharedRing {
     #[inline]
-    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+    fn data_pointer(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset <= RING_BYTES && len <= RING_BYTES - offset,
             "ranges end within the ring"
@@ -203,35 +216,35 @@ impl RingMemory for SharedRing {
 
     #[inline]
     fn write(&self, offset: usize, bytes: &[u8]) {
-        let to = self.at(offset, bytes.len());
+        let target = self.data_pointer(offset, bytes.len());
         // SAFETY: the target is in the mapping and no reference to it exists; the source is a slice
         // elsewhere.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
     }
 
     #[inline]
     fn read(&self, offset: usize, bytes: &mut [u8]) {
-        let from = self.at(offset, bytes.len());
+        let source = self.data_pointer(offset, bytes.len());
         // SAFETY: as in `write`, in the other direction. If the other process writes at the same
         // time the copy is garbage, which readers expect.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(source, bytes.as_mut_ptr(), bytes.len()) };
     }
 
     #[inline]
     fn append(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
-        let from = self.at(offset, len);
+        let source = self.data_pointer(offset, len);
         out.reserve(len);
-        let old = out.len();
+        let old_len = out.len();
         // SAFETY: `len` bytes of spare capacity were reserved, and the copy initializes them before
         // the length covers them.
         unsafe {
-            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(old), len);
-            out.set_len(old + len);
+            std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(old_len), len);
+            out.set_len(old_len + len);
         }
     }
 }
 
-/// The ring ends of one task in the memory of a pair.
+/// The ends of two rings that one task uses: the rings to and from one peer.
 #[derive(Debug)]
 pub struct RingPair {
     /// Writing end of the ring to the peer.
@@ -242,23 +255,23 @@ pub struct RingPair {
 
 fn map_ring_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
     let mapping = Arc::new(Mapping::new(Some(fd), RING_PAIR_BYTES)?);
-    let area = |number: usize| SharedRing {
+    let shared_ring = |ring_index: usize| SharedRing {
         mapping: mapping.clone(),
-        control_offset: number * size_of::<RingControl>(),
-        data_offset: CONTROL_BYTES + number * RING_BYTES,
+        control_offset: ring_index * size_of::<RingControl>(),
+        data_offset: CONTROL_BYTES + ring_index * RING_BYTES,
     };
-    let (out, back) = if is_creator { (0, 1) } else { (1, 0) };
+    let (writer_index, reader_index) = if is_creator { (0, 1) } else { (1, 0) };
     Ok(RingPair {
-        writer: RingWriter::new(area(out)),
-        reader: RingReader::new(area(back)),
+        writer: RingWriter::new(shared_ring(writer_index)),
+        reader: RingReader::new(shared_ring(reader_index)),
     })
 }
 
-/// Creates the memory of a pair of rings. Returns this task's ends, and the descriptor that the
-/// other task needs.
+/// Creates the memory of a pair of rings. Returns this task's ends, and the descriptor with which
+/// the peer maps the memory.
 ///
 /// # Errors
-/// The system has no descriptors or memory left.
+/// No descriptors or no memory are available.
 pub fn create_ring_pair() -> io::Result<(RingPair, OwnedFd)> {
     let fd = create_sealed_memfd(c"sempa-rings", RING_PAIR_BYTES)?;
     Ok((map_ring_pair(fd.as_fd(), true)?, fd))
@@ -267,9 +280,10 @@ pub fn create_ring_pair() -> io::Result<(RingPair, OwnedFd)> {
 /// Maps the memory of a pair of rings that another task created.
 ///
 /// # Errors
-/// The descriptor is not such a memory file, or the system has no memory left.
+/// The descriptor is not a sealed memory file of [`RING_PAIR_BYTES`] bytes, or no memory is
+/// available.
 pub fn map_peer_ring_pair(fd: BorrowedFd<'_>) -> io::Result<RingPair> {
-    verify_memfd(fd, RING_PAIR_BYTES, seals())?;
+    verify_memfd(fd, RING_PAIR_BYTES, required_seals())?;
     map_ring_pair(fd, false)
 }
 
@@ -281,9 +295,10 @@ impl PeerDoorbell {
     /// Maps the doorbell that another task created.
     ///
     /// # Errors
-    /// The descriptor is not such a memory file, or the system has no memory left.
-    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerDoorbell> {
-        verify_memfd(fd, DOORBELL_BYTES, seals())?;
+    /// The descriptor is not a sealed memory file of [`DOORBELL_BYTES`] bytes, or no memory is
+    /// available.
+    pub fn map(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        verify_memfd(fd, DOORBELL_BYTES, required_seals())?;
         Mapping::new(Some(fd), DOORBELL_BYTES).map(PeerDoorbell)
     }
 }
@@ -321,36 +336,37 @@ impl OwnDoorbell {
     /// Creates a doorbell in private memory.
     ///
     /// # Errors
-    /// The system has no memory left.
-    pub fn new() -> io::Result<OwnDoorbell> {
+    /// No memory is available.
+    pub fn new() -> io::Result<Self> {
         Mapping::new(None, DOORBELL_BYTES).map(OwnDoorbell)
     }
 
-    /// Replaces the doorbell's memory by shared memory. Returns the descriptor that peers need.
+    /// Replaces the doorbell's memory by shared memory. Returns the descriptor with which peers map
+    /// the memory.
     ///
     /// # Errors
-    /// The system has no descriptors or memory left; the doorbell is unchanged.
+    /// No descriptors or no memory are available; the doorbell is unchanged.
     pub fn share(&self) -> io::Result<OwnedFd> {
         let fd = create_sealed_memfd(c"sempa-bell", DOORBELL_BYTES)?;
-        self.replace(Mapping::new(Some(fd.as_fd()), DOORBELL_BYTES)?)?;
+        self.replace_memory(Mapping::new(Some(fd.as_fd()), DOORBELL_BYTES)?)?;
         Ok(fd)
     }
 
     /// Replaces the doorbell's memory by private memory, which no other process can access.
     ///
     /// # Errors
-    /// The system has no memory left; the doorbell is unchanged.
+    /// No memory is available; the doorbell is unchanged.
     pub fn unshare(&self) -> io::Result<()> {
-        self.replace(Mapping::new(None, DOORBELL_BYTES)?)
+        self.replace_memory(Mapping::new(None, DOORBELL_BYTES)?)
     }
 
-    fn replace(&self, fresh: Mapping) -> io::Result<()> {
-        doorbell_at(&fresh).replace_from(self);
+    fn replace_memory(&self, new_mapping: Mapping) -> io::Result<()> {
+        doorbell_at(&new_mapping).init_from_predecessor(self);
         self.change_sleep_word();
         futex::wake_all(self.sleep_word());
         self.request_drainer();
         futex::wake_all(self.drainer_word());
-        replace(&self.0, fresh)
+        replace(&self.0, new_mapping)
     }
 }
 
@@ -366,65 +382,78 @@ mod tests {
         let mut b = map_peer_ring_pair(fd.as_fd()).expect("good");
         assert!(a.writer.write([b"to ", b"b"]).expect("good"));
         assert!(b.writer.write([b"to a"]).expect("good"));
-        for (end, text) in [(&mut a, "to a"), (&mut b, "to b")] {
-            let mut got = Vec::new();
-            end.reader
+        for (ring_pair, text) in [(&mut a, "to a"), (&mut b, "to b")] {
+            let mut received = Vec::new();
+            ring_pair
+                .reader
                 .next_record()
                 .expect("good")
                 .expect("there")
-                .append_to(&mut got);
-            assert_eq!(got, text.as_bytes());
+                .append_to(&mut received);
+            assert_eq!(received, text.as_bytes());
         }
     }
 
     #[test]
     fn unsealed_or_small_memory_is_refused() {
-        let loose = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
-        ftruncate(&loose, RING_PAIR_BYTES as i64).expect("sized");
-        assert!(map_peer_ring_pair(loose.as_fd()).is_err());
-        let small = create_sealed_memfd(c"x", RING_PAIR_BYTES / 2).expect("made");
-        assert!(map_peer_ring_pair(small.as_fd()).is_err());
-        assert!(PeerDoorbell::map(small.as_fd()).is_err());
+        let unsealed_fd = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
+        ftruncate(&unsealed_fd, RING_PAIR_BYTES as i64).expect("sized");
+        assert!(map_peer_ring_pair(unsealed_fd.as_fd()).is_err());
+        let small_fd = create_sealed_memfd(c"x", RING_PAIR_BYTES / 2).expect("made");
+        assert!(map_peer_ring_pair(small_fd.as_fd()).is_err());
+        assert!(PeerDoorbell::map(small_fd.as_fd()).is_err());
         let (pipe, _) = nix::unistd::pipe().expect("made");
         assert!(map_peer_ring_pair(pipe.as_fd()).is_err());
     }
 
     #[test]
     fn peer_notification_wakes_sleepers() {
-        let own = OwnDoorbell::new().expect("made");
-        let fd = own.share().expect("shared");
-        let peer = PeerDoorbell::map(fd.as_fd()).expect("mapped");
-        let seen = own.prepare_sleep();
+        let own_doorbell = OwnDoorbell::new().expect("made");
+        let fd = own_doorbell.share().expect("shared");
+        let peer_doorbell = PeerDoorbell::map(fd.as_fd()).expect("mapped");
+        let word_value = own_doorbell.prepare_sleep();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let until = Instant::now() + Duration::from_secs(60);
-                while own.sleep_word().load(std::sync::atomic::Ordering::SeqCst) == seen
-                    && Instant::now() < until
+                let deadline = Instant::now() + Duration::from_secs(60);
+                while own_doorbell
+                    .sleep_word()
+                    .load(std::sync::atomic::Ordering::SeqCst)
+                    == word_value
+                    && Instant::now() < deadline
                 {
-                    futex::wait(own.sleep_word(), seen, Some(Duration::from_secs(1)));
+                    futex::wait(
+                        own_doorbell.sleep_word(),
+                        word_value,
+                        Some(Duration::from_secs(1)),
+                    );
                 }
             });
-            assert_eq!(peer.notify(7, false), WakeTarget::Sleepers);
-            futex::wake_all(peer.sleep_word());
+            assert_eq!(peer_doorbell.notify(7, false), WakeTarget::Sleepers);
+            futex::wake_all(peer_doorbell.sleep_word());
         });
-        assert_eq!(own.pending_words(0), Some((0, 1 << 7)));
+        assert_eq!(own_doorbell.next_pending_word(0), Some((0, 1 << 7)));
     }
 
     #[test]
     fn unsharing_wakes_sleepers_and_isolates_doorbell() {
-        let own = OwnDoorbell::new().expect("made");
-        let peer = PeerDoorbell::map(own.share().expect("shared").as_fd()).expect("mapped");
-        let seen = own.prepare_sleep();
+        let own_doorbell = OwnDoorbell::new().expect("made");
+        let peer_doorbell =
+            PeerDoorbell::map(own_doorbell.share().expect("shared").as_fd()).expect("mapped");
+        let word_value = own_doorbell.prepare_sleep();
         std::thread::scope(|scope| {
             let sleeper = scope.spawn(|| {
-                while own.sleep_word().load(std::sync::atomic::Ordering::SeqCst) == seen {
-                    futex::wait(own.sleep_word(), seen, None);
+                while own_doorbell
+                    .sleep_word()
+                    .load(std::sync::atomic::Ordering::SeqCst)
+                    == word_value
+                {
+                    futex::wait(own_doorbell.sleep_word(), word_value, None);
                 }
             });
-            own.unshare().expect("unshared");
+            own_doorbell.unshare().expect("unshared");
             sleeper.join().expect("woken");
         });
-        peer.notify(3, true);
-        assert_eq!(own.pending_words(0), None);
+        peer_doorbell.notify(3, true);
+        assert_eq!(own_doorbell.next_pending_word(0), None);
     }
 }

@@ -1,10 +1,10 @@
 //! Shared pools for large messages: memory that one task writes and its peers only read. A record
-//! in a ring contains the position of a message in the pool. The reader leases that block, uses it
-//! in place, and returns the lease.
+//! in a ring contains the position of a message in the pool. The reader leases the block of the
+//! message, reads the block in place, and returns the lease.
 //!
 //! A pool is sealed: only the task that created it can ever write to it, and no task can shrink it.
-//! A sender that violates the protocol and writes to a leased block corrupts only that message,
-//! which consists of arbitrary bytes anyway.
+//! A sender that violates the protocol and writes to a leased block corrupts only the message in
+//! the block. The receiver must accept arbitrary bytes anyway.
 #![allow(unsafe_code)] // Reading memory that another process may change, and replacing mappings in place.
 
 use crate::block_allocator::{Block, BlockAllocator};
@@ -21,7 +21,7 @@ pub const POOL_BYTES: usize = 64 << 20;
 /// one bit.
 pub const LEASES_MAX: usize = 64;
 
-const fn seals() -> SealFlag {
+const fn required_seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK
         .union(SealFlag::F_SEAL_GROW)
         .union(SealFlag::F_SEAL_FUTURE_WRITE)
@@ -31,35 +31,35 @@ const fn seals() -> SealFlag {
 #[derive(Debug)]
 pub struct OwnPool {
     mapping: Mapping,
-    blocks: BlockAllocator,
+    allocator: BlockAllocator,
 }
 
 impl OwnPool {
-    /// Creates an empty pool. Returns it with a descriptor through which other tasks can only read
-    /// it.
+    /// Creates an empty pool. Returns the pool and a descriptor with which other tasks can map the
+    /// pool only for reading.
     ///
     /// # Errors
-    /// The system has no descriptors or memory left, or the kernel is older than 5.1.
-    pub fn new() -> io::Result<(OwnPool, OwnedFd)> {
+    /// No descriptors or no memory are available, or the kernel is older than 5.1.
+    pub fn new() -> io::Result<(Self, OwnedFd)> {
         let fd = create_memfd(c"sempa-store", POOL_BYTES)?;
         let mapping = Mapping::new(Some(fd.as_fd()), POOL_BYTES)?;
         nix::fcntl::fcntl(
             &fd,
-            nix::fcntl::FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL),
+            nix::fcntl::FcntlArg::F_ADD_SEALS(required_seals() | SealFlag::F_SEAL_SEAL),
         )?;
         Ok((
-            OwnPool {
+            Self {
                 mapping,
-                blocks: BlockAllocator::new(POOL_BYTES),
+                allocator: BlockAllocator::new(POOL_BYTES),
             },
             fd,
         ))
     }
 
-    /// Copies a message, given in two parts, into a new block with one user. Returns `None` if
-    /// there is no space.
+    /// Copies a message, given in two parts, into a new block with one user. Returns `None` if the
+    /// pool has no free range that is long enough.
     pub fn store_message(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
-        let block = self.blocks.allocate(parts[0].len() + parts[1].len())?;
+        let block = self.allocator.allocate(parts[0].len() + parts[1].len())?;
         let mut at = block.offset;
         for part in parts {
             assert!(part.len() <= POOL_BYTES - at, "parts end within the store");
@@ -79,26 +79,26 @@ impl OwnPool {
 
     /// Adds a user to a block, because its message is sent to one more task.
     pub fn add_user(&mut self, block: Block) {
-        self.blocks.add_user(block);
+        self.allocator.add_user(block);
     }
 
     /// Removes a user of a block; the block is freed when its last user is removed.
     pub fn release(&mut self, block: Block) {
-        self.blocks.release(block);
+        self.allocator.release(block);
     }
 
     /// Records that a user will never release the block. The block stays allocated forever.
     pub fn abandon(&mut self, block: Block) {
-        self.blocks.abandon(block);
+        self.allocator.abandon(block);
     }
 
     /// Total size in bytes of the abandoned blocks.
     pub fn abandoned_bytes(&self) -> usize {
-        self.blocks.abandoned_bytes()
+        self.allocator.abandoned_bytes()
     }
 
-    pub fn allocated_blocks(&self) -> usize {
-        self.blocks.allocated_blocks()
+    pub fn allocated_block_count(&self) -> usize {
+        self.allocator.allocated_block_count()
     }
 }
 
@@ -114,11 +114,12 @@ impl PeerPool {
     /// Maps a pool that another task created. A forked child inherits the mapping.
     ///
     /// # Errors
-    /// The descriptor is not such a memory file, or the system has no memory left.
-    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerPool> {
-        verify_memfd(fd, POOL_BYTES, seals())?;
-        Ok(PeerPool {
-            mapping: Mapping::read_only(fd, POOL_BYTES)?,
+    /// The descriptor is not a sealed memory file of [`POOL_BYTES`] bytes, or no memory is
+    /// available.
+    pub fn map(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        verify_memfd(fd, POOL_BYTES, required_seals())?;
+        Ok(Self {
+            mapping: Mapping::map_read_only(fd, POOL_BYTES)?,
             open_leases: Mutex::default(),
         })
     }
@@ -134,52 +135,52 @@ impl PeerPool {
         !self.lock_open_leases().is_empty()
     }
 
-    /// Leases a block under the number `slot`; the lease is returned through `returns`. `None` if
-    /// the range is invalid or the slot is already in use: a sender that obeys the protocol does
-    /// not use a slot twice.
+    /// Leases a block under the number `slot`; `lease_returner` returns the lease when the lease is
+    /// dropped. The result is `None` if the range is invalid or the slot is already in use: a
+    /// sender that obeys the protocol does not use a slot twice.
     pub fn lease(
-        self: &Arc<PeerPool>,
+        self: &Arc<Self>,
         block: Block,
         slot: u8,
-        returns: &Arc<LeaseReturner>,
+        lease_returner: &Arc<LeaseReturner>,
     ) -> Option<Lease> {
         let end = block.offset.checked_add(block.len)?;
         if end > POOL_BYTES || usize::from(slot) >= LEASES_MAX {
             return None;
         }
-        let mut lent = self.lock_open_leases();
-        if lent.iter().any(|(used, _)| *used == slot) {
+        let mut open_leases = self.lock_open_leases();
+        if open_leases.iter().any(|(open_slot, _)| *open_slot == slot) {
             return None;
         }
-        lent.push((slot, block));
-        drop(lent);
+        open_leases.push((slot, block));
+        drop(open_leases);
         Some(Lease {
             pool: self.clone(),
             block,
             slot,
-            returns: returns.clone(),
+            lease_returner: lease_returner.clone(),
         })
     }
 
-    /// Replaces the mapping by a private copy of all leased blocks, at the same address. The blocks
-    /// stay valid whatever their sender does, and this process is independent of the pool's memory.
-    /// Concurrent readers are not disturbed.
+    /// Replaces the mapping by a private copy of all leased blocks, at the same address. The sender
+    /// can then no longer change or free the blocks, and this process no longer uses the pool's
+    /// memory. Concurrent readers are not disturbed.
     ///
     /// # Errors
-    /// The system has no memory left; nothing has changed.
+    /// No memory is available; the mapping is unchanged.
     pub fn make_private_copy(&self) -> io::Result<()> {
-        let lent = self.lock_open_leases();
-        let fresh = Mapping::private_sparse(POOL_BYTES)?;
-        for (_, block) in lent.iter() {
+        let open_leases = self.lock_open_leases();
+        let copy = Mapping::map_private_sparse(POOL_BYTES)?;
+        for (_, block) in open_leases.iter() {
             // SAFETY: both ranges are in their mappings, which was checked when the block was
             // leased. The fresh mapping has no other user, and the sender does not write to leased
             // blocks.
             unsafe {
-                let from = self.mapping.start().add(block.offset);
-                std::ptr::copy_nonoverlapping(from, fresh.start().add(block.offset), block.len);
+                let source = self.mapping.start().add(block.offset);
+                std::ptr::copy_nonoverlapping(source, copy.start().add(block.offset), block.len);
             }
         }
-        replace(&self.mapping, fresh)
+        replace(&self.mapping, copy)
     }
 }
 
@@ -188,9 +189,9 @@ impl PeerPool {
 pub struct LeaseReturner(Mutex<Option<SharedRing>>);
 
 impl LeaseReturner {
-    /// Creates a value for the messages whose records arrive in this ring.
-    pub fn new(ring: &SharedRing) -> Arc<LeaseReturner> {
-        Arc::new(LeaseReturner(Mutex::new(Some(ring.clone()))))
+    /// Creates a returner for the leases whose records arrive in this ring.
+    pub fn new(ring: &SharedRing) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Some(ring.clone()))))
     }
 
     /// Drops the ring. Leases that are dropped later are not reported to the sender.
@@ -216,7 +217,7 @@ pub struct Lease {
     pool: Arc<PeerPool>,
     block: Block,
     slot: u8,
-    returns: Arc<LeaseReturner>,
+    lease_returner: Arc<LeaseReturner>,
 }
 
 impl AsRef<[u8]> for Lease {
@@ -235,12 +236,12 @@ impl AsRef<[u8]> for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut lent = self.pool.lock_open_leases();
-        if let Some(place) = lent.iter().position(|(slot, _)| *slot == self.slot) {
-            lent.swap_remove(place);
+        let mut open_leases = self.pool.lock_open_leases();
+        if let Some(index) = open_leases.iter().position(|(slot, _)| *slot == self.slot) {
+            open_leases.swap_remove(index);
         }
-        drop(lent);
-        self.returns.return_lease(self.slot);
+        drop(open_leases);
+        self.lease_returner.return_lease(self.slot);
     }
 }
 
@@ -249,61 +250,71 @@ mod tests {
     use super::*;
     use crate::shared_memory::{create_ring_pair, map_peer_ring_pair};
 
-    /// Returns a pool, the same pool as mapped by a peer, and the ring ends of both tasks.
+    /// Returns the pool of one task, the same pool as mapped by a peer, the ring ends of the first
+    /// task, and the ring ends of the peer.
     fn pool_with_peer() -> (
         OwnPool,
         Arc<PeerPool>,
         crate::shared_memory::RingPair,
         crate::shared_memory::RingPair,
     ) {
-        let (own, fd) = OwnPool::new().expect("made");
-        let (ours, rings) = create_ring_pair().expect("made");
-        let theirs = map_peer_ring_pair(rings.as_fd()).expect("good");
+        let (own_pool, fd) = OwnPool::new().expect("made");
+        let (own_ring_pair, rings_fd) = create_ring_pair().expect("made");
+        let peer_ring_pair = map_peer_ring_pair(rings_fd.as_fd()).expect("good");
         (
-            own,
+            own_pool,
             Arc::new(PeerPool::map(fd.as_fd()).expect("mapped")),
-            ours,
-            theirs,
+            own_ring_pair,
+            peer_ring_pair,
         )
     }
 
     #[test]
     fn message_is_read_in_place_and_returned() {
-        let (mut own, peer, ours, theirs) = pool_with_peer();
-        let block = own.store_message([b"head", &[7; 100_000]]).expect("room");
-        let returns = LeaseReturner::new(theirs.reader.memory());
-        let loan = peer.lease(block, 5, &returns).expect("good");
+        let (mut own_pool, peer_pool, own_ring_pair, peer_ring_pair) = pool_with_peer();
+        let block = own_pool
+            .store_message([b"head", &[7; 100_000]])
+            .expect("room");
+        let lease_returner = LeaseReturner::new(peer_ring_pair.reader.memory());
+        let lease = peer_pool.lease(block, 5, &lease_returner).expect("good");
         assert_eq!(
             (
-                &loan.as_ref()[..4],
-                loan.as_ref()[4..].iter().all(|b| *b == 7)
+                &lease.as_ref()[..4],
+                lease.as_ref()[4..].iter().all(|b| *b == 7)
             ),
             (&b"head"[..], true)
         );
-        assert_eq!(ours.writer.take_returned_leases(), 0);
-        drop(loan);
-        assert_eq!(ours.writer.take_returned_leases(), 1 << 5);
-        own.release(block);
-        assert_eq!((own.allocated_blocks(), peer.has_leases()), (0, false));
+        assert_eq!(own_ring_pair.writer.take_returned_leases(), 0);
+        drop(lease);
+        assert_eq!(own_ring_pair.writer.take_returned_leases(), 1 << 5);
+        own_pool.release(block);
+        assert_eq!(
+            (own_pool.allocated_block_count(), peer_pool.has_leases()),
+            (0, false)
+        );
     }
 
     #[test]
     fn private_copy_is_independent_of_the_sender() {
-        let (mut own, peer, ours, theirs) = pool_with_peer();
-        let block = own.store_message([b"", &[1; 50_000]]).expect("room");
-        let returns = LeaseReturner::new(theirs.reader.memory());
-        let loan = peer.lease(block, 0, &returns).expect("good");
-        peer.make_private_copy().expect("memory");
-        returns.detach();
-        own.release(block);
+        let (mut own_pool, peer_pool, own_ring_pair, peer_ring_pair) = pool_with_peer();
+        let block = own_pool.store_message([b"", &[1; 50_000]]).expect("room");
+        let lease_returner = LeaseReturner::new(peer_ring_pair.reader.memory());
+        let lease = peer_pool.lease(block, 0, &lease_returner).expect("good");
+        peer_pool.make_private_copy().expect("memory");
+        lease_returner.detach();
+        own_pool.release(block);
         assert_eq!(
-            own.store_message([b"", &[2; 50_000]]),
+            own_pool.store_message([b"", &[2; 50_000]]),
             Some(block),
             "the same place"
         );
-        assert_eq!(loan.as_ref(), [1; 50_000]);
-        drop(loan);
-        assert_eq!(ours.writer.take_returned_leases(), 0, "the ring is no more");
+        assert_eq!(lease.as_ref(), [1; 50_000]);
+        drop(lease);
+        assert_eq!(
+            own_ring_pair.writer.take_returned_leases(),
+            0,
+            "the ring is no more"
+        );
     }
 
     #[test]
@@ -311,26 +322,32 @@ mod tests {
         let (_, fd) = OwnPool::new().expect("made");
         assert!(Mapping::new(Some(fd.as_fd()), POOL_BYTES).is_err());
         assert!(nix::unistd::write(&fd, b"x").is_err());
-        let (_, peer, _, theirs) = pool_with_peer();
-        let returns = LeaseReturner::new(theirs.reader.memory());
+        let (_, peer_pool, _, peer_ring_pair) = pool_with_peer();
+        let lease_returner = LeaseReturner::new(peer_ring_pair.reader.memory());
         for (offset, len, slot) in [
             (POOL_BYTES, 1, 0),
             (usize::MAX, 2, 0),
             (1, POOL_BYTES, 0),
             (0, 1, 64),
         ] {
-            assert!(peer.lease(Block { offset, len }, slot, &returns).is_none());
+            assert!(
+                peer_pool
+                    .lease(Block { offset, len }, slot, &lease_returner)
+                    .is_none()
+            );
         }
-        let good = Block { offset: 0, len: 10 };
-        let loan = peer.lease(good, 7, &returns).expect("good");
+        let valid_block = Block { offset: 0, len: 10 };
+        let lease = peer_pool
+            .lease(valid_block, 7, &lease_returner)
+            .expect("good");
         assert!(
-            peer.lease(good, 7, &returns).is_none(),
+            peer_pool.lease(valid_block, 7, &lease_returner).is_none(),
             "the number is in use"
         );
-        drop(loan);
-        assert!(peer.lease(good, 7, &returns).is_some());
-        let (pair, rings) = create_ring_pair().expect("made");
-        assert!(PeerPool::map(rings.as_fd()).is_err());
-        drop(pair);
+        drop(lease);
+        assert!(peer_pool.lease(valid_block, 7, &lease_returner).is_some());
+        let (ring_pair, rings_fd) = create_ring_pair().expect("made");
+        assert!(PeerPool::map(rings_fd.as_fd()).is_err());
+        drop(ring_pair);
     }
 }

@@ -5,8 +5,8 @@ pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(not(feature = "loom"))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Aligns a value to its own cache lines, so that values written by different processors do not
-/// share one.
+/// Aligns a value to separate cache lines, so that two values that different processors write never
+/// share a cache line.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(crate) struct CachePadded<T>(pub(crate) T);

@@ -60,20 +60,22 @@ fn read(reader: &mut RingReader<LoomMemory>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// One thread writes three records of `BYTES` bytes while another thread reads them. `writer`
-/// creates the writing end.
-fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> RingWriter<LoomMemory>) {
+/// Runs a model in which one thread writes three records of `BYTES` bytes while another thread
+/// reads them. `create_writer` creates the writing end of the ring.
+fn exchange_three_records<const BYTES: usize>(
+    create_writer: fn(LoomMemory) -> RingWriter<LoomMemory>,
+) {
     loom::model(move || {
-        let area = new_memory();
-        let mut writer = writer(area.clone());
-        let writing = thread::spawn(move || {
+        let memory = new_memory();
+        let mut create_writer = create_writer(memory.clone());
+        let writer_thread = thread::spawn(move || {
             for n in 0..3u8 {
-                while !writer.write([&[n; BYTES]]).expect("a good ring") {
+                while !create_writer.write([&[n; BYTES]]).expect("a good ring") {
                     thread::yield_now();
                 }
             }
         });
-        let mut reader = RingReader::new(area);
+        let mut reader = RingReader::new(memory);
         for n in 0..3u8 {
             let bytes = loop {
                 match read(&mut reader) {
@@ -84,7 +86,7 @@ fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> RingWrit
             assert_eq!(bytes, [n; BYTES]);
             reader.release();
         }
-        writing.join().expect("written");
+        writer_thread.join().expect("written");
     });
 }
 
@@ -96,22 +98,22 @@ fn records_arrive_whole_and_in_order() {
 #[test]
 fn starved_writer_is_woken() {
     loom::model(|| {
-        let area = new_memory();
-        let mut writer = RingWriter::new(area.clone());
+        let memory = new_memory();
+        let mut writer = RingWriter::new(memory.clone());
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
-        let woken = Arc::new(AtomicU32::new(0));
-        let tell = woken.clone();
-        let reading = thread::spawn(move || {
-            let mut reader = RingReader::new(area);
+        let wake_flag = Arc::new(AtomicU32::new(0));
+        let reader_wake_flag = wake_flag.clone();
+        let reader_thread = thread::spawn(move || {
+            let mut reader = RingReader::new(memory);
             assert!(read(&mut reader).is_some());
             if reader.release() {
-                tell.store(1, Ordering::SeqCst);
+                reader_wake_flag.store(1, Ordering::SeqCst);
             }
         });
-        let has_room = writer.has_space_or_request_wake(40).expect("a good ring");
-        reading.join().expect("read");
+        let has_space = writer.has_space_or_request_wake(40).expect("a good ring");
+        reader_thread.join().expect("read");
         assert!(
-            has_room || woken.load(Ordering::SeqCst) == 1,
+            has_space || wake_flag.load(Ordering::SeqCst) == 1,
             "nobody would ever wake the writer"
         );
     });
@@ -120,27 +122,27 @@ fn starved_writer_is_woken() {
 #[test]
 fn release_without_fence_starves_no_writer() {
     loom::model(|| {
-        let area = new_memory();
-        let mut writer = RingWriter::new(area.clone());
+        let memory = new_memory();
+        let mut writer = RingWriter::new(memory.clone());
         assert!(writer.write([]).expect("a good ring"));
-        let told = Arc::new(AtomicU32::new(0));
-        let tell = told.clone();
-        let reading = thread::spawn(move || {
-            let mut reader = RingReader::new(area);
+        let wake_flag = Arc::new(AtomicU32::new(0));
+        let reader_wake_flag = wake_flag.clone();
+        let reader_thread = thread::spawn(move || {
+            let mut reader = RingReader::new(memory);
             for _ in 0..2 {
                 while read(&mut reader).is_none() {
                     thread::yield_now();
                 }
                 if reader.release() {
-                    tell.store(1, Ordering::SeqCst);
+                    reader_wake_flag.store(1, Ordering::SeqCst);
                 }
             }
         });
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
-        let has_room = writer.has_space_or_request_wake(40).expect("a good ring");
-        reading.join().expect("read");
+        let has_space = writer.has_space_or_request_wake(40).expect("a good ring");
+        reader_thread.join().expect("read");
         assert!(
-            has_room || told.load(Ordering::SeqCst) == 1,
+            has_space || wake_flag.load(Ordering::SeqCst) == 1,
             "nobody would ever wake the writer"
         );
     });
@@ -149,63 +151,68 @@ fn release_without_fence_starves_no_writer() {
 #[test]
 fn sleeper_misses_no_record() {
     loom::model(|| {
-        let area = new_memory();
-        let bell = Arc::new(Doorbell::default());
-        let (mut writer, ringing) = (RingWriter::new(area.clone()), bell.clone());
-        let writing = thread::spawn(move || {
+        let memory = new_memory();
+        let doorbell = Arc::new(Doorbell::default());
+        let (mut writer, writer_doorbell) = (RingWriter::new(memory.clone()), doorbell.clone());
+        let writer_thread = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
-            ringing.notify(3, false) == WakeTarget::Sleepers
+            writer_doorbell.notify(3, false) == WakeTarget::Sleepers
         });
-        let mut reader = RingReader::new(area);
-        let seen = bell.prepare_sleep();
-        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
-        let woken = writing.join().expect("written");
+        let mut reader = RingReader::new(memory);
+        let word_value = doorbell.prepare_sleep();
+        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let must_wake = writer_thread.join().expect("written");
         assert!(
-            found || woken || bell.sleep_word().load(Ordering::SeqCst) != seen,
+            has_read_record
+                || must_wake
+                || doorbell.sleep_word().load(Ordering::SeqCst) != word_value,
             "it would sleep for ever"
         );
     });
 }
 
-/// Returns a doorbell with a bit already set, a reader, and a thread that writes a record, notifies
-/// the doorbell and returns the threads to wake.
+/// Returns a doorbell whose bit for slot 3 is already set, a reader, and a thread that writes a
+/// record, notifies the doorbell and returns the threads to wake.
 fn notified_doorbell() -> (
     Arc<Doorbell>,
     RingReader<LoomMemory>,
     thread::JoinHandle<WakeTarget>,
 ) {
-    let area = new_memory();
-    let bell = Arc::new(Doorbell::default());
-    bell.notify(3, false);
-    let (mut writer, ringing) = (RingWriter::new(area.clone()), bell.clone());
-    let writing = thread::spawn(move || {
+    let memory = new_memory();
+    let doorbell = Arc::new(Doorbell::default());
+    doorbell.notify(3, false);
+    let (mut writer, writer_doorbell) = (RingWriter::new(memory.clone()), doorbell.clone());
+    let writer_thread = thread::spawn(move || {
         assert!(writer.write([&[1; 8]]).expect("a good ring"));
-        ringing.notify(3, false)
+        writer_doorbell.notify(3, false)
     });
-    (bell, RingReader::new(area), writing)
+    (doorbell, RingReader::new(memory), writer_thread)
 }
 
 #[test]
 fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
-        let (bell, mut reader, writing) = notified_doorbell();
-        bell.set_notify_always(true);
-        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
-        let called = writing.join().expect("written") == WakeTarget::Drainer;
-        assert!(found || called, "it would sleep for ever");
+        let (doorbell, mut reader, writer_thread) = notified_doorbell();
+        doorbell.set_notify_always(true);
+        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let drainer_requested = writer_thread.join().expect("written") == WakeTarget::Drainer;
+        assert!(
+            has_read_record || drainer_requested,
+            "it would sleep for ever"
+        );
     });
 }
 
 #[test]
 fn cleared_bit_is_set_by_later_writers() {
     loom::model(|| {
-        let (bell, mut reader, writing) = notified_doorbell();
-        bell.clear(3);
-        let found = read(&mut reader).is_some();
-        writing.join().expect("written");
+        let (doorbell, mut reader, writer_thread) = notified_doorbell();
+        doorbell.clear(3);
+        let has_read_record = read(&mut reader).is_some();
+        writer_thread.join().expect("written");
         assert!(
-            found
-                || bell
+            has_read_record
+                || doorbell
                     .pending_words(0)
                     .is_some_and(|(_, bits)| bits >> 3 & 1 == 1),
             "the record would stay unseen"
@@ -213,36 +220,37 @@ fn cleared_bit_is_set_by_later_writers() {
     });
 }
 
-/// Clearing the bit of one slot loses no record of a second writer whose slot is in the same word.
+/// Clearing the bit of slot 3 loses no record of the writer with slot 5, whose bit is in the same
+/// word.
 #[test]
 fn clearing_one_slot_keeps_the_other() {
     // With three threads the checker can explore only interleavings with few preemptions.
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
-        let bell = Arc::new(Doorbell::default());
-        bell.notify(3, false);
-        let rings = [new_memory(), new_memory()];
-        let writing: Vec<_> = [3, 5]
+        let doorbell = Arc::new(Doorbell::default());
+        doorbell.notify(3, false);
+        let memories = [new_memory(), new_memory()];
+        let writer_threads: Vec<_> = [3, 5]
             .into_iter()
-            .zip(rings.clone())
-            .map(|(slot, area)| {
-                let (mut writer, bell) = (RingWriter::new(area), bell.clone());
+            .zip(memories.clone())
+            .map(|(slot, memory)| {
+                let (mut writer, doorbell) = (RingWriter::new(memory), doorbell.clone());
                 thread::spawn(move || {
                     assert!(writer.write([&[1; 8]]).expect("a good ring"));
-                    bell.notify(slot, false);
+                    doorbell.notify(slot, false);
                 })
             })
             .collect();
-        let mut readers = rings.map(RingReader::new);
-        bell.clear(3);
-        let found = read(&mut readers[0]).is_some();
-        writing
+        let mut readers = memories.map(RingReader::new);
+        doorbell.clear(3);
+        let has_read_record = read(&mut readers[0]).is_some();
+        writer_threads
             .into_iter()
             .for_each(|thread| thread.join().expect("written"));
-        let bits = bell.pending_words(0).map_or(0, |(_, bits)| bits);
+        let bits = doorbell.pending_words(0).map_or(0, |(_, bits)| bits);
         assert!(
-            found || bits >> 3 & 1 == 1,
+            has_read_record || bits >> 3 & 1 == 1,
             "the first record would stay unseen"
         );
         assert!(bits >> 5 & 1 == 1, "the second record would stay unseen");
@@ -253,20 +261,20 @@ fn clearing_one_slot_keeps_the_other() {
 #[test]
 fn accepted_request_misses_no_record() {
     loom::model(|| {
-        let area = new_memory();
-        let bell = Arc::new(Doorbell::default());
-        bell.request_drainer();
-        let (mut writer, calling) = (RingWriter::new(area.clone()), bell.clone());
-        let writing = thread::spawn(move || {
+        let memory = new_memory();
+        let doorbell = Arc::new(Doorbell::default());
+        doorbell.request_drainer();
+        let (mut writer, writer_doorbell) = (RingWriter::new(memory.clone()), doorbell.clone());
+        let writer_thread = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
-            calling.notify(3, true);
+            writer_doorbell.notify(3, true);
         });
-        let mut reader = RingReader::new(area);
-        bell.accept_drainer_request();
-        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
-        writing.join().expect("written");
+        let mut reader = RingReader::new(memory);
+        doorbell.accept_drainer_request();
+        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        writer_thread.join().expect("written");
         assert!(
-            found || bell.drainer_word().load(Ordering::SeqCst) == 1,
+            has_read_record || doorbell.drainer_word().load(Ordering::SeqCst) == 1,
             "it would sleep for ever"
         );
     });
@@ -277,17 +285,20 @@ fn accepted_request_misses_no_record() {
 #[test]
 fn close_hides_no_earlier_record() {
     loom::model(|| {
-        let area = new_memory();
-        let mut writer = RingWriter::new(area.clone());
-        let writing = thread::spawn(move || {
+        let memory = new_memory();
+        let mut writer = RingWriter::new(memory.clone());
+        let writer_thread = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             writer.close();
         });
-        let mut reader = RingReader::new(area);
-        let closed = reader.is_closed();
-        let found = read(&mut reader).is_some();
-        assert!(found || !closed, "the last record would be lost");
-        writing.join().expect("written");
+        let mut reader = RingReader::new(memory);
+        let is_closed = reader.is_closed();
+        let has_read_record = read(&mut reader).is_some();
+        assert!(
+            has_read_record || !is_closed,
+            "the last record would be lost"
+        );
+        writer_thread.join().expect("written");
     });
 }
 
@@ -295,18 +306,21 @@ fn close_hides_no_earlier_record() {
 #[test]
 fn record_during_close_is_read_or_writer_sees_it() {
     loom::model(|| {
-        let area = new_memory();
-        let mut writer = RingWriter::new(area.clone());
-        let writing = thread::spawn(move || {
+        let memory = new_memory();
+        let mut writer = RingWriter::new(memory.clone());
+        let writer_thread = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             fence(Ordering::SeqCst);
             writer.is_closed()
         });
-        let mut reader = RingReader::new(area);
+        let mut reader = RingReader::new(memory);
         reader.close();
-        let found = read(&mut reader).is_some();
-        let seen = writing.join().expect("written");
-        assert!(found || seen, "the last record would be lost");
+        let has_read_record = read(&mut reader).is_some();
+        let writer_saw_close = writer_thread.join().expect("written");
+        assert!(
+            has_read_record || writer_saw_close,
+            "the last record would be lost"
+        );
     });
 }
 
@@ -314,20 +328,20 @@ fn record_during_close_is_read_or_writer_sees_it() {
 #[test]
 fn accepted_request_misses_no_close() {
     loom::model(|| {
-        let area = new_memory();
-        let bell = Arc::new(Doorbell::default());
-        bell.request_drainer();
-        let (reader, calling) = (RingReader::new(area.clone()), bell.clone());
-        let ending = thread::spawn(move || {
+        let memory = new_memory();
+        let doorbell = Arc::new(Doorbell::default());
+        doorbell.request_drainer();
+        let (reader, closer_doorbell) = (RingReader::new(memory.clone()), doorbell.clone());
+        let closer_thread = thread::spawn(move || {
             reader.close();
-            calling.notify(3, true);
+            closer_doorbell.notify(3, true);
         });
-        let writer = RingWriter::new(area);
-        bell.accept_drainer_request();
-        let closed = writer.is_closed();
-        ending.join().expect("ended");
+        let writer = RingWriter::new(memory);
+        doorbell.accept_drainer_request();
+        let is_closed = writer.is_closed();
+        closer_thread.join().expect("ended");
         assert!(
-            closed || bell.drainer_word().load(Ordering::SeqCst) == 1,
+            is_closed || doorbell.drainer_word().load(Ordering::SeqCst) == 1,
             "it would write for ever"
         );
     });
@@ -335,24 +349,24 @@ fn accepted_request_misses_no_close() {
 
 #[test]
 fn rewind_loses_and_overwrites_nothing() {
-    exchange_three_records::<8>(|area| RingWriter::with_rewind(area, 16));
+    exchange_three_records::<8>(|area| RingWriter::with_rewind_bytes(area, 16));
 }
 
 #[test]
 fn leased_memory_is_not_overwritten() {
     loom::model(|| {
-        let area = new_memory();
-        let store = Arc::new(UnsafeCell::new(1u8));
-        let (reader_memory, lent) = (area.clone(), store.clone());
-        let reading = thread::spawn(move || {
+        let memory = new_memory();
+        let leased_byte = Arc::new(UnsafeCell::new(1u8));
+        let (reader_memory, reader_byte) = (memory.clone(), leased_byte.clone());
+        let reader_thread = thread::spawn(move || {
             // SAFETY: the checker fails the test if another thread writes at the same time.
-            assert_eq!(lent.with(|byte| unsafe { *byte }), 1);
+            assert_eq!(reader_byte.with(|byte| unsafe { *byte }), 1);
             reader_memory.control().return_lease(7);
         });
-        if area.control().take_returned_leases() != 0 {
+        if memory.control().take_returned_leases() != 0 {
             // SAFETY: the checker fails the test if another thread reads at the same time.
-            store.with_mut(|byte| unsafe { *byte = 2 });
+            leased_byte.with_mut(|byte| unsafe { *byte = 2 });
         }
-        reading.join().expect("read");
+        reader_thread.join().expect("read");
     });
 }

@@ -8,12 +8,12 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// Size of the control buffer of one read, in words of eight bytes: its header of 16 bytes and the
-/// descriptors.
+/// Size of the control buffer of one read, in words of eight bytes. The buffer contains a header of
+/// 16 bytes and the descriptors.
 const CONTROL_WORDS: usize = 2 + (ROUTE_FDS_MAX * size_of::<RawFd>()).div_ceil(8);
 
-/// Descriptors that arrived on a socket for messages that are not processed yet, in order. `None`
-/// stands for the lost descriptors of one read.
+/// Descriptors that arrived on a socket, in order of arrival, for messages that are not processed
+/// yet. `None` stands for all lost descriptors of one read.
 #[derive(Debug, Default)]
 pub struct PendingFds(VecDeque<Option<OwnedFd>>);
 
@@ -44,27 +44,30 @@ impl PendingFds {
         self.0.clear();
     }
 
-    /// Removes and returns the descriptors of the next message, which announces this many.
-    pub fn take(&mut self, announced: usize) -> MessageFds {
-        if announced > 0 && self.0.front().is_some_and(Option::is_none) {
+    /// Removes and returns the descriptors of the next message, which announces `announced_count`
+    /// descriptors.
+    pub fn take_message_fds(&mut self, announced_count: usize) -> MessageFds {
+        if announced_count > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
             return MessageFds::Lost;
         }
-        if self.0.len() < announced || self.0.iter().take(announced).any(Option::is_none) {
+        if self.0.len() < announced_count
+            || self.0.iter().take(announced_count).any(Option::is_none)
+        {
             return MessageFds::Missing;
         }
-        MessageFds::All(self.0.drain(..announced).flatten().collect())
+        MessageFds::All(self.0.drain(..announced_count).flatten().collect())
     }
 }
 
 /// Result of one read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Received {
+pub struct ReadOutcome {
     /// Number of bytes read; 0 at the end of the stream.
-    pub bytes: usize,
+    pub byte_count: usize,
     /// True if the read has emptied the socket. If false, more bytes may be available, because the
     /// kernel stops a read after descriptors and at the end of the buffer.
-    pub drained: bool,
+    pub is_drained: bool,
 }
 
 /// Appends the available bytes to `buffer`, and the descriptors that arrived with them to
@@ -79,37 +82,37 @@ pub fn receive(
     buffer: &mut BytesMut,
     pending_fds: &mut PendingFds,
     flags: MsgFlags,
-) -> io::Result<Received> {
+) -> io::Result<ReadOutcome> {
     let mut control = [0u64; CONTROL_WORDS];
     let chunk = buffer.chunk_mut();
-    let room = chunk.len();
-    let mut part = libc::iovec {
+    let capacity = chunk.len();
+    let mut io_vector = libc::iovec {
         iov_base: chunk.as_mut_ptr().cast(),
-        iov_len: room,
+        iov_len: capacity,
     };
     // SAFETY: all-zero bytes are a valid `msghdr`: null pointers and numbers.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = &raw mut part;
+    message.msg_iov = &raw mut io_vector;
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
     let flags = (flags | MsgFlags::MSG_CMSG_CLOEXEC).bits();
-    // SAFETY: the kernel writes only into the buffer and the control words, within the lengths
-    // given. Both live through the call, and nothing else refers to them.
-    let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, flags) };
-    let bytes = usize::try_from(read).map_err(|_| io::Error::last_os_error())?;
+    // SAFETY: the kernel writes only into the buffer and the control words, within the given
+    // lengths. Both live through the call, and nothing else refers to them.
+    let result = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, flags) };
+    let bytes = usize::try_from(result).map_err(|_| io::Error::last_os_error())?;
     // SAFETY: the kernel has written the first `bytes` bytes of the buffer.
     unsafe { buffer.advance_mut(bytes) };
     let mut received_fds = Vec::new();
-    // SAFETY: the message header is as the kernel wrote it, and the control words to which it
-    // points are still alive.
+    // SAFETY: the kernel has filled in the message header, and the control words to which the
+    // header points are still alive.
     unsafe { take_fds(&message, &mut received_fds) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
-        let all = bytes < room && received_fds.is_empty();
+        let is_drained = bytes < capacity && received_fds.is_empty();
         pending_fds.0.extend(received_fds.into_iter().map(Some));
-        return Ok(Received {
-            bytes,
-            drained: all,
+        return Ok(ReadOutcome {
+            byte_count: bytes,
+            is_drained,
         });
     }
     if received_fds.len() >= ROUTE_FDS_MAX {
@@ -120,9 +123,9 @@ pub fn receive(
     }
     // The control buffer had space, so the process had reached its descriptor limit.
     pending_fds.0.push_back(None);
-    Ok(Received {
-        bytes,
-        drained: false,
+    Ok(ReadOutcome {
+        byte_count: bytes,
+        is_drained: false,
     })
 }
 
@@ -132,27 +135,32 @@ pub fn receive(
 /// The kernel has filled in `message`, its control buffer is alive, and this function is called
 /// once for it.
 unsafe fn take_fds(message: &libc::msghdr, fds: &mut Vec<OwnedFd>) {
-    // SAFETY: by this function's contract the control buffer is as the kernel wrote it, so the
-    // macros stay inside it.
-    let mut head = unsafe { libc::CMSG_FIRSTHDR(message) };
-    while !head.is_null() {
+    // SAFETY: by this function's contract the kernel has filled in the control buffer, so the
+    // macros stay inside the buffer.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    while !header.is_null() {
         // SAFETY: the macro returned a header inside the buffer, which is aligned for it.
-        let (level, kind, length) =
-            unsafe { ((*head).cmsg_level, (*head).cmsg_type, (*head).cmsg_len) };
-        if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+        let (level, message_type, length) = unsafe {
+            (
+                (*header).cmsg_level,
+                (*header).cmsg_type,
+                (*header).cmsg_len,
+            )
+        };
+        if (level, message_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: as for the header; the length includes the header.
             let (data, bytes) =
-                unsafe { (libc::CMSG_DATA(head), length - libc::CMSG_LEN(0) as usize) };
-            for at in 0..bytes / size_of::<RawFd>() {
+                unsafe { (libc::CMSG_DATA(header), length - libc::CMSG_LEN(0) as usize) };
+            for index in 0..bytes / size_of::<RawFd>() {
                 // SAFETY: the kernel wrote complete integers into this range, each a new descriptor
                 // that this process owns and no other code knows.
                 fds.push(unsafe {
-                    OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned())
+                    OwnedFd::from_raw_fd(data.cast::<RawFd>().add(index).read_unaligned())
                 });
             }
         }
-        // SAFETY: as for the first header.
-        head = unsafe { libc::CMSG_NXTHDR(message, head) };
+        // SAFETY: as for the first header: the control buffer is alive and filled in by the kernel.
+        header = unsafe { libc::CMSG_NXTHDR(message, header) };
     }
 }
 
@@ -163,17 +171,17 @@ mod tests {
     use std::io::IoSlice;
     use std::os::unix::net::UnixStream;
 
-    fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
-        let rights = [ControlMessage::ScmRights(descriptors)];
-        let rights = if descriptors.is_empty() {
+    fn send(socket: &UnixStream, bytes: &[u8], fds: &[RawFd]) {
+        let control_messages = [ControlMessage::ScmRights(fds)];
+        let control_messages = if fds.is_empty() {
             &[][..]
         } else {
-            &rights[..]
+            &control_messages[..]
         };
         sendmsg::<()>(
-            to.as_raw_fd(),
+            socket.as_raw_fd(),
             &[IoSlice::new(bytes)],
-            rights,
+            control_messages,
             MsgFlags::empty(),
             None,
         )
@@ -182,67 +190,80 @@ mod tests {
 
     #[test]
     fn reads_append_bytes_and_keep_descriptor_order() {
-        let (near, far) = UnixStream::pair().expect("a pair");
+        let (sender, receiver) = UnixStream::pair().expect("a pair");
         let files = [
             tempfile::tempfile().expect("a file"),
             tempfile::tempfile().expect("a file"),
         ];
         send(
-            &near,
+            &sender,
             b"with",
             &files.each_ref().map(|file| file.as_raw_fd()),
         );
-        let (mut buffer, mut descriptors) = (BytesMut::from(&b"held "[..]), PendingFds::default());
+        let (mut buffer, mut pending_fds) = (BytesMut::from(&b"held "[..]), PendingFds::default());
         buffer.reserve(100);
-        let received =
-            receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).expect("there");
+        let outcome = receive(
+            &receiver,
+            &mut buffer,
+            &mut pending_fds,
+            MsgFlags::MSG_DONTWAIT,
+        )
+        .expect("there");
         assert_eq!(
-            received,
-            Received {
-                bytes: 4,
-                drained: false
+            outcome,
+            ReadOutcome {
+                byte_count: 4,
+                is_drained: false
             }
         );
-        assert_eq!((&buffer[..], descriptors.len()), (&b"held with"[..], 2));
-        assert!(matches!(descriptors.take(3), MessageFds::Missing));
-        let MessageFds::All(got) = descriptors.take(2) else {
+        assert_eq!((&buffer[..], pending_fds.len()), (&b"held with"[..], 2));
+        assert!(matches!(
+            pending_fds.take_message_fds(3),
+            MessageFds::Missing
+        ));
+        let MessageFds::All(received_fds) = pending_fds.take_message_fds(2) else {
             panic!("both are here")
         };
-        for (file, got) in files.iter().zip(&got) {
-            let number = |fd| nix::sys::stat::fstat(fd).expect("open").st_ino;
-            assert_eq!(number(file.as_fd()), number(got.as_fd()));
+        for (file, received_fds) in files.iter().zip(&received_fds) {
+            let inode = |fd| nix::sys::stat::fstat(fd).expect("open").st_ino;
+            assert_eq!(inode(file.as_fd()), inode(received_fds.as_fd()));
         }
     }
 
     #[test]
     fn excess_descriptors_are_closed_and_refused() {
-        let (near, far) = UnixStream::pair().expect("a pair");
+        let (sender, receiver) = UnixStream::pair().expect("a pair");
         let file = tempfile::tempfile().expect("a file");
-        send(&near, b"x", &[file.as_raw_fd(); 40]);
-        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), PendingFds::default());
-        let refused =
-            receive(&far, &mut buffer, &mut descriptors, MsgFlags::empty()).map_err(|e| e.kind());
+        send(&sender, b"x", &[file.as_raw_fd(); 40]);
+        let (mut buffer, mut pending_fds) = (BytesMut::with_capacity(100), PendingFds::default());
+        let result = receive(&receiver, &mut buffer, &mut pending_fds, MsgFlags::empty())
+            .map_err(|e| e.kind());
         assert_eq!(
-            (refused, descriptors.len()),
+            (result, pending_fds.len()),
             (Err(io::ErrorKind::InvalidData), 0)
         );
     }
 
     #[test]
     fn empty_socket_and_end_of_stream_differ() {
-        let (near, far) = UnixStream::pair().expect("a pair");
-        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), PendingFds::default());
-        let mut look = || {
-            receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT)
-                .map_err(|e| e.kind())
+        let (sender, receiver) = UnixStream::pair().expect("a pair");
+        let (mut buffer, mut pending_fds) = (BytesMut::with_capacity(100), PendingFds::default());
+        let mut read_socket = || {
+            receive(
+                &receiver,
+                &mut buffer,
+                &mut pending_fds,
+                MsgFlags::MSG_DONTWAIT,
+            )
+            .map_err(|e| e.kind())
         };
-        assert_eq!(look(), Err(io::ErrorKind::WouldBlock));
-        drop(near);
+        assert_eq!(read_socket(), Err(io::ErrorKind::WouldBlock));
+        drop(sender);
         assert_eq!(
-            look(),
-            Ok(Received {
-                bytes: 0,
-                drained: true
+            read_socket(),
+            Ok(ReadOutcome {
+                byte_count: 0,
+                is_drained: true
             })
         );
     }

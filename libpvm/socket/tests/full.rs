@@ -4,7 +4,7 @@
 use bytes::BytesMut;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use sempa_socket::{MessageFds, PendingFds, Received, receive};
+use sempa_socket::{MessageFds, PendingFds, ReadOutcome, receive};
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,12 +13,12 @@ use std::os::unix::net::UnixStream;
 /// Descriptor limit of the test process; larger than the number of its open descriptors.
 const FD_LIMIT: u64 = 128;
 
-fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
-    let rights = [ControlMessage::ScmRights(descriptors)];
+fn send(socket: &UnixStream, bytes: &[u8], fds: &[RawFd]) {
+    let control_messages = [ControlMessage::ScmRights(fds)];
     sendmsg::<()>(
-        to.as_raw_fd(),
+        socket.as_raw_fd(),
         &[IoSlice::new(bytes)],
-        &rights,
+        &control_messages,
         MsgFlags::empty(),
         None,
     )
@@ -29,38 +29,46 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
 /// its descriptors.
 #[test]
 fn lost_descriptors_do_not_shift_to_other_messages() {
-    let (near, far) = UnixStream::pair().expect("a pair");
+    let (sender, receiver) = UnixStream::pair().expect("a pair");
     let file = File::open("/dev/null").expect("it is there");
-    for word in [b"none", b"half", b"both"] {
-        send(&near, word, &[file.as_raw_fd(), near.as_raw_fd()]);
+    for text in [b"none", b"half", b"both"] {
+        send(&sender, text, &[file.as_raw_fd(), sender.as_raw_fd()]);
     }
     setrlimit(Resource::RLIMIT_NOFILE, FD_LIMIT, FD_LIMIT).expect("it may have less");
-    let mut full: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
-    let (mut buffer, mut passed) = (BytesMut::with_capacity(100), PendingFds::default());
-    for room in 0..3 {
-        full.truncate(full.len() - usize::from(room > 0));
-        let received =
-            receive(&far, &mut buffer, &mut passed, MsgFlags::MSG_DONTWAIT).expect("there");
+    let mut open_files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    let (mut buffer, mut pending_fds) = (BytesMut::with_capacity(100), PendingFds::default());
+    for free_fds in 0..3 {
+        open_files.truncate(open_files.len() - usize::from(free_fds > 0));
+        let outcome = receive(
+            &receiver,
+            &mut buffer,
+            &mut pending_fds,
+            MsgFlags::MSG_DONTWAIT,
+        )
+        .expect("there");
         assert_eq!(
-            received,
-            Received {
-                bytes: 4,
-                drained: false
+            outcome,
+            ReadOutcome {
+                byte_count: 4,
+                is_drained: false
             },
             "it may go on behind them"
         );
     }
     assert_eq!(&buffer[..], b"nonehalfboth", "no byte of the words is lost");
     assert_eq!(
-        passed.len(),
+        pending_fds.len(),
         4,
         "two sets that are lost, and two descriptors"
     );
-    assert!(matches!(passed.take(2), MessageFds::Lost));
+    assert!(matches!(pending_fds.take_message_fds(2), MessageFds::Lost));
     assert!(
-        matches!(passed.take(2), MessageFds::Lost),
+        matches!(pending_fds.take_message_fds(2), MessageFds::Lost),
         "also that of which one came"
     );
-    assert!(matches!(passed.take(2), MessageFds::All(both) if both.len() == 2));
-    assert!(matches!(passed.take(1), MessageFds::Missing));
+    assert!(matches!(pending_fds.take_message_fds(2), MessageFds::All(both) if both.len() == 2));
+    assert!(matches!(
+        pending_fds.take_message_fds(1),
+        MessageFds::Missing
+    ));
 }

@@ -6,22 +6,22 @@ use sempa_proto::Micros;
 use std::time::Duration;
 
 /// Maximum forward jump of the kernel's clock that counts as elapsed time while the process waits
-/// for its next host. A larger jump is attributed to the other host's clock.
+/// for its next daemon. A larger jump means that the process now reads another host's clock.
 const CLOCK_JUMP_MAX: Micros = Micros::from_secs(120);
 
 /// Clock that starts at zero when the runtime is created.
 #[derive(Debug)]
 pub(crate) struct Clock {
     kernel_time_at_start: Duration,
-    offset: Micros,
+    migration_offset: Micros,
     last_reading: Micros,
 }
 
 impl Clock {
-    pub(crate) fn new() -> Clock {
-        Clock {
+    pub(crate) fn new() -> Self {
+        Self {
             kernel_time_at_start: kernel_time(ClockId::CLOCK_MONOTONIC),
-            offset: Micros(0),
+            migration_offset: Micros(0),
             last_reading: Micros(0),
         }
     }
@@ -31,8 +31,8 @@ impl Clock {
         self.advance_to(kernel_time(ClockId::CLOCK_MONOTONIC))
     }
 
-    /// Returns a time up to a few milliseconds old, at a fraction of the cost; never less than the
-    /// last result of [`Clock::now`].
+    /// Returns a time that may be a few milliseconds old. Costs a fraction of [`Clock::now`]. Never
+    /// less than the last result of [`Clock::now`].
     pub(crate) fn coarse_now(&self) -> Micros {
         self.elapsed_at(kernel_time(ClockId::CLOCK_MONOTONIC_COARSE))
             .max(self.last_reading)
@@ -41,25 +41,30 @@ impl Clock {
     /// Returns the time like [`Clock::now`], for a process that may have migrated since the last
     /// call.
     pub(crate) fn now_after_migration(&mut self) -> Micros {
-        let now = kernel_time(ClockId::CLOCK_MONOTONIC);
-        if self.elapsed_at(now).since(self.last_reading) > CLOCK_JUMP_MAX {
-            (self.kernel_time_at_start, self.offset) = (now, self.last_reading);
+        let kernel_now = kernel_time(ClockId::CLOCK_MONOTONIC);
+        if self.elapsed_at(kernel_now).since(self.last_reading) > CLOCK_JUMP_MAX {
+            (self.kernel_time_at_start, self.migration_offset) = (kernel_now, self.last_reading);
         }
-        self.advance_to(now)
+        self.advance_to(kernel_now)
     }
 
-    fn elapsed_at(&self, now: Duration) -> Micros {
-        self.offset + Micros(now.saturating_sub(self.kernel_time_at_start).as_micros() as u64)
+    fn elapsed_at(&self, kernel_now: Duration) -> Micros {
+        self.migration_offset
+            + Micros(
+                kernel_now
+                    .saturating_sub(self.kernel_time_at_start)
+                    .as_micros() as u64,
+            )
     }
 
-    fn advance_to(&mut self, now: Duration) -> Micros {
-        let time = self.elapsed_at(now);
-        if time < self.last_reading {
-            (self.kernel_time_at_start, self.offset) = (now, self.last_reading);
+    fn advance_to(&mut self, kernel_now: Duration) -> Micros {
+        let elapsed = self.elapsed_at(kernel_now);
+        if elapsed < self.last_reading {
+            (self.kernel_time_at_start, self.migration_offset) = (kernel_now, self.last_reading);
             return self.last_reading;
         }
-        self.last_reading = time;
-        time
+        self.last_reading = elapsed;
+        elapsed
     }
 }
 
@@ -73,7 +78,6 @@ fn kernel_time(clock: ClockId) -> Duration {
 mod tests {
     use super::*;
 
-    /// The coarse time is never less than the last exact one.
     #[test]
     fn coarse_time_is_never_before_last_exact_time() {
         let mut clock = Clock::new();
@@ -92,10 +96,10 @@ mod tests {
             clock.advance_to(start + Duration::from_secs(100)),
             Micros::from_secs(100)
         );
-        let younger = start + Duration::from_secs(3);
-        assert_eq!(clock.advance_to(younger), Micros::from_secs(100));
+        let time_on_new_host = start + Duration::from_secs(3);
+        assert_eq!(clock.advance_to(time_on_new_host), Micros::from_secs(100));
         assert_eq!(
-            clock.advance_to(younger + Duration::from_secs(2)),
+            clock.advance_to(time_on_new_host + Duration::from_secs(2)),
             Micros::from_secs(102)
         );
     }

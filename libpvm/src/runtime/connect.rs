@@ -1,4 +1,4 @@
-//! Connects to the daemon: finds its socket, sends the hello, and reads the welcome.
+//! Connects to the daemon: finds the daemon's socket, sends the hello, and reads the welcome.
 
 use super::process::{ProcessOwned, mark_library_socket};
 use crate::error::EnrollError;
@@ -8,7 +8,7 @@ use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask, Welcome};
-use sempa_socket::{PendingFds, Received, receive};
+use sempa_socket::{PendingFds, ReadOutcome, receive};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -24,9 +24,9 @@ const WELCOME_READ_BYTES: usize = 4096;
 /// Maximum length in bytes of the program name in the hello.
 const PROGRAM_NAME_BYTES_MAX: usize = 4096;
 
-/// Set when this process image has used its spawn token (`PVMEPID`). A forked child inherits the
+/// True if this process image has used its spawn token (`PVMEPID`). A forked child inherits the
 /// flag, so it cannot enroll in place of its parent.
-static SPAWN_TOKEN_USED: AtomicBool = AtomicBool::new(false);
+static IS_SPAWN_TOKEN_USED: AtomicBool = AtomicBool::new(false);
 
 /// Options of an enrollment: the daemon's socket, and the identity that this process claims.
 #[derive(Clone, Debug)]
@@ -36,48 +36,50 @@ pub struct EnrollOptions {
     pub claim: Claim,
     /// Program name that task lists show.
     pub program: String,
-    /// What happens to this process when its daemon exits. Applies to processes that no daemon or
-    /// tasker has started.
+    /// Action on this process when its daemon exits. Applies to processes that neither a daemon nor
+    /// a tasker has started.
     pub on_daemon_exit: OnDaemonExit,
 }
 
 impl EnrollOptions {
     /// Reads the options from the environment. `PVMSOCK`, or else `PVM_TMP` and `PVM_VMID`, select
-    /// the socket; `PVMEPID` is the token of a spawned process and is valid once per process image.
-    /// The end of the daemon is reported to the program.
+    /// the socket. `PVMEPID` is the token of a spawned process; the token is valid once per process
+    /// image. With these options the program is notified of the end of its daemon by failing calls.
     ///
     /// # Errors
     /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::BadEnvironment`]
-    /// if the variables give no valid path.
-    pub fn from_env() -> Result<EnrollOptions, EnrollError> {
+    /// if the variables result in no valid path.
+    pub fn from_env() -> Result<Self, EnrollError> {
         let uid = nix::unistd::geteuid();
-        EnrollOptions::from_vars(
+        Self::from_variables(
             uid.as_raw(),
-            SPAWN_TOKEN_USED.load(Ordering::Relaxed),
+            IS_SPAWN_TOKEN_USED.load(Ordering::Relaxed),
             |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
         )
     }
 
-    fn from_vars(
+    fn from_variables(
         uid: u32,
-        token_used: bool,
-        env: impl Fn(&str) -> Option<String>,
-    ) -> Result<EnrollOptions, EnrollError> {
-        let non_empty = |name: &str| env(name).filter(|value| !value.is_empty());
-        if uid == 0 && env("PVM_ALLOW_ROOT").is_none() {
+        is_token_used: bool,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, EnrollError> {
+        let non_empty = |name: &str| variable(name).filter(|value| !value.is_empty());
+        if uid == 0 && variable("PVM_ALLOW_ROOT").is_none() {
             return Err(EnrollError::Root);
         }
         let socket = match non_empty("PVMSOCK") {
             Some(path) => PathBuf::from(path),
-            None => RuntimePaths::from_env(uid, &env)
+            None => RuntimePaths::from_env(uid, &variable)
                 .map_err(EnrollError::BadEnvironment)?
-                .daemon_socket(),
+                .daemon_socket_path(),
         };
         let spawn_token = non_empty("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
-            .filter(|spawn_token| *spawn_token > 0 && !token_used);
-        let claim = spawn_token.map_or(Claim::New, |spawn_token| Claim::Spawned { spawn_token });
-        Ok(EnrollOptions {
+            .filter(|spawn_token| *spawn_token > 0 && !is_token_used);
+        let claim = spawn_token.map_or(Claim::NotSpawned, |spawn_token| Claim::Spawned {
+            spawn_token,
+        });
+        Ok(Self {
             socket,
             claim,
             program: program_name(),
@@ -86,14 +88,14 @@ impl EnrollOptions {
     }
 }
 
-/// Claims the spawn token; false if it was used before.
+/// Claims the spawn token of this process image. Returns false if the token was used before.
 pub(crate) fn claim_spawn_token() -> bool {
-    !SPAWN_TOKEN_USED.swap(true, Ordering::Relaxed)
+    !IS_SPAWN_TOKEN_USED.swap(true, Ordering::Relaxed)
 }
 
-/// Makes the spawn token usable again, after a daemon that did not answer.
+/// Makes the spawn token usable again. Called when the daemon did not answer.
 pub(crate) fn release_spawn_token() {
-    SPAWN_TOKEN_USED.store(false, Ordering::Relaxed);
+    IS_SPAWN_TOKEN_USED.store(false, Ordering::Relaxed);
 }
 
 /// Returns the last component of `argv[0]`.
@@ -108,27 +110,34 @@ fn program_name() -> String {
 
 /// Connection on which the daemon has sent its welcome.
 pub(crate) struct AcceptedConnection {
-    /// The socket is shared, so that the I/O thread can sleep on it while other threads use it.
+    /// Socket to the daemon, shared so that the I/O thread can sleep on it while other threads use
+    /// it.
     pub(crate) socket: Arc<ProcessOwned<UnixStream>>,
     /// Decoder that contains the bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
     /// Descriptors that arrived together with the bytes in `decoder`.
-    pub(crate) passed: PendingFds,
+    pub(crate) unhandled_fds: PendingFds,
     pub(crate) welcome: Welcome,
 }
 
 /// True if a daemon answers at this socket within `timeout`. A daemon that is exiting may still
-/// accept connections, but does not answer. No task is enrolled.
-pub fn daemon_answers(path: &Path, timeout: Duration) -> bool {
+/// accept connections, but does not answer. The call enrolls no task.
+pub fn wait_for_daemon_answer(path: &Path, timeout: Duration) -> bool {
     let is_no_answer = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
     };
-    !handshake_with_timeout(timeout, path, Claim::Probe, "", OnDaemonExit::default())
-        .is_err_and(|error| is_no_answer(&error))
+    !handshake_with_timeout(
+        timeout,
+        path,
+        Claim::DaemonTest,
+        "",
+        OnDaemonExit::default(),
+    )
+    .is_err_and(|error| is_no_answer(&error))
 }
 
 /// Connects to the daemon's socket, sends the hello, and waits for the answer.
-pub(crate) fn handshake(
+pub(crate) fn connect_and_wait_for_welcome(
     path: &Path,
     claim: Claim,
     program: &str,
@@ -142,7 +151,7 @@ fn handshake_with_timeout(
     path: &Path,
     claim: Claim,
     program: &str,
-    at_end: OnDaemonExit,
+    daemon_exit_action: OnDaemonExit,
 ) -> Result<AcceptedConnection, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
@@ -157,15 +166,15 @@ fn handshake_with_timeout(
     })?;
     mark_library_socket(&socket).map_err(io_error)?;
     sempa_socket::enlarge_send_buffer(&socket);
-    let socket = ProcessOwned::new_fd(socket);
-    let owner = getsockopt(socket.get(), PeerCredentials)
+    let socket = ProcessOwned::from_fd(socket);
+    let peer_uid = getsockopt(socket.get(), PeerCredentials)
         .map_err(|e| io_error(e.into()))?
         .uid();
-    // A daemon of root is trusted: root can do anything to this process anyway.
-    if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
+    // A daemon of root is trusted, because root controls this process anyway.
+    if peer_uid != nix::unistd::geteuid().as_raw() && peer_uid != 0 {
         return Err(EnrollError::ForeignOwner {
             path: path.to_path_buf(),
-            owner,
+            owner: peer_uid,
         });
     }
     let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
@@ -173,9 +182,9 @@ fn handshake_with_timeout(
         magic: TASK_MAGIC,
         version: WIRE_VERSION,
         claim,
-        own_pid: pid,
+        namespace_pid: pid,
         program: program.to_string(),
-        on_daemon_exit: at_end,
+        on_daemon_exit: daemon_exit_action,
     };
     let hello =
         encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
@@ -184,21 +193,22 @@ fn handshake_with_timeout(
         .set_read_timeout(Some(timeout))
         .map_err(io_error)?;
     match write_all(socket.get(), hello) {
-        // The daemon may have sent the reason before it closed the connection.
+        // The daemon may have sent its reason before it closed the connection, so the answer is
+        // still read.
         Err(e)
             if matches!(
                 e.kind(),
                 io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
             ) => {}
-        written => written.map_err(io_error)?,
+        write_result => write_result.map_err(io_error)?,
     }
-    let (mut decoder, mut passed) = (FrameDecoder::new(), PendingFds::default());
-    let welcome = read_welcome(socket.get(), &mut decoder, &mut passed, path)?;
+    let (mut decoder, mut received_fds) = (FrameDecoder::new(), PendingFds::default());
+    let welcome = read_welcome(socket.get(), &mut decoder, &mut received_fds, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
     Ok(AcceptedConnection {
         socket: Arc::new(socket),
         decoder,
-        passed,
+        unhandled_fds: received_fds,
         welcome,
     })
 }
@@ -217,12 +227,12 @@ fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
 fn read_welcome(
     socket: &UnixStream,
     decoder: &mut FrameDecoder,
-    passed: &mut PendingFds,
+    received_fds: &mut PendingFds,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
-    let version_mismatch = |why: String| EnrollError::VersionMismatch {
+    let version_mismatch = |mismatch: String| EnrollError::VersionMismatch {
         path: path.to_path_buf(),
-        reason: why,
+        reason: mismatch,
     };
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
@@ -243,8 +253,13 @@ fn read_welcome(
             };
         }
         decoder.buffer_mut().reserve(WELCOME_READ_BYTES);
-        match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
-            Ok(Received { bytes: 0, .. }) => {
+        match receive(
+            socket,
+            decoder.buffer_mut(),
+            received_fds,
+            MsgFlags::empty(),
+        ) {
+            Ok(ReadOutcome { byte_count: 0, .. }) => {
                 return Err(io_error(io::Error::other(
                     "it closed the connection without an answer",
                 )));
@@ -276,77 +291,85 @@ fn read_welcome(
 mod tests {
     use super::*;
 
-    fn options(
+    fn options_from(
         uid: u32,
-        token_used: bool,
+        is_token_used: bool,
         vars: &[(&str, &str)],
     ) -> Result<EnrollOptions, EnrollError> {
-        EnrollOptions::from_vars(uid, token_used, |name| {
+        EnrollOptions::from_variables(uid, is_token_used, |name| {
             vars.iter()
                 .find(|(key, _)| *key == name)
                 .map(|(_, value)| value.to_string())
         })
     }
 
-    /// The environment selects the daemon's socket, and the spawn token once per process image.
+    /// The environment selects the daemon's socket. The spawn token is valid once per process
+    /// image.
     #[test]
     fn environment_selects_socket_and_claim() {
-        let plain = options(7, false, &[]).expect("good");
+        let new_task = options_from(7, false, &[]).expect("good");
         assert_eq!(
-            (plain.socket, plain.claim),
-            ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::New)
+            (new_task.socket, new_task.claim),
+            ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::NotSpawned)
         );
-        let spawned = [("PVMSOCK", "/x/y"), ("PVMEPID", "42")];
-        let first = options(7, false, &spawned).expect("good");
+        let variables = [("PVMSOCK", "/x/y"), ("PVMEPID", "42")];
+        let spawned_task = options_from(7, false, &variables).expect("good");
         assert_eq!(
-            (first.socket, first.claim),
+            (spawned_task.socket, spawned_task.claim),
             ("/x/y".into(), Claim::Spawned { spawn_token: 42 })
         );
-        assert_eq!(options(7, true, &spawned).expect("good").claim, Claim::New);
         assert_eq!(
-            options(7, false, &[("PVMEPID", "-3")]).expect("good").claim,
-            Claim::New
+            options_from(7, true, &variables).expect("good").claim,
+            Claim::NotSpawned
+        );
+        assert_eq!(
+            options_from(7, false, &[("PVMEPID", "-3")])
+                .expect("good")
+                .claim,
+            Claim::NotSpawned
         );
     }
 
     #[test]
     fn root_needs_permission() {
-        assert!(matches!(options(0, false, &[]), Err(EnrollError::Root)));
-        assert!(options(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
+        assert!(matches!(
+            options_from(0, false, &[]),
+            Err(EnrollError::Root)
+        ));
+        assert!(options_from(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
     }
 
-    /// An invalid `PVM_VMID` is reported as an error.
     #[test]
     fn invalid_vm_name_is_reported() {
         assert!(matches!(
-            options(7, false, &[("PVM_VMID", "../x")]),
+            options_from(7, false, &[("PVM_VMID", "../x")]),
             Err(EnrollError::BadEnvironment(_))
         ));
     }
 
-    /// A daemon counts as present only if it answers the hello; a listener that accepts the
-    /// connection is not enough.
+    /// A daemon counts as present only if it answers the hello. A listener that only accepts the
+    /// connection does not count.
     #[test]
     fn listener_that_never_answers_is_no_daemon() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
-        let is_served = || daemon_answers(&path, HANDSHAKE_TIMEOUT);
+        let is_served = || wait_for_daemon_answer(&path, HANDSHAKE_TIMEOUT);
         assert!(!is_served(), "there is none");
         let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
-        let accept = |answer: Option<ToTask>| {
+        let is_served_by = |answer: Option<ToTask>| {
             std::thread::scope(|scope| {
-                let asks = scope.spawn(is_served);
+                let query_thread = scope.spawn(is_served);
                 let (mut stream, _) = listener.accept().expect("a connection");
                 if let Some(answer) = answer {
                     let answer = encode_control(&answer).expect("a word");
-                    std::io::Write::write_all(&mut stream, &answer).expect("written");
+                    io::Write::write_all(&mut stream, &answer).expect("written");
                 }
                 drop(stream);
-                asks.join().expect("ended")
+                query_thread.join().expect("ended")
             })
         };
-        assert!(!accept(None), "it hangs up");
-        assert!(accept(Some(ToTask::Refused {
+        assert!(!is_served_by(None), "it hangs up");
+        assert!(is_served_by(Some(ToTask::Refused {
             reason: "no".into()
         })));
         drop(listener);

@@ -1,10 +1,10 @@
 //! Direct routes to tasks on other hosts: setup, reading, writing and teardown of the connections.
 //!
-//! Like a ring, a direct route is only a route of a link: it may end at any time, and the daemons
+//! Like a ring, a direct route is only a route of a link. It may end at any time, and the daemons
 //! then carry the messages. [`RouteAgreements`] decides with which tasks to connect; this module
-//! carries the decisions out.
+//! executes the decisions.
 //!
-//! All sockets are in one epoll set, which the I/O thread watches while no thread spins on it.
+//! All sockets are in one epoll set, which the I/O thread watches while no other thread polls it.
 
 use super::core::Core;
 use super::direct::{Acceptor, Dialer, FrameStream, SetupError};
@@ -27,43 +27,44 @@ use std::sync::Arc;
 pub(crate) const DIRECT_ROUTES_MAX: usize = 512;
 /// Maximum number of ready descriptors handled in one poll.
 const READY_EVENTS_MAX: usize = 64;
-/// Epoll event data of all descriptors that belong to routes in setup.
-const SETUP_TOKEN: u64 = u64::MAX;
+/// Epoll event data of all descriptors that belong to routes in setup. No tid has this value.
+const SETUP_EVENT_DATA: u64 = u64::MAX;
 /// Time for which the I/O thread does not watch the direct routes after another thread has polled
 /// them.
-pub(crate) const POLLED_BY_THREAD_WINDOW: Micros = Micros::from_millis(2);
-/// A draining connection is closed if nothing arrives for this time.
+pub(crate) const THREAD_POLL_WINDOW: Micros = Micros::from_millis(2);
+/// Time without received data after which a draining connection is closed.
 pub(crate) const DRAIN_SILENCE_TIMEOUT: Micros = Micros::from_secs(2);
 /// Maximum duration of the draining of a connection.
 pub(crate) const DRAIN_TIMEOUT: Micros = Micros::from_secs(30);
 /// Time without traffic after which a route frees its buffers.
-const IDLE_TIMEOUT: Micros = Micros::from_secs(60);
+const ROUTE_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
 const IDLE_CHECK_INTERVAL: Micros = Micros::from_secs(10);
-/// Stands for "no certificate" in an acceptance: tasks on one host need none.
+/// Stands for "no certificate" in an acceptance. Tasks on one host need no certificates.
 const NO_CERTIFICATE: Fingerprint = [0; 32];
 
 /// Connection of a direct route, with its state.
 #[derive(Debug)]
 struct DirectConn {
     stream: FrameStream,
-    /// Output is waiting until the socket becomes writable.
+    /// True if output is waiting until the socket becomes writable.
     is_write_blocked: bool,
-    /// The last read stopped at its limit, so the socket may still contain data.
+    /// True if the last read stopped at its limit, so the socket may still contain data.
     has_unread_data: bool,
-    /// Set while the connection is drained: nothing is written, but data that the peer sent is
-    /// still read.
-    drain: Option<DrainState>,
+    /// Time limits while the connection is drained; `None` before. During draining nothing is
+    /// written, but data that the peer sent is still read.
+    drain_state: Option<DrainState>,
     last_traffic_at: Micros,
 }
 
-/// Time limits for draining a connection on which nothing can be written.
+/// Time limits for draining a connection to which nothing can be written.
 #[derive(Clone, Copy, Debug)]
 struct DrainState {
-    /// Time at which draining ends if nothing arrives.
+    /// Time at which draining ends if no further data arrives.
     silence_deadline: Micros,
     deadline: Micros,
-    /// The peer has ended. The links are notified of the end when the connection has been drained.
-    peer_ended: bool,
+    /// True if the peer has ended. The links are notified of this end when the connection has been
+    /// drained.
+    has_peer_ended: bool,
 }
 
 /// Addresses and certificate of a peer that offers a route.
@@ -87,28 +88,29 @@ impl AsFd for ReadySet {
 #[derive(Debug)]
 pub(crate) struct DirectRoutes {
     pub(crate) agreements: RouteAgreements,
-    /// IP addresses of this host, which offers contain.
+    /// IP addresses of this host. Offers contain these addresses.
     addresses: Vec<IpAddr>,
     acceptor: Acceptor,
     /// Peers to which this task's offers were sent.
     offered_peers: FxHashMap<OfferId, Tid>,
     dialers: FxHashMap<Tid, Dialer>,
-    /// Contents of the offer that is being handled.
+    /// Contents of the offer that [`RouteAgreements`] handles at present.
     incoming_offer: Option<IncomingOffer>,
-    /// Fingerprint of the peer's certificate in the acceptance that is being handled.
+    /// Fingerprint of the peer's certificate in the acceptance that [`RouteAgreements`] handles at
+    /// present.
     peer_fingerprint: Fingerprint,
     conns: FxHashMap<Tid, DirectConn>,
     blocked_conn_count: usize,
-    next_idle_check: Option<Micros>,
+    next_idle_check_at: Option<Micros>,
     ready_set: Option<Arc<ProcessOwned<ReadySet>>>,
     /// Time at which a spinning thread last polled the routes.
-    polled_at: Option<Micros>,
+    last_polled_at: Option<Micros>,
 }
 
 impl DirectRoutes {
-    pub(crate) fn new(me: Tid, addresses: Vec<IpAddr>) -> DirectRoutes {
-        DirectRoutes {
-            agreements: RouteAgreements::new(me),
+    pub(crate) fn new(tid: Tid, addresses: Vec<IpAddr>) -> Self {
+        Self {
+            agreements: RouteAgreements::new(tid),
             addresses,
             acceptor: Acceptor::default(),
             offered_peers: FxHashMap::default(),
@@ -117,13 +119,13 @@ impl DirectRoutes {
             peer_fingerprint: NO_CERTIFICATE,
             conns: FxHashMap::default(),
             blocked_conn_count: 0,
-            next_idle_check: None,
+            next_idle_check_at: None,
             ready_set: None,
-            polled_at: None,
+            last_polled_at: None,
         }
     }
 
-    /// Sets the addresses of the host, after a migration.
+    /// Replaces the addresses of the host after a migration.
     pub(crate) fn set_addresses(&mut self, addresses: Vec<IpAddr>) {
         self.addresses = addresses;
     }
@@ -141,52 +143,53 @@ impl DirectRoutes {
     pub(crate) fn is_blocked(&self, peer: Tid) -> bool {
         self.conns
             .get(&peer)
-            .is_some_and(|far| far.is_write_blocked)
+            .is_some_and(|conn| conn.is_write_blocked)
     }
 
-    /// Returns the epoll set that the I/O thread must watch; `None` while another thread polls it.
+    /// Returns the epoll set that the I/O thread must watch. `None` while another thread polls the
+    /// set, or if there are no routes.
     pub(crate) fn ready_set_to_watch(&self, now: Micros) -> Option<Arc<ProcessOwned<ReadySet>>> {
-        let attended = self
-            .polled_at
-            .is_some_and(|at| now.since(at) < POLLED_BY_THREAD_WINDOW);
+        let is_polled_by_thread = self
+            .last_polled_at
+            .is_some_and(|polled_at| now.since(polled_at) < THREAD_POLL_WINDOW);
         self.ready_set
             .clone()
-            .filter(|_| !attended || self.has_background_work())
+            .filter(|_| !is_polled_by_thread || self.has_background_work())
     }
 
     /// True if the I/O thread must watch the routes because no other thread does.
     pub(crate) fn needs_io_thread(&self) -> bool {
-        self.is_open() && (self.polled_at.is_none() || self.has_background_work())
+        self.is_any_open() && (self.last_polled_at.is_none() || self.has_background_work())
     }
 
     /// True if routes are in setup or wait for a writable socket. Spinning threads do not handle
-    /// these.
+    /// such routes.
     fn has_background_work(&self) -> bool {
         self.blocked_conn_count > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
 
-    /// True if there are routes, or routes in setup.
-    pub(crate) fn is_open(&self) -> bool {
+    /// True if there are established routes or routes in setup.
+    pub(crate) fn is_any_open(&self) -> bool {
         self.ready_set.is_some()
     }
 
-    /// Records that a spinning thread polls the routes at this time; `None` means that the thread
-    /// stops polling.
+    /// Records that a spinning thread polls the routes at the time `now`. `None` means that the
+    /// thread stops polling.
     pub(crate) fn record_polling(&mut self, now: Option<Micros>) {
-        self.polled_at = now;
+        self.last_polled_at = now;
     }
 
     fn get_or_create_ready_set(&mut self) -> Option<Arc<ProcessOwned<ReadySet>>> {
         if self.ready_set.is_none() {
             let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).ok()?;
-            self.ready_set = Some(Arc::new(ProcessOwned::new_fd(ReadySet(set))));
+            self.ready_set = Some(Arc::new(ProcessOwned::from_fd(ReadySet(set))));
         }
         self.ready_set.clone()
     }
 
     /// Adds all descriptors of routes in setup to the epoll set.
     fn watch_setups(&mut self) {
-        let Some(set) = self.get_or_create_ready_set() else {
+        let Some(ready_set) = self.get_or_create_ready_set() else {
             return;
         };
         let mut fds: Vec<PollFd<'_>> = Vec::new();
@@ -195,28 +198,38 @@ impl DirectRoutes {
             .values()
             .for_each(|dialer| dialer.add_poll_fds(&mut fds));
         for fd in &fds {
-            set_poll_events(&set, fd.as_fd(), fd.events(), SETUP_TOKEN);
+            set_poll_events(&ready_set, fd.as_fd(), fd.events(), SETUP_EVENT_DATA);
         }
     }
 }
 
-/// Adds a descriptor to the epoll set, or changes its events if it is in the set.
-fn set_poll_events(set: &ProcessOwned<ReadySet>, fd: BorrowedFd<'_>, wants: PollFlags, token: u64) {
+/// Adds a descriptor to the epoll set, or changes its events if the set already contains the
+/// descriptor.
+fn set_poll_events(
+    ready_set: &ProcessOwned<ReadySet>,
+    fd: BorrowedFd<'_>,
+    poll_flags: PollFlags,
+    event_data: u64,
+) {
     let mut flags = EpollFlags::empty();
-    flags.set(EpollFlags::EPOLLOUT, wants.contains(PollFlags::POLLOUT));
-    flags.set(EpollFlags::EPOLLIN, wants.contains(PollFlags::POLLIN));
-    let mut event = EpollEvent::new(flags, token);
-    if set.get().0.add(fd, event) == Err(Errno::EEXIST) {
-        // If the kernel has no memory for the entry, the route is handled when its timer expires.
-        let _ = set.get().0.modify(fd, &mut event);
+    flags.set(
+        EpollFlags::EPOLLOUT,
+        poll_flags.contains(PollFlags::POLLOUT),
+    );
+    flags.set(EpollFlags::EPOLLIN, poll_flags.contains(PollFlags::POLLIN));
+    let mut event = EpollEvent::new(flags, event_data);
+    if ready_set.get().0.add(fd, event) == Err(Errno::EEXIST) {
+        // If the kernel has no memory for the entry, the route is not handled until its timer
+        // expires.
+        let _ = ready_set.get().0.modify(fd, &mut event);
     }
 }
 
 impl Core {
     // ---- agreement
 
-    /// Requests a direct route to this peer for the program. Returns true if a message need not
-    /// wait for the answer.
+    /// Requests a direct route to this peer for the program. Returns true if a message can be sent
+    /// without waiting for the answer.
     pub(crate) fn request_route(&mut self, now: Micros, peer: Tid) -> bool {
         if !self.is_connected()
             || self.has_disabled_windows()
@@ -225,32 +238,32 @@ impl Core {
         {
             return true;
         }
-        if !self.direct.agreements.is_settled(peer) {
-            if self.is_gone(peer) {
+        if !self.direct_routes.agreements.is_settled(peer) {
+            if self.has_peer_ended(peer) {
                 return true;
             }
-            self.handle_route_event(now, RouteEvent::Requested(peer));
+            self.handle_route_event(now, RouteEvent::RouteRequested(peer));
         }
-        self.direct.agreements.is_settled(peer)
+        self.direct_routes.agreements.is_settled(peer)
     }
 
     /// Applies `change` to the program's requests for notifications about routes, and sends the
-    /// notifications that are due.
+    /// notifications that `change` queued. Returns the result of `change`.
     pub(crate) fn update_route_watches(
         &mut self,
         now: Micros,
         change: impl FnOnce(&mut RouteAgreements) -> PvmResult<()>,
     ) -> PvmResult<()> {
-        let changed = change(&mut self.direct.agreements);
+        let change_result = change(&mut self.direct_routes.agreements);
         self.run_route_outputs(now);
-        changed
+        change_result
     }
 
     /// Handles a route message of a peer about direct routes.
     pub(super) fn handle_direct_message(
         &mut self,
         now: Micros,
-        from: Tid,
+        sender: Tid,
         same_host: bool,
         message: RouteMsg,
     ) {
@@ -259,16 +272,16 @@ impl Core {
                 id,
                 mut addresses,
                 fingerprint,
-                incarnation: line,
+                incarnation: announced_incarnation,
             } => {
-                self.adopt_incarnation(now, from, line);
+                self.adopt_incarnation(now, sender, announced_incarnation);
                 addresses.truncate(OFFER_ADDRESSES_MAX);
-                self.direct.incoming_offer = Some(IncomingOffer {
+                self.direct_routes.incoming_offer = Some(IncomingOffer {
                     addresses,
                     fingerprint,
                 });
                 RouteEvent::OfferReceived {
-                    peer: from,
+                    peer: sender,
                     id,
                     same_host,
                 }
@@ -276,17 +289,17 @@ impl Core {
             RouteMsg::DirectAccept {
                 id,
                 fingerprint,
-                incarnation: line,
+                incarnation: announced_incarnation,
             } => {
-                self.adopt_incarnation(now, from, line);
-                self.direct.peer_fingerprint = fingerprint;
-                RouteEvent::Accepted {
-                    peer: from,
+                self.adopt_incarnation(now, sender, announced_incarnation);
+                self.direct_routes.peer_fingerprint = fingerprint;
+                RouteEvent::OfferAccepted {
+                    peer: sender,
                     id,
                     same_host: fingerprint == NO_CERTIFICATE,
                 }
             }
-            RouteMsg::DirectRefuse { id } => RouteEvent::Refused { peer: from, id },
+            RouteMsg::DirectRefuse { id } => RouteEvent::OfferRefused { peer: sender, id },
             _ => return,
         };
         if self.is_connected() && !self.has_disabled_windows() {
@@ -307,7 +320,7 @@ impl Core {
     }
 
     pub(super) fn handle_route_event(&mut self, now: Micros, event: RouteEvent) {
-        self.direct.agreements.handle(now, event);
+        self.direct_routes.agreements.handle_event(now, event);
         if event != RouteEvent::TimerExpired {
             self.bump_event_seq();
         }
@@ -316,21 +329,23 @@ impl Core {
 
     /// Executes the actions that the agreements have queued.
     fn run_route_outputs(&mut self, now: Micros) {
-        while let Some(output) = self.direct.agreements.next_output() {
+        while let Some(output) = self.direct_routes.agreements.next_output() {
             match output {
-                RouteOutput::Offer { to, id } => {
-                    if !self.offer_direct(now, to, id) {
-                        self.direct.agreements.handle(now, RouteEvent::Failed(to));
+                RouteOutput::Offer { peer: receiver, id } => {
+                    if !self.offer_direct_route(now, receiver, id) {
+                        self.direct_routes
+                            .agreements
+                            .handle_event(now, RouteEvent::ConnectFailed(receiver));
                     }
                 }
-                RouteOutput::Withdraw { id } => {
-                    self.direct.offered_peers.remove(&id);
-                    self.direct.acceptor.withdraw(id);
+                RouteOutput::WithdrawOffer { id } => {
+                    self.direct_routes.offered_peers.remove(&id);
+                    self.direct_routes.acceptor.withdraw_offer(id);
                 }
-                RouteOutput::Accept { to, id } => {
-                    let incarnation = self.incarnation_with(to);
+                RouteOutput::Accept { peer: receiver, id } => {
+                    let incarnation = self.incarnation_with(receiver);
                     self.send_route_message(
-                        to,
+                        receiver,
                         RouteMsg::DirectAccept {
                             id,
                             fingerprint: NO_CERTIFICATE,
@@ -339,27 +354,37 @@ impl Core {
                         Vec::new(),
                     );
                 }
-                RouteOutput::Dial { to, id } => {
-                    if !self.start_dial(now, to, id) {
-                        self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
-                        self.direct.agreements.handle(now, RouteEvent::Failed(to));
+                RouteOutput::Dial { peer: receiver, id } => {
+                    if !self.start_dial(now, receiver, id) {
+                        self.send_route_message(
+                            receiver,
+                            RouteMsg::DirectRefuse { id },
+                            Vec::new(),
+                        );
+                        self.direct_routes
+                            .agreements
+                            .handle_event(now, RouteEvent::ConnectFailed(receiver));
                     }
                 }
                 RouteOutput::ExpectConnection { id } => self
-                    .direct
+                    .direct_routes
                     .acceptor
-                    .record_acceptance(id, self.direct.peer_fingerprint),
-                RouteOutput::Refuse { to, id } => {
-                    self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
+                    .record_acceptance(id, self.direct_routes.peer_fingerprint),
+                RouteOutput::Refuse { peer: receiver, id } => {
+                    self.send_route_message(receiver, RouteMsg::DirectRefuse { id }, Vec::new());
                 }
-                RouteOutput::Close { peer } => self.close_direct(now, peer),
-                RouteOutput::Notify { ctx, tag, words } => {
+                RouteOutput::Close { peer } => self.close_direct_conn(now, peer),
+                RouteOutput::Notify {
+                    ctx,
+                    tag,
+                    body: integers,
+                } => {
                     let mut body = Packer::new(Encoding::Xdr);
-                    body.items(words);
-                    let me = self.tid();
+                    body.pack_items(integers);
+                    let own_tid = self.tid();
                     self.deliver(Message {
-                        src: me,
-                        dst: me,
+                        src: own_tid,
+                        dst: own_tid,
                         ctx,
                         tag,
                         wid: 0,
@@ -370,29 +395,29 @@ impl Core {
             }
             self.bump_event_seq();
         }
-        if let Some(due) = self.direct.agreements.next_wakeup() {
-            self.schedule_timer(due);
+        if let Some(timer_at) = self.direct_routes.agreements.next_wakeup() {
+            self.schedule_timer(timer_at);
         }
         self.advance_setups(now);
     }
 
-    fn offer_direct(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
-        if self.direct.conns.len() >= DIRECT_ROUTES_MAX {
+    fn offer_direct_route(&mut self, now: Micros, receiver: Tid, id: OfferId) -> bool {
+        if self.direct_routes.conns.len() >= DIRECT_ROUTES_MAX {
             return false;
         }
-        let Ok((port, fingerprint)) = self.direct.acceptor.open_offer(now, id) else {
+        let Ok((port, fingerprint)) = self.direct_routes.acceptor.open_offer(now, id) else {
             return false;
         };
-        self.direct.offered_peers.insert(id, to);
+        self.direct_routes.offered_peers.insert(id, receiver);
         let addresses = self
-            .direct
+            .direct_routes
             .addresses
             .iter()
             .map(|ip| SocketAddr::new(*ip, port));
         let addresses = addresses.take(OFFER_ADDRESSES_MAX).collect();
-        let incarnation = self.incarnation_with(to);
+        let incarnation = self.incarnation_with(receiver);
         self.send_route_message(
-            to,
+            receiver,
             RouteMsg::DirectOffer {
                 id,
                 addresses,
@@ -403,25 +428,25 @@ impl Core {
         )
     }
 
-    fn start_dial(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
+    fn start_dial(&mut self, now: Micros, offering_peer: Tid, id: OfferId) -> bool {
         let Some(IncomingOffer {
             addresses,
             fingerprint,
-        }) = self.direct.incoming_offer.take()
+        }) = self.direct_routes.incoming_offer.take()
         else {
             return false;
         };
-        if self.direct.conns.len() >= DIRECT_ROUTES_MAX {
+        if self.direct_routes.conns.len() >= DIRECT_ROUTES_MAX {
             return false;
         }
         let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else {
             return false;
         };
         let fingerprint = dialer.fingerprint();
-        self.direct.dialers.insert(to, dialer);
-        let incarnation = self.incarnation_with(to);
+        self.direct_routes.dialers.insert(offering_peer, dialer);
+        let incarnation = self.incarnation_with(offering_peer);
         self.send_route_message(
-            to,
+            offering_peer,
             RouteMsg::DirectAccept {
                 id,
                 fingerprint,
@@ -431,88 +456,97 @@ impl Core {
         )
     }
 
-    /// Advances all routes in setup.
+    /// Advances all routes in setup: installs the established routes, and reports the failed setups
+    /// to the agreements.
     fn advance_setups(&mut self, now: Micros) {
-        if self.direct.acceptor.is_idle() && self.direct.dialers.is_empty() {
-            if self.direct.conns.is_empty() {
-                self.direct.ready_set = None;
+        if self.direct_routes.acceptor.is_idle() && self.direct_routes.dialers.is_empty() {
+            if self.direct_routes.conns.is_empty() {
+                self.direct_routes.ready_set = None;
             }
             return;
         }
-        let mut done: Vec<(Tid, Result<FrameStream, SetupError>)> = Vec::new();
-        for (id, outcome) in self.direct.acceptor.step(now) {
-            if let Some(peer) = self.direct.offered_peers.remove(&id) {
-                done.push((peer, outcome));
+        let mut finished_setups: Vec<(Tid, Result<FrameStream, SetupError>)> = Vec::new();
+        for (id, outcome) in self.direct_routes.acceptor.advance_connections(now) {
+            if let Some(peer) = self.direct_routes.offered_peers.remove(&id) {
+                finished_setups.push((peer, outcome));
             }
         }
-        self.direct
+        self.direct_routes
             .dialers
-            .retain(|peer, dialer| match dialer.step(now) {
+            .retain(|peer, dialer| match dialer.advance_attempt(now) {
                 Some(outcome) => {
-                    done.push((*peer, outcome));
+                    finished_setups.push((*peer, outcome));
                     false
                 }
                 None => true,
             });
-        let dialers = self.direct.dialers.values().map(Dialer::next_wakeup);
-        if let Some(due) = dialers.chain(self.direct.acceptor.next_wakeup()).min() {
-            self.schedule_timer(due);
+        let wakeups = self.direct_routes.dialers.values().map(Dialer::next_wakeup);
+        if let Some(timer_at) = wakeups
+            .chain(self.direct_routes.acceptor.next_wakeup())
+            .min()
+        {
+            self.schedule_timer(timer_at);
         }
-        self.direct.watch_setups();
-        for (peer, outcome) in done {
+        self.direct_routes.watch_setups();
+        for (peer, outcome) in finished_setups {
             match outcome {
-                Ok(end) => self.install_direct(now, peer, end),
-                Err(_) => self.handle_route_event(now, RouteEvent::Failed(peer)),
+                Ok(stream) => self.install_direct_conn(now, peer, stream),
+                Err(_) => self.handle_route_event(now, RouteEvent::ConnectFailed(peer)),
             }
         }
     }
 
-    fn install_direct(&mut self, now: Micros, peer: Tid, end: FrameStream) {
-        let Some(set) = self.direct.get_or_create_ready_set() else {
-            return self.handle_route_event(now, RouteEvent::Failed(peer));
+    fn install_direct_conn(&mut self, now: Micros, peer: Tid, frame_stream: FrameStream) {
+        let Some(ready_set) = self.direct_routes.get_or_create_ready_set() else {
+            return self.handle_route_event(now, RouteEvent::ConnectFailed(peer));
         };
-        set_poll_events(&set, end.as_fd(), PollFlags::POLLIN, event_token(peer));
-        self.direct.conns.insert(
+        set_poll_events(
+            &ready_set,
+            frame_stream.as_fd(),
+            PollFlags::POLLIN,
+            event_data(peer),
+        );
+        self.direct_routes.conns.insert(
             peer,
             DirectConn {
-                stream: end,
+                stream: frame_stream,
                 is_write_blocked: false,
                 has_unread_data: false,
-                drain: None,
+                drain_state: None,
                 last_traffic_at: now,
             },
         );
-        let look = *self
-            .direct
-            .next_idle_check
+        let check_at = *self
+            .direct_routes
+            .next_idle_check_at
             .get_or_insert(now + IDLE_CHECK_INTERVAL);
-        self.schedule_timer(look);
-        let route = self.next_route();
+        self.schedule_timer(check_at);
+        let route = self.allocate_route();
         if let Some(link) = self.get_or_create_link(peer) {
-            link.handle(now, LinkEvent::RouteUp(route));
+            link.handle_event(now, LinkEvent::RouteUp(route));
         }
         self.handle_route_event(now, RouteEvent::Connected(peer));
-        self.pump_direct(now, peer);
-        self.drain_direct(now, peer);
+        self.pump_direct_route(now, peer);
+        self.drain_direct_route(now, peer);
     }
 
     /// Closes the connection to this peer, or cancels its setup. The daemons carry the queued
     /// messages.
-    fn close_direct(&mut self, now: Micros, peer: Tid) {
-        self.direct.dialers.remove(&peer);
+    fn close_direct_conn(&mut self, now: Micros, peer: Tid) {
+        self.direct_routes.dialers.remove(&peer);
         if let Some(DirectConn {
-            stream: end,
-            is_write_blocked: blocked,
+            stream: frame_stream,
+            is_write_blocked: was_blocked,
             ..
-        }) = self.direct.conns.remove(&peer)
+        }) = self.direct_routes.conns.remove(&peer)
         {
-            self.direct.blocked_conn_count -= usize::from(blocked);
-            if let Some(set) = &self.direct.ready_set {
-                // Closing alone is not enough: a forked child may have a copy of the descriptor,
-                // which would keep the entry in the set.
-                let _ = set.get().0.delete(end.as_fd());
+            self.direct_routes.blocked_conn_count -= usize::from(was_blocked);
+            if let Some(ready_set) = &self.direct_routes.ready_set {
+                // Closing alone does not remove the entry from the set: a forked child may have a
+                // copy of the descriptor.
+                let _ = ready_set.get().0.delete(frame_stream.as_fd());
             }
-            end.close();
+            frame_stream.close();
             self.bump_send_event_seq();
             self.reroute_through_daemon(now, peer);
         }
@@ -521,196 +555,197 @@ impl Core {
     // ---- reading and writing
 
     /// Reads all direct routes that have data. Returns true if a frame arrived.
-    pub(crate) fn poll_direct(&mut self, now: Micros) -> bool {
-        let Some(set) = self.direct.ready_set.clone() else {
+    pub(crate) fn poll_direct_routes(&mut self, now: Micros) -> bool {
+        let Some(ready_set) = self.direct_routes.ready_set.clone() else {
             return false;
         };
         let mut events = [EpollEvent::empty(); READY_EVENTS_MAX];
-        let ready = set
+        let ready_count = ready_set
             .get()
             .0
             .wait(&mut events, EpollTimeout::ZERO)
             .unwrap_or(0);
-        let (mut found, mut has_setup_event) = (false, false);
-        for event in &events[..ready] {
-            if event.data() == SETUP_TOKEN {
+        let (mut has_frame, mut has_setup_event) = (false, false);
+        for event in &events[..ready_count] {
+            if event.data() == SETUP_EVENT_DATA {
                 has_setup_event = true;
                 continue;
             }
-            let Ok(raw) = i32::try_from(event.data()) else {
+            let Ok(raw_tid) = i32::try_from(event.data()) else {
                 continue;
             };
-            let peer = Tid::from_raw(raw);
+            let peer = Tid::from_raw(raw_tid);
             if event.events().contains(EpollFlags::EPOLLOUT) {
-                self.pump_direct(now, peer);
+                self.pump_direct_route(now, peer);
             }
-            found |= self.drain_direct(now, peer);
+            has_frame |= self.drain_direct_route(now, peer);
         }
         if has_setup_event {
             self.advance_setups(now);
         }
-        found
+        has_frame
     }
 
     /// Reads one route. Returns true if a frame arrived.
-    pub(super) fn drain_direct(&mut self, now: Micros, peer: Tid) -> bool {
+    pub(super) fn drain_direct_route(&mut self, now: Micros, peer: Tid) -> bool {
         if self.inbox_is_full() {
             return false;
         }
-        let (direct, links) = self.direct_and_links();
-        let (Some(conn), Some(link)) = (direct.conns.get_mut(&peer), links.get_mut(&peer)) else {
+        let (routes, links) = self.direct_routes_and_links();
+        let (Some(conn), Some(link)) = (routes.conns.get_mut(&peer), links.get_mut(&peer)) else {
             return false;
         };
-        let (mut found, mut garbage) = (false, false);
-        let ended = conn.stream.read(&mut |frame| {
-            found = true;
+        let (mut has_received, mut is_invalid) = (false, false);
+        let read_result = conn.stream.read_frames(&mut |frame| {
+            has_received = true;
             match frame
                 .split_first_chunk()
-                .and_then(|(head, rest)| Some((decode_short_head(*head)?, rest)))
+                .and_then(|(head, payload)| Some((decode_short_head(*head)?, payload)))
             {
-                Some(((kind, seq, ack), rest)) => {
-                    link.handle_borrowed_frame(now, kind, seq, ack, rest)
+                Some(((kind, seq, ack), payload)) => {
+                    link.handle_borrowed_frame(now, kind, seq, ack, payload)
                 }
-                None => garbage = true,
+                None => is_invalid = true,
             }
         });
-        let answers = link.has_frame();
-        conn.has_unread_data = matches!(ended, Ok(true));
-        if found {
+        let must_answer = link.has_frame();
+        conn.has_unread_data = matches!(read_result, Ok(true));
+        if has_received {
             conn.last_traffic_at = now;
-            if let Some(draining) = &mut conn.drain {
-                draining.silence_deadline = (now + DRAIN_SILENCE_TIMEOUT).min(draining.deadline);
+            if let Some(drain) = &mut conn.drain_state {
+                drain.silence_deadline = (now + DRAIN_SILENCE_TIMEOUT).min(drain.deadline);
             }
             self.deliver_messages_from(peer);
-            self.release_deferred(peer);
+            self.deliver_deferred(peer);
         }
-        match ended {
-            Err(_) => self.finish_direct(now, peer),
-            Ok(_) if garbage => self.finish_direct(now, peer),
+        match read_result {
+            Err(_) => self.handle_direct_end(now, peer),
+            Ok(_) if is_invalid => self.handle_direct_end(now, peer),
             Ok(true) => {}
-            Ok(false) if answers => self.pump_direct(now, peer),
+            Ok(false) if must_answer => self.pump_direct_route(now, peer),
             Ok(false) => self.schedule_link_timer(peer),
         }
-        found
+        has_received
     }
 
-    /// Ends the route whose connection has been read to its end.
-    fn finish_direct(&mut self, now: Micros, peer: Tid) {
-        let gone = self
-            .direct
+    /// Handles the end of a connection from which all data was read: ends the route and, if the
+    /// peer has ended, notifies the links.
+    fn handle_direct_end(&mut self, now: Micros, peer: Tid) {
+        let has_peer_ended = self
+            .direct_routes
             .conns
             .get(&peer)
-            .and_then(|far| far.drain)
-            .is_some_and(|last| last.peer_ended);
-        self.handle_route_event(now, RouteEvent::Ended(peer));
-        self.release_deferred(peer);
-        if gone {
+            .and_then(|conn| conn.drain_state)
+            .is_some_and(|drain| drain.has_peer_ended);
+        self.handle_route_event(now, RouteEvent::ConnectionEnded(peer));
+        self.deliver_deferred(peer);
+        if has_peer_ended {
             self.handle_peer_end(now, peer);
         }
     }
 
     /// Starts draining a connection on which nothing can be written: reads what the peer sent
     /// before, until the connection ends or a time limit of [`DrainState`] expires.
-    fn start_draining(&mut self, now: Micros, peer: Tid, peer_ended: bool) {
-        let direct = &mut self.direct;
-        let Some(conn) = direct.conns.get_mut(&peer) else {
+    fn start_draining(&mut self, now: Micros, peer: Tid, peer_has_ended: bool) {
+        let routes = &mut self.direct_routes;
+        let Some(conn) = routes.conns.get_mut(&peer) else {
             return;
         };
-        let silent_until = now + DRAIN_SILENCE_TIMEOUT;
+        let new_silence_deadline = now + DRAIN_SILENCE_TIMEOUT;
         let new_drain = DrainState {
-            silence_deadline: silent_until,
+            silence_deadline: new_silence_deadline,
             deadline: now + DRAIN_TIMEOUT,
-            peer_ended,
+            has_peer_ended: peer_has_ended,
         };
-        conn.drain.get_or_insert(new_drain).peer_ended |= peer_ended;
+        conn.drain_state.get_or_insert(new_drain).has_peer_ended |= peer_has_ended;
         if std::mem::take(&mut conn.is_write_blocked) {
-            direct.blocked_conn_count -= 1;
-            if let Some(set) = &direct.ready_set {
+            routes.blocked_conn_count -= 1;
+            if let Some(ready_set) = &routes.ready_set {
                 set_poll_events(
-                    set,
+                    ready_set,
                     conn.stream.as_fd(),
                     PollFlags::POLLIN,
-                    event_token(peer),
+                    event_data(peer),
                 );
             }
         }
-        self.schedule_timer(silent_until);
+        self.schedule_timer(new_silence_deadline);
         self.bump_send_event_seq();
-        while self.drain_direct(now, peer) {}
+        while self.drain_direct_route(now, peer) {}
     }
 
-    /// Writes frames of the link, as far as the socket accepts them.
-    pub(super) fn pump_direct(&mut self, now: Micros, peer: Tid) {
-        let (direct, links) = self.direct_and_links();
-        let (Some(conn), Some(link)) = (direct.conns.get_mut(&peer), links.get_mut(&peer)) else {
+    /// Writes as many frames of the link as the socket accepts.
+    pub(super) fn pump_direct_route(&mut self, now: Micros, peer: Tid) {
+        let (routes, links) = self.direct_routes_and_links();
+        let (Some(conn), Some(link)) = (routes.conns.get_mut(&peer), links.get_mut(&peer)) else {
             return;
         };
         // If the peer has just ended, writing would make the peer's kernel discard data that it has
-        // not delivered. This data must be read first; the window bounds its amount.
-        if conn.drain.is_some() || conn.has_unread_data {
+        // not delivered. This data must be read first. The window limits the amount of this data.
+        if conn.drain_state.is_some() || conn.has_unread_data {
             return;
         }
-        let mut ended = false;
+        let mut has_ended = false;
         loop {
-            while conn.stream.has_room()
+            while conn.stream.has_frame_space()
                 && let Some(frame) = link.next_frame(now)
             {
                 conn.stream
-                    .push(&[&frame.encode_short_head(), frame.head, frame.body]);
+                    .try_queue_frame(&[&frame.encode_short_head(), frame.head, frame.body]);
                 conn.last_traffic_at = now;
             }
-            ended |= conn.stream.flush().is_err();
-            if ended || conn.stream.wants_write() || !link.has_frame() {
+            has_ended |= conn.stream.write_queued().is_err();
+            if has_ended || conn.stream.has_unwritten_data() || !link.has_frame() {
                 break;
             }
         }
-        let blocked = conn.stream.wants_write();
-        if blocked != conn.is_write_blocked && !ended {
-            conn.is_write_blocked = blocked;
-            direct.blocked_conn_count = if blocked {
-                direct.blocked_conn_count + 1
+        let is_blocked = conn.stream.has_unwritten_data();
+        if is_blocked != conn.is_write_blocked && !has_ended {
+            conn.is_write_blocked = is_blocked;
+            routes.blocked_conn_count = if is_blocked {
+                routes.blocked_conn_count + 1
             } else {
-                direct.blocked_conn_count - 1
+                routes.blocked_conn_count - 1
             };
-            let wants = if blocked {
+            let poll_flags = if is_blocked {
                 PollFlags::POLLIN | PollFlags::POLLOUT
             } else {
                 PollFlags::POLLIN
             };
-            if let Some(set) = &direct.ready_set {
-                set_poll_events(set, conn.stream.as_fd(), wants, event_token(peer));
+            if let Some(ready_set) = &routes.ready_set {
+                set_poll_events(ready_set, conn.stream.as_fd(), poll_flags, event_data(peer));
             }
             self.bump_send_event_seq();
         }
-        if ended {
+        if has_ended {
             self.start_draining(now, peer, false);
-        } else if !blocked {
-            // If blocked, the socket's readiness triggers the next write.
+        } else if !is_blocked {
+            // If the socket is full, its readiness triggers the next write.
             self.schedule_link_timer(peer);
         }
     }
 
     // ---- teardown
 
-    /// Reads what has arrived and closes all direct routes. All later frames go through the daemon.
-    /// Returns the peers of the closed routes.
-    pub(super) fn end_direct(&mut self, now: Micros) -> Vec<Tid> {
-        let peers: Vec<Tid> = self.direct.conns.keys().copied().collect();
+    /// Reads the frames that have arrived and closes all direct routes. All later frames go through
+    /// the daemon. Returns the peers of the closed routes.
+    pub(super) fn close_all_direct_routes(&mut self, now: Micros) -> Vec<Tid> {
+        let peers: Vec<Tid> = self.direct_routes.conns.keys().copied().collect();
         for peer in &peers {
-            while self.drain_direct(now, *peer) {}
+            while self.drain_direct_route(now, *peer) {}
         }
         let ended_peers = self
-            .direct
+            .direct_routes
             .conns
             .iter()
-            .filter(|(_, far)| far.drain.is_some_and(|last| last.peer_ended));
+            .filter(|(_, conn)| conn.drain_state.is_some_and(|drain| drain.has_peer_ended));
         let ended_peers: Vec<Tid> = ended_peers.map(|(peer, _)| *peer).collect();
         self.handle_route_event(now, RouteEvent::CloseAll);
-        self.direct.acceptor.close();
-        self.direct.offered_peers.clear();
-        self.direct.dialers.clear();
-        self.direct.ready_set = None;
-        self.direct.blocked_conn_count = 0;
+        self.direct_routes.acceptor.close_all();
+        self.direct_routes.offered_peers.clear();
+        self.direct_routes.dialers.clear();
+        self.direct_routes.ready_set = None;
+        self.direct_routes.blocked_conn_count = 0;
         ended_peers
             .into_iter()
             .for_each(|peer| self.handle_peer_end(now, peer));
@@ -719,8 +754,8 @@ impl Core {
 
     /// Handles the end of a peer. Returns false if the peer's connection must be drained first;
     /// [`Core::handle_peer_end`] is called again after draining.
-    pub(super) fn direct_peer_ended(&mut self, now: Micros, peer: Tid) -> bool {
-        if self.direct.has_route(peer) {
+    pub(super) fn handle_direct_peer_end(&mut self, now: Micros, peer: Tid) -> bool {
+        if self.direct_routes.has_route(peer) {
             self.start_draining(now, peer, true);
             return false;
         }
@@ -729,27 +764,32 @@ impl Core {
     }
 
     /// Closes the direct route to a peer that has migrated.
-    pub(super) fn direct_peer_migrated(&mut self, now: Micros, peer: Tid) {
-        while self.drain_direct(now, peer) {}
+    pub(super) fn handle_direct_peer_migration(&mut self, now: Micros, peer: Tid) {
+        while self.drain_direct_route(now, peer) {}
         self.handle_route_event(now, RouteEvent::PeerMigrated(peer));
     }
 
     /// Handles expired timers: unanswered offers, drained connections and idle routes.
     pub(super) fn run_direct_timers(&mut self, now: Micros) {
-        // Data is read before any timer causes a write: this task may have been stopped for a long
-        // time.
-        self.poll_direct(now);
-        let draining = self
-            .direct
+        // Data is read before any timer causes a write, because this task may have been stopped for
+        // a long time.
+        self.poll_direct_routes(now);
+        let draining_conns = self
+            .direct_routes
             .conns
             .iter()
-            .filter(|(_, far)| far.drain.is_some());
-        for peer in draining.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
-            // This task may have been stopped, so data may have arrived before the deadline.
-            while self.drain_direct(now, peer) {}
-            match self.direct.conns.get(&peer).and_then(|far| far.drain) {
-                Some(last) if last.silence_deadline <= now => self.finish_direct(now, peer),
-                Some(last) => self.schedule_timer(last.silence_deadline),
+            .filter(|(_, conn)| conn.drain_state.is_some());
+        for peer in draining_conns.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
+            // Data may have arrived before the deadline while this task was stopped.
+            while self.drain_direct_route(now, peer) {}
+            match self
+                .direct_routes
+                .conns
+                .get(&peer)
+                .and_then(|conn| conn.drain_state)
+            {
+                Some(drain) if drain.silence_deadline <= now => self.handle_direct_end(now, peer),
+                Some(drain) => self.schedule_timer(drain.silence_deadline),
                 None => {}
             }
         }
@@ -759,33 +799,37 @@ impl Core {
 
     /// Frees the buffers of idle routes.
     fn shrink_idle_routes(&mut self, now: Micros) {
-        let direct = &mut self.direct;
-        if direct.next_idle_check.is_some_and(|due| due <= now) {
-            for far in direct
+        let routes = &mut self.direct_routes;
+        if routes
+            .next_idle_check_at
+            .is_some_and(|check_at| check_at <= now)
+        {
+            for conn in routes
                 .conns
                 .values_mut()
-                .filter(|far| now.since(far.last_traffic_at) >= IDLE_TIMEOUT)
+                .filter(|conn| now.since(conn.last_traffic_at) >= ROUTE_IDLE_TIMEOUT)
             {
-                far.stream.release_buffers();
+                conn.stream.release_buffers();
             }
-            direct.next_idle_check = (!direct.conns.is_empty()).then(|| now + IDLE_CHECK_INTERVAL);
+            routes.next_idle_check_at =
+                (!routes.conns.is_empty()).then(|| now + IDLE_CHECK_INTERVAL);
         }
-        if let Some(due) = self.direct.next_idle_check {
-            self.schedule_timer(due);
+        if let Some(check_at) = self.direct_routes.next_idle_check_at {
+            self.schedule_timer(check_at);
         }
     }
 
     /// Returns the size of all buffers of direct routes.
     #[cfg(test)]
     pub(super) fn direct_buffer_bytes(&self) -> usize {
-        self.direct
+        self.direct_routes
             .conns
             .values()
-            .map(|far| far.stream.buffer_bytes())
+            .map(|conn| conn.stream.buffer_bytes())
             .sum()
     }
 }
 
-fn event_token(peer: Tid) -> u64 {
+fn event_data(peer: Tid) -> u64 {
     u64::try_from(peer.raw()).expect("tids of tasks are positive")
 }

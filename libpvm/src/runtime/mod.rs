@@ -1,9 +1,9 @@
 //! Task runtime: the connection to the daemon, the links to other tasks, and the background threads
 //! that serve the connection and the links.
 //!
-//! - The state is a value without any I/O, protected by one lock.
-//! - Application threads read and write the socket without blocking while they hold the lock.
-//!   Otherwise they block on futexes, or one of them on the socket.
+//! - The state does no I/O itself. One lock protects the state.
+//! - Application threads read and write the socket without blocking while they hold the lock. A
+//!   thread that must wait sleeps on a futex; at most one thread sleeps on the socket.
 //! - The I/O thread reads and writes while the application computes. When the task migrates, the
 //!   I/O thread closes the connection to the daemon (quiesces) and connects to the next daemon.
 //!   While there is no connection, all calls keep working in memory.
@@ -29,12 +29,12 @@ mod tests;
 mod wake_delay_timer;
 mod zero_copy;
 
-pub use self::connect::{EnrollOptions, daemon_answers};
+pub use self::connect::{EnrollOptions, wait_for_daemon_answer};
 
-use self::core::BACKLOG_BYTES_MAX;
 pub(crate) use self::core::Core;
+use self::core::OUTBOX_BACKLOG_BYTES_MAX;
 use self::process::{ForkOrExitHook, ProcessOwned};
-use self::shared::{Shared, StateGuard};
+use self::shared::{SharedState, StateGuard};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
@@ -53,17 +53,18 @@ use std::time::{Duration, Instant};
 /// messages.
 const EXIT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time for which `send` waits for the full socket of a direct route. A message in the
-/// socket is delivered even if a signal kills the process after `send`.
-const DIRECT_SOCKET_TIMEOUT: Duration = Duration::from_millis(100);
+/// Maximum time for which `send` waits for the full socket of a direct route. A message that was
+/// written to the socket is delivered even if a signal kills the process after `send`.
+const DIRECT_WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Minimum size of a message for which the wake-up of the receiver may be deferred. From this size,
 /// the receiver needs more time to read the message than to wake up.
-const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
+const WAKE_DEFERRAL_BYTES_MIN: usize = 256 << 10;
 
 /// Joins the virtual machine that the environment selects. A spawned process uses its spawn token
-/// once: after [`Runtime::exit`], or in a forked child whose parent used the token, the process
-/// gets a new task id. `on_daemon_exit` applies to processes that no daemon or tasker has started.
+/// once. After [`Runtime::exit`], or in a forked child whose parent used the token, the process
+/// gets a new task id. `on_daemon_exit` applies only to processes that neither a daemon nor a
+/// tasker has started.
 ///
 /// # Errors
 /// See [`EnrollError`].
@@ -74,26 +75,26 @@ pub fn enroll(on_daemon_exit: OnDaemonExit) -> Result<Runtime, EnrollError> {
     };
     let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::claim_spawn_token);
     if claim == Some(false) {
-        options.claim = Claim::New;
+        options.claim = Claim::NotSpawned;
     }
-    let enrolled = Runtime::connect(options);
-    if enrolled.is_err() && claim == Some(true) {
+    let connect_result = Runtime::connect(options);
+    if connect_result.is_err() && claim == Some(true) {
         connect::release_spawn_token();
     }
-    enrolled
+    connect_result
 }
 
 /// This process as a task. Clones are cheap and stand for the same task.
 ///
 /// When the last clone is dropped without [`Runtime::exit`], queued messages are still sent to the
-/// daemon, within a few seconds. In a forked child the runtime is dead: [`Runtime::is_connected`]
-/// is false, and calls fail with `SysErr`.
+/// daemon, within a few seconds. In a forked child the runtime is unusable:
+/// [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
 pub struct Runtime(Arc<RuntimeInner>);
 
 #[derive(Debug)]
 struct RuntimeInner {
-    shared: Arc<Shared>,
+    shared_state: Arc<SharedState>,
     welcome: Welcome,
     last_wid: AtomicI32,
     has_used_groups: AtomicBool,
@@ -102,38 +103,40 @@ struct RuntimeInner {
 
 impl Drop for RuntimeInner {
     fn drop(&mut self) {
-        if self.shared.is_forked_child() {
+        if self.shared_state.is_forked_child() {
             return;
         }
-        self.shared.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
-        self.stop();
+        self.shared_state
+            .flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
+        self.stop_and_join();
     }
 }
 
 impl RuntimeInner {
-    /// Stops the I/O thread, which closes the socket.
-    fn stop(&self) {
-        self.shared.request_stop();
-        let helper = self
+    /// Stops the I/O thread, which closes the socket, and waits until the thread has ended.
+    fn stop_and_join(&self) {
+        self.shared_state.request_stop();
+        let io_thread = self
             .io_thread
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(thread) = helper.and_then(ProcessOwned::into_inner) {
-            // A panic of the I/O thread was reported to all waiting threads before.
+        if let Some(thread) = io_thread.and_then(ProcessOwned::into_inner) {
+            // An error means that the I/O thread panicked. The panic was already reported to all
+            // waiting threads.
             let _ = thread.join();
         }
     }
 }
 
-struct FlushAtExit(Weak<Shared>);
+struct ExitFlushHook(Weak<SharedState>);
 
-impl ForkOrExitHook for FlushAtExit {
-    fn is_done(&self) -> bool {
+impl ForkOrExitHook for ExitFlushHook {
+    fn is_obsolete(&self) -> bool {
         self.0.strong_count() == 0
     }
 
-    fn before_fork(&self) {
+    fn prepare_for_fork(&self) {
         if let Some(shared) = self.0.upgrade() {
             shared.prepare_for_fork();
         }
@@ -152,31 +155,32 @@ impl Runtime {
     ///
     /// # Errors
     /// See [`EnrollError`].
-    pub fn connect(options: EnrollOptions) -> Result<Runtime, EnrollError> {
+    pub fn connect(options: EnrollOptions) -> Result<Self, EnrollError> {
         process::install_hooks();
         let EnrollOptions {
             socket: path,
             claim,
             program,
-            on_daemon_exit: at_end,
+            on_daemon_exit: daemon_exit_action,
         } = options;
-        let accepted = connect::handshake(&path, claim, &program, at_end)?;
-        let welcome = accepted.welcome.clone();
+        let connection =
+            connect::connect_and_wait_for_welcome(&path, claim, &program, daemon_exit_action)?;
+        let welcome = connection.welcome.clone();
         let io_error = |source| EnrollError::Io {
             path: path.clone(),
             source,
         };
-        let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
-        let helper = io_thread::start(&shared, program).map_err(io_error)?;
-        process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
-        let handle = RuntimeInner {
-            shared,
+        let shared_state = Arc::new(SharedState::new(connection).map_err(io_error)?);
+        let io_thread_handle = io_thread::start(&shared_state, program).map_err(io_error)?;
+        process::add_exit_hook(ExitFlushHook(Arc::downgrade(&shared_state)));
+        let runtime_inner = RuntimeInner {
+            shared_state,
             welcome,
             last_wid: AtomicI32::new(0),
             has_used_groups: AtomicBool::new(false),
-            io_thread: Mutex::new(Some(helper)),
+            io_thread: Mutex::new(Some(io_thread_handle)),
         };
-        Ok(Runtime(Arc::new(handle)))
+        Ok(Self(Arc::new(runtime_inner)))
     }
 
     /// Returns this task's id, which never changes.
@@ -184,9 +188,9 @@ impl Runtime {
         self.0.welcome.tid
     }
 
-    /// Returns the parent from the daemon's welcome: a task, NONE, or raw −35 if the parent has
-    /// requested to stay unknown.
-    pub fn parent(&self) -> Tid {
+    /// Returns the parent's tid from the daemon's welcome: `Tid::NONE` without a parent, or the raw
+    /// value −35 if the parent has requested to stay unknown.
+    pub fn parent_tid(&self) -> Tid {
         self.0.welcome.parent
     }
 
@@ -207,29 +211,29 @@ impl Runtime {
             .unwrap_or(self.0.welcome.dsig)
     }
 
-    /// Returns the sink of this task's output, as given in the daemon's welcome.
+    /// Returns the sink of this task's output, as the daemon's welcome specifies it.
     pub fn output_sink(&self) -> Sink {
-        self.with_core(|core| core.output())
-            .unwrap_or(self.0.welcome.output)
+        self.with_core(|core| core.output_sink())
+            .unwrap_or(self.0.welcome.output_sink)
     }
 
-    /// Returns the sink of this task's trace records, as given in the daemon's welcome.
+    /// Returns the sink of this task's trace records, as the daemon's welcome specifies it.
     pub fn trace_sink(&self) -> Sink {
-        self.with_core(|core| core.trace())
-            .unwrap_or(self.0.welcome.trace)
+        self.with_core(|core| core.trace_sink())
+            .unwrap_or(self.0.welcome.trace_sink)
     }
 
     /// Returns the tracer's settings, if trace records go to the tracer by default.
     pub fn tracer_settings(&self) -> Option<TracerSettings> {
-        self.0.welcome.tracer.clone()
+        self.0.welcome.tracer_settings.clone()
     }
 
     pub fn rm(&self) -> Option<RmInfo> {
         self.with_core(|core| core.rm()).flatten()
     }
 
-    /// Returns a counter that increases when the resource manager changes or dies;
-    /// [`Runtime::wait_for_inbox`] then calls its closure again.
+    /// Returns a counter that increases when the resource manager changes or dies; 0 in a forked
+    /// child. At each increase [`Runtime::wait_for_inbox`] calls its closure again.
     pub fn rm_generation(&self) -> u64 {
         self.with_core(|core| core.rm_generation()).unwrap_or(0)
     }
@@ -237,10 +241,11 @@ impl Runtime {
     /// False after [`Runtime::exit`], after the loss of the daemon, and in a forked child. A
     /// migrating task counts as connected.
     pub fn is_connected(&self) -> bool {
-        !self.0.shared.is_forked_child() && self.0.shared.is_alive()
+        !self.0.shared_state.is_forked_child() && self.0.shared_state.is_connection_alive()
     }
 
-    /// Returns a sentence that says why the connection is lost for good. Empty while it is not.
+    /// Returns a sentence that says why the connection is lost for good. The sentence is empty
+    /// while the connection is not lost.
     pub fn lost_reason(&self) -> String {
         self.with_core(|core| core.lost_reason().unwrap_or_default().to_string())
             .unwrap_or_else(|| {
@@ -248,24 +253,24 @@ impl Runtime {
             })
     }
 
-    /// Returns a new wait id, which is positive.
-    pub fn next_wid(&self) -> i32 {
-        let next = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
-        let before = self
-            .0
-            .last_wid
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
-        next(before.unwrap_or(0)).unwrap_or(1)
+    /// Returns a new wait id. Wait ids are positive and start again at 1 after `i32::MAX`.
+    pub fn allocate_wid(&self) -> i32 {
+        let successor_of = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
+        let previous_wid =
+            self.0
+                .last_wid
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, successor_of);
+        successor_of(previous_wid.unwrap_or(0)).unwrap_or(1)
     }
 
     /// Returns a descriptor to wait on, for `pvm_getfds`: readable while an unreceived message is
     /// in the inbox, or when the connection is lost. The descriptor never changes. `None` in a
     /// forked child, or if no descriptor can be created.
     pub fn ready_fd(&self) -> Option<RawFd> {
-        if self.0.shared.is_forked_child() {
+        if self.0.shared_state.is_forked_child() {
             return None;
         }
-        self.0.shared.ready_fd().ok()
+        self.0.shared_state.ready_fd().ok()
     }
 
     /// Returns the socket to the daemon; `None` without a connection.
@@ -277,10 +282,11 @@ impl Runtime {
     }
 
     /// Sends a message of at most
-    /// [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes by writing it to
-    /// memory that is shared with the receiver. Returns false if more than that is necessary; then
-    /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct`, false is also
-    /// returned while the two tasks have not agreed yet whether they use a direct route.
+    /// [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes by writing the
+    /// message to memory that is shared with the receiver. Returns false if another step, for
+    /// example a write to the socket, is necessary. In that case nothing was sent, and the caller
+    /// uses [`Runtime::send`]. With `direct`, the call also returns false while the two tasks have
+    /// not agreed yet whether they use a direct route.
     pub fn try_send_inline(
         &self,
         dst: Tid,
@@ -288,13 +294,18 @@ impl Runtime {
         body: &[u8],
         direct: bool,
     ) -> bool {
-        !self.0.shared.is_forked_child() && self.0.shared.try_send_inline(dst, &head, body, direct)
+        !self.0.shared_state.is_forked_child()
+            && self
+                .0
+                .shared_state
+                .try_send_inline(dst, &head, body, direct)
     }
 
-    /// Sends a message to `message.dst`; sets `src`. Returns when the message is written to the
-    /// daemon, if the receiver's window and the state of the connection allow that; otherwise the
-    /// message is queued in this process and sent later. Never waits for the receiver. A message to
-    /// a task that does not exist is dropped without an error, as in PVM.
+    /// Sends a message to `message.dst` and sets `src`. The call returns when the message is
+    /// written to the daemon, if the receiver's window and the state of the connection allow the
+    /// write. Otherwise the message is queued in this process and sent later. The call never waits
+    /// for the receiver. A message to a task that does not exist is dropped without an error, as in
+    /// PVM.
     ///
     /// # Errors
     /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
@@ -311,7 +322,7 @@ impl Runtime {
             state.core.deliver(message);
         } else if dst.is_daemon() {
             state.core.send_to_daemon(message)?;
-            state.core.shm.expect_from_daemon();
+            state.core.shm_routes.expect_reply_from_daemon();
             self.wait_until_written(&mut state, None)?;
         } else if dst.is_task() {
             let now = state.now();
@@ -324,38 +335,38 @@ impl Runtime {
         Ok(())
     }
 
-    /// Sends one message to each of several tasks; sets `dst`. Otherwise as [`Runtime::send`].
+    /// Sends one message to each of several tasks and sets `dst`; otherwise as [`Runtime::send`].
     /// Large messages to tasks on this host are copied only once.
     ///
     /// # Errors
-    /// As [`Runtime::send`]. The message was sent to the tasks that precede the failing one in
-    /// `to`.
-    pub fn send_to_many(&self, message: &Message, to: &[Tid]) -> PvmResult<()> {
+    /// As [`Runtime::send`]. After an error the message was sent only to the tasks that precede the
+    /// failing task in `receivers`.
+    pub fn send_to_many(&self, message: &Message, receivers: &[Tid]) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         if state.core.lost_reason().is_some() {
             return Err(PvmError::SysErr);
         }
         let now = state.now();
-        let sent = state.core.send_to_many(now, message, to);
-        for dst in to {
+        let send_result = state.core.send_to_many(now, message, receivers);
+        for dst in receivers {
             state.wait_for_ring_space(*dst);
             self.wait_until_written(&mut state, Some(*dst))?;
         }
-        if message.body.len() >= DEFER_WAKES_BYTES_MIN {
+        if message.body.len() >= WAKE_DEFERRAL_BYTES_MIN {
             state.defer_wakes();
         }
-        sent
+        send_result
     }
 
-    /// Must be called before a fork: messages that a forked child may still read from shared memory
-    /// are copied into private memory.
+    /// Copies leased messages from shared memory into private memory, because a forked child may
+    /// still read these messages. Must be called before a fork.
     pub fn prepare_for_fork(&self) {
-        self.0.shared.prepare_for_fork();
+        self.0.shared_state.prepare_for_fork();
     }
 
-    /// Requests a direct route to a task unless a route was already requested, and waits for the
+    /// Requests a direct route to a task, unless a route was already requested, and waits for the
     /// answer. If either program refuses, messages continue to go through the daemons.
-    pub fn open_route(&self, dst: Tid) {
+    pub fn open_route_and_wait(&self, dst: Tid) {
         let Some(mut state) = self.lock() else { return };
         loop {
             let now = state.now();
@@ -368,33 +379,34 @@ impl Runtime {
     }
 
     /// Sets whether later offers of direct routes from other tasks are accepted.
-    pub fn set_accepts_routes(&self, allow: bool) {
+    pub fn set_accepts_routes(&self, accepts: bool) {
         if let Some(mut state) = self.lock() {
-            state.core.direct.agreements.accepts_offers = allow;
+            state.core.direct_routes.agreements.accepts_offers = accepts;
         }
     }
 
-    /// Requests notification of the next `count` direct routes by messages `int tid, int fd` from
-    /// this task to itself. A negative count means all, 0 means none.
+    /// Requests a notification of each of the next `route_count` direct routes. A notification is a
+    /// message from this task to itself with the body `int tid, int fd`. A negative count requests
+    /// a notification of every direct route; 0 revokes the request.
     ///
     /// # Errors
     /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
-    pub fn notify_new_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
-        let fd = if count == 0 {
+    pub fn notify_new_routes(&self, ctx: i32, tag: i32, route_count: i32) -> PvmResult<()> {
+        let fd = if route_count == 0 {
             -1
         } else {
             self.ready_fd().unwrap_or(-1)
         };
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         let now = state.now();
-        state
-            .core
-            .update_route_watches(now, |routes| routes.watch_new(ctx, tag, count, fd))
+        state.core.update_route_watches(now, |routes| {
+            routes.watch_new_routes(ctx, tag, route_count, fd)
+        })
     }
 
-    /// Requests notification of the end of the direct route to `peer` by a message `int tid, int
-    /// -1` from this task to itself. Without a route the message comes immediately. `cancel`
-    /// revokes the request.
+    /// Requests a notification of the end of the direct route to `peer`. The notification is a
+    /// message from this task to itself with the body `int tid, int -1`. If there is no route, the
+    /// notification is sent immediately. `cancel` revokes the request.
     ///
     /// # Errors
     /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
@@ -403,18 +415,19 @@ impl Runtime {
         let now = state.now();
         state.core.update_route_watches(now, |routes| {
             if cancel {
-                routes.unwatch_end(peer, ctx, tag);
+                routes.unwatch_route_end(peer, ctx, tag);
                 return Ok(());
             }
-            routes.watch_end(peer, ctx, tag)
+            routes.watch_route_end(peer, ctx, tag)
         })
     }
 
-    /// Writes the queued frames, and waits as long as only a full socket prevents writing. A
-    /// process that is killed after a send has then sent the message.
+    /// Writes the queued frames, and waits while a full socket is the only obstacle to the write. A
+    /// process that is killed after the call has sent its messages. If `peer` is given, the call
+    /// also lets the link to `peer` transmit.
     fn wait_until_written(&self, state: &mut StateGuard<'_>, peer: Option<Tid>) -> PvmResult<()> {
-        let mut write_target = None;
-        let (mut polled, mut may_wait_for_socket) = (false, true);
+        let mut target_total = None;
+        let (mut has_read_socket, mut may_wait_for_socket) = (false, true);
         loop {
             state.write_outbox();
             if state.core.lost_reason().is_some() {
@@ -423,27 +436,30 @@ impl Runtime {
             if !state.core.is_connected() {
                 return Ok(());
             }
-            if peer.is_some_and(|peer| state.core.shm.is_offered(peer)) {
+            if peer.is_some_and(|peer| state.core.shm_routes.has_open_offer(peer)) {
                 state.wait_until_written(None);
                 continue;
             }
-            if peer.is_some_and(|peer| state.core.direct.is_blocked(peer))
+            if peer.is_some_and(|peer| state.core.direct_routes.is_blocked(peer))
                 && std::mem::take(&mut may_wait_for_socket)
             {
-                state.wait_until_written(Some(DIRECT_SOCKET_TIMEOUT));
+                state.wait_until_written(Some(DIRECT_WRITE_TIMEOUT));
                 continue;
             }
-            if let Some(peer) = peer.filter(|_| write_target.is_none()) {
+            if let Some(peer) = peer.filter(|_| target_total.is_none()) {
                 let now = state.now();
                 if state.core.waits_for_outbox(peer)
-                    && state.core.outbox.backlog_bytes() < BACKLOG_BYTES_MAX
+                    && state.core.outbox.backlog_bytes() < OUTBOX_BACKLOG_BYTES_MAX
                 {
                     state.core.pump(now);
                     continue;
                 }
-                if state.core.waits_for_window(peer) && !polled && !state.core.shm.has_ring(peer) {
+                if state.core.waits_for_window(peer)
+                    && !has_read_socket
+                    && !state.core.shm_routes.has_ring(peer)
+                {
                     // An acknowledgement that opens the window may have arrived already.
-                    polled = true;
+                    has_read_socket = true;
                     state.read_and_write();
                     continue;
                 }
@@ -452,8 +468,8 @@ impl Runtime {
                     continue;
                 }
             }
-            let end = *write_target.get_or_insert(state.core.outbox.queued_bytes_total());
-            if state.core.outbox.written_bytes_total() >= end {
+            let target_bytes = *target_total.get_or_insert(state.core.outbox.queued_bytes_total());
+            if state.core.outbox.written_bytes_total() >= target_bytes {
                 return Ok(());
             }
             state.wait_until_written(None);
@@ -462,16 +478,16 @@ impl Runtime {
 
     /// Sends a request to the daemon and waits for the reply. During a migration the request is
     /// queued. If the connection is lost for good, the reply is [`Reply::Failed`] with `SysErr`.
-    pub fn request(&self, what: Request) -> Reply {
+    pub fn request_and_wait(&self, daemon_request: Request) -> Reply {
         let Some(mut state) = self.lock() else {
             return Reply::Failed {
                 error: PvmError::SysErr,
                 reason: self.lost_reason(),
             };
         };
-        let id = match state.core.send_request(what) {
+        let id = match state.core.send_request(daemon_request) {
             Ok(id) => id,
-            Err(refused) => return refused,
+            Err(failure_reply) => return failure_reply,
         };
         state.write_outbox();
         loop {
@@ -482,32 +498,32 @@ impl Runtime {
         }
     }
 
-    /// Calls `f` with the inbox and returns its value. If `f` returns nothing, reads what has
-    /// arrived and calls `f` again if there are new messages. `f` runs under the runtime's lock, so
-    /// it must not call the runtime.
+    /// Calls `f` with the inbox and returns the value that `f` returns. If `f` returns `None`,
+    /// reads the frames that have arrived, and calls `f` again if there are new messages. `f` runs
+    /// under the runtime's lock, so `f` must not call the runtime.
     pub fn check_inbox<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
         let mut state = self.lock()?;
         if let Some(found) = f(&mut state.core.inbox) {
             return Some(found);
         }
-        let news = state.core.event_seq();
+        let previous_event_seq = state.core.event_seq();
         state.poll_incoming();
-        if state.core.event_seq() == news {
+        if state.core.event_seq() == previous_event_seq {
             return None;
         }
         f(&mut state.core.inbox)
     }
 
-    /// Appends all received messages to `to`, oldest first. Does nothing in a forked child.
-    pub fn drain_inbox_into(&self, to: &mut VecDeque<Message>) {
+    /// Appends all received messages to `messages`, oldest first. Does nothing in a forked child.
+    pub fn drain_inbox_into(&self, messages: &mut VecDeque<Message>) {
         let Some(mut state) = self.lock() else { return };
         state.poll_incoming();
-        state.core.inbox.drain_into(to);
+        state.core.inbox.drain_into(messages);
     }
 
     /// Calls `f` whenever a message arrives or the resource manager changes, until `f` returns a
-    /// value or the deadline expires (`None`). `f` runs under the runtime's lock, so it must not
-    /// call the runtime.
+    /// value. Returns `None` if the deadline expires first. `f` runs under the runtime's lock, so
+    /// `f` must not call the runtime.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost for good and `f` returns nothing.
@@ -526,15 +542,15 @@ impl Runtime {
         f: &mut dyn FnMut(&mut Core) -> Option<R>,
     ) -> Result<Option<R>, PvmError> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
-        // Converted to the runtime's clock, which stays monotonic when the task changes hosts.
-        let end = deadline.map(|deadline| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            state.now() + Micros(u64::try_from(left.as_micros()).unwrap_or(u64::MAX))
+        // Converted to the runtime's clock, which stays monotonic when the task migrates.
+        let wait_end = deadline.map(|deadline| {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            state.now() + Micros(u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX))
         });
-        let mut seen_seq = None;
+        let mut previous_event_seq = None;
         loop {
-            if seen_seq != Some(state.core.event_seq()) {
-                seen_seq = Some(state.core.event_seq());
+            if previous_event_seq != Some(state.core.event_seq()) {
+                previous_event_seq = Some(state.core.event_seq());
                 if let Some(found) = f(&mut state.core) {
                     return Ok(Some(found));
                 }
@@ -544,12 +560,13 @@ impl Runtime {
             if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
-            let left = end.map(|end| Duration::from_micros(end.since(state.now()).0));
-            if left.is_some_and(|left| left.is_zero()) {
+            let remaining =
+                wait_end.map(|wait_end| Duration::from_micros(wait_end.since(state.now()).0));
+            if remaining.is_some_and(|remaining| remaining.is_zero()) {
                 return Ok(None);
             }
-            if !state.spin_for_event(left) {
-                state.wait_for_event(left);
+            if !state.spin_for_event(remaining) {
+                state.wait_for_event(remaining);
             }
         }
     }
@@ -570,24 +587,28 @@ impl Runtime {
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
         if self.lock().is_some_and(|mut state| state.core.begin_exit()) {
-            self.request(Request::AboutToExit);
+            self.request_and_wait(Request::AnnounceExit);
         }
-        let marks = self.flush_all_for_exit();
-        let reply = marks.map(|marks| self.request(Request::Exit { watermarks: marks }));
+        let flushed_watermarks = self.flush_all_for_exit();
+        let exit_reply = flushed_watermarks.map(|flushed_watermarks| {
+            self.request_and_wait(Request::Exit {
+                watermarks: flushed_watermarks,
+            })
+        });
         if let Some(mut state) = self.lock() {
             state.mark_connection_lost("this task has left the virtual machine");
             drop(state);
-            self.0.stop();
+            self.0.stop_and_join();
         }
-        match reply? {
+        match exit_reply? {
             Reply::Done => Ok(()),
             Reply::Failed { error, .. } => Err(error),
             _ => Err(PvmError::BadMsg),
         }
     }
 
-    /// Writes all sent messages, without regard to flow-control windows. Returns the sequence
-    /// number that each link has reached.
+    /// Writes all sent messages without regard to flow-control windows, and waits until they are
+    /// written. Returns, for each link, the sequence number up to which the task has sent.
     fn flush_all_for_exit(&self) -> PvmResult<Vec<sempa_proto::task::SendWatermark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {
@@ -598,17 +619,18 @@ impl Runtime {
             if core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
-            if core.is_connected() && core.outbox.is_empty() && core.all_transmitted() {
+            if core.is_connected() && core.outbox.is_empty() && core.has_transmitted_all() {
                 return Ok(core.send_watermarks());
             }
             state.wait_until_written(None);
         }
     }
 
-    /// Registers a request to a resource manager until the guard is dropped.
-    pub(crate) fn begin_rm_call(&self, rm: Tid, tag: i32, wid: i32) -> RmCallGuard<'_> {
+    /// Registers a request to the resource manager `rm`. The registration ends when the guard is
+    /// dropped.
+    pub(crate) fn register_rm_call(&self, rm: Tid, tag: i32, wid: i32) -> RmCallGuard<'_> {
         if let Some(mut state) = self.lock() {
-            state.core.rm_calls.begin(rm, tag, wid);
+            state.core.rm_calls.register(rm, tag, wid);
         }
         RmCallGuard { runtime: self, wid }
     }
@@ -626,7 +648,7 @@ impl Runtime {
 
     /// Locks the state; `None` in a forked child.
     fn lock(&self) -> Option<StateGuard<'_>> {
-        (!self.0.shared.is_forked_child()).then(|| self.0.shared.lock())
+        (!self.0.shared_state.is_forked_child()).then(|| self.0.shared_state.lock())
     }
 }
 
@@ -639,7 +661,7 @@ pub(crate) struct RmCallGuard<'a> {
 impl Drop for RmCallGuard<'_> {
     fn drop(&mut self) {
         if let Some(mut state) = self.runtime.lock() {
-            state.core.rm_calls.end(self.wid);
+            state.core.rm_calls.remove(self.wid);
         }
     }
 }

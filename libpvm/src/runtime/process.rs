@@ -1,7 +1,7 @@
 //! Process-wide hooks: cleanup after `fork` in the child, and flushing at the end of the process.
 //!
-//! After `fork` the child is not a task. Its copies of the descriptors are closed immediately, and
-//! its copies of the runtime are dead; they detect this by [`fork_generation`]. `vfork` and
+//! After `fork` the child is not a task. Its copies of the descriptors are closed immediately. Its
+//! copies of the runtime detect the fork by [`fork_generation`] and refuse all calls. `vfork` and
 //! `posix_spawn` do not run these hooks; for these calls all descriptors are close-on-exec.
 #![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
@@ -12,91 +12,95 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 
-/// Maximum number of descriptors that a fork closes in the child. Descriptors beyond the maximum
-/// are only close-on-exec.
-const FORK_FDS_MAX: usize = 1024;
+/// Maximum number of descriptors that a fork closes in the child. Further descriptors are only
+/// close-on-exec.
+const FORK_CLOSED_FDS_MAX: usize = 1024;
 /// Marks a free entry of [`FDS_TO_CLOSE_AT_FORK`].
 const NO_FD: i32 = -1;
 
-/// Number of forks between the first process and this one; the child increments it.
+/// Number of forks between the first process and this process; the child increments it.
 static FORK_GENERATION: AtomicU64 = AtomicU64::new(0);
-static FDS_TO_CLOSE_AT_FORK: [AtomicI32; FORK_FDS_MAX] =
-    [const { AtomicI32::new(NO_FD) }; FORK_FDS_MAX];
-/// Hooks that run at exit. The list is never freed: another thread may hold its lock during a fork,
-/// and the child then creates a new list.
+static FDS_TO_CLOSE_AT_FORK: [AtomicI32; FORK_CLOSED_FDS_MAX] =
+    [const { AtomicI32::new(NO_FD) }; FORK_CLOSED_FDS_MAX];
+/// Hooks that run at exit. The list is never freed. If another thread holds the list's lock during
+/// a fork, the child creates a new list.
 static EXIT_HOOKS: AtomicPtr<ExitHookList> = AtomicPtr::new(std::ptr::null_mut());
 
 type ExitHookList = Mutex<Vec<Box<dyn ForkOrExitHook>>>;
 
-/// Returns the number of forks between the first process and this one.
 pub(crate) fn fork_generation() -> u64 {
     FORK_GENERATION.load(Ordering::Relaxed)
 }
 
 /// Installs the hooks for fork and exit, once per process.
 pub(crate) fn install_hooks() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+    static INSTALL_HOOKS: Once = Once::new();
+    INSTALL_HOOKS.call_once(|| {
         // SAFETY: both functions are `extern "C"`, never unwind, and live as long as this library.
         unsafe {
-            libc::pthread_atfork(Some(before_fork), None, Some(after_fork_in_child));
+            libc::pthread_atfork(Some(run_fork_hooks), None, Some(after_fork_in_child));
             libc::atexit(run_exit_hooks);
         }
     });
 }
 
-/// Action before a fork, or at the normal end of this process.
+/// Actions before a fork and at the normal end of this process.
 pub(crate) trait ForkOrExitHook: Send {
-    /// True if nothing is left to do. The hook is removed when the next hook is added.
-    fn is_done(&self) -> bool;
-    fn before_fork(&self);
+    /// True if the hook has nothing more to do. Adding another hook removes such a hook.
+    fn is_obsolete(&self) -> bool;
+    fn prepare_for_fork(&self);
     /// Runs at the normal end of the process.
     fn run_at_exit(&self);
 }
 
-/// Adds a hook. Hooks run once, in no particular order.
+/// Adds a hook. At the end of the process, hooks run once, in no particular order.
 pub(crate) fn add_exit_hook(hook: impl ForkOrExitHook + 'static) {
-    let mut hooks = exit_hooks()
+    let mut hooks = get_or_create_exit_hooks()
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
-    hooks.retain(|hook| !hook.is_done());
+    hooks.retain(|hook| !hook.is_obsolete());
     hooks.push(Box::new(hook));
 }
 
-fn exit_hooks() -> &'static ExitHookList {
-    let mut list = EXIT_HOOKS.load(Ordering::Acquire);
-    if list.is_null() {
-        let fresh = Box::into_raw(Box::<ExitHookList>::default());
-        list = match EXIT_HOOKS.compare_exchange(list, fresh, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => fresh,
-            Err(other) => {
-                // SAFETY: `fresh` comes from `Box::into_raw` above and was never shared.
-                drop(unsafe { Box::from_raw(fresh) });
-                other
+fn get_or_create_exit_hooks() -> &'static ExitHookList {
+    let mut list_pointer = EXIT_HOOKS.load(Ordering::Acquire);
+    if list_pointer.is_null() {
+        let new_list = Box::into_raw(Box::<ExitHookList>::default());
+        list_pointer = match EXIT_HOOKS.compare_exchange(
+            list_pointer,
+            new_list,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        ) {
+            Ok(_) => new_list,
+            Err(existing_list) => {
+                // SAFETY: `new_list` comes from `Box::into_raw` above and was never shared.
+                drop(unsafe { Box::from_raw(new_list) });
+                existing_list
             }
         };
     }
     // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in EXIT_HOOKS is never
     // freed.
-    unsafe { &*list }
+    unsafe { &*list_pointer }
 }
 
 extern "C" fn run_exit_hooks() {
-    // A signal handler may call `exit` on top of a thread that holds the lock. Skipping the flush
-    // is better than a deadlock.
-    if let Ok(hooks) = exit_hooks().try_lock() {
+    // A signal handler may call `exit` in a thread that already holds the lock. In that case the
+    // flush is skipped, because waiting for the lock would be a deadlock.
+    if let Ok(hooks) = get_or_create_exit_hooks().try_lock() {
         hooks.iter().for_each(|hook| hook.run_at_exit());
     }
 }
 
-extern "C" fn before_fork() {
-    if let Ok(hooks) = exit_hooks().try_lock() {
-        hooks.iter().for_each(|hook| hook.before_fork());
+extern "C" fn run_fork_hooks() {
+    if let Ok(hooks) = get_or_create_exit_hooks().try_lock() {
+        hooks.iter().for_each(|hook| hook.prepare_for_fork());
     }
 }
 
 /// Marks a socket that the library closes before a migration and in a forked child. Programs that
-/// inspect this task from outside recognize the mark.
+/// inspect this task from another process recognize the mark.
 ///
 /// # Errors
 /// The kernel refuses to set the flag.
@@ -125,8 +129,8 @@ extern "C" fn after_fork_in_child() {
     }
 }
 
-/// Value that belongs to the process that created it. In a forked child the value is never dropped;
-/// if it is a descriptor, the fork closes the child's copy.
+/// Value that belongs to the process that created it. In a forked child the value is never dropped.
+/// If the value is a descriptor, the fork closes the child's copy.
 #[derive(Debug)]
 pub(crate) struct ProcessOwned<T> {
     value: Option<T>,
@@ -136,8 +140,8 @@ pub(crate) struct ProcessOwned<T> {
 
 impl<T> ProcessOwned<T> {
     /// Wraps a value that is not a descriptor.
-    pub(crate) fn new(value: T) -> ProcessOwned<T> {
-        ProcessOwned {
+    pub(crate) fn new(value: T) -> Self {
+        Self {
             value: Some(value),
             fork_generation: fork_generation(),
             fd_slot: None,
@@ -168,7 +172,7 @@ impl<T> ProcessOwned<T> {
 
 impl<T: AsFd> ProcessOwned<T> {
     /// Wraps a descriptor, which a fork closes in the child.
-    pub(crate) fn new_fd(value: T) -> ProcessOwned<T> {
+    pub(crate) fn from_fd(value: T) -> Self {
         let fd = value.as_fd().as_raw_fd();
         let try_claim = |fd_slot: &AtomicI32| {
             fd_slot
@@ -176,7 +180,7 @@ impl<T: AsFd> ProcessOwned<T> {
                 .is_ok()
         };
         let fd_slot = FDS_TO_CLOSE_AT_FORK.iter().position(try_claim);
-        ProcessOwned {
+        Self {
             value: Some(value),
             fork_generation: fork_generation(),
             fd_slot,
@@ -188,8 +192,8 @@ impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         if self.fork_generation != fork_generation() {
             std::mem::forget(self.value.take());
-        } else if let Some(place) = self.fd_slot {
-            FDS_TO_CLOSE_AT_FORK[place].store(NO_FD, Ordering::Relaxed);
+        } else if let Some(slot_index) = self.fd_slot {
+            FDS_TO_CLOSE_AT_FORK[slot_index].store(NO_FD, Ordering::Relaxed);
         }
     }
 }

@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const BUFFER_WORDS: usize = REDIRECT_BYTES_MAX / 8;
 
-/// Word 0 holds the length in bytes, 0 if the buffer is empty; the other words hold the encoded
-/// redirect.
+/// Word 0 contains the length in bytes, 0 if the buffer is empty. The other words contain the
+/// encoded redirect.
 static BUFFER: [AtomicU64; BUFFER_WORDS] = [const { AtomicU64::new(0) }; BUFFER_WORDS];
 
 /// Empties the buffer and returns its address.
-pub(super) fn reset() -> RedirectAddress {
+pub(super) fn clear_and_locate() -> RedirectAddress {
     BUFFER[0].store(0, Ordering::Release);
     RedirectAddress {
         pid: std::process::id().cast_signed(),
@@ -24,8 +24,8 @@ pub(super) fn reset() -> RedirectAddress {
     }
 }
 
-/// Returns and removes the redirect. `None` if there is none or it cannot be decoded.
-pub(super) fn take() -> Option<Redirect> {
+/// Removes and returns the redirect. `None` if there is no redirect or it cannot be decoded.
+pub(super) fn take_redirect() -> Option<Redirect> {
     let length = usize::try_from(BUFFER[0].swap(0, Ordering::AcqRel))
         .ok()
         .filter(|length| *length > 0)?;
@@ -51,15 +51,16 @@ mod tests {
     use sempa_proto::MigrationId;
 
     fn write(bytes: &[u8]) {
-        assert_eq!(reset().address, BUFFER.as_ptr().addr() as u64);
-        for (place, bytes) in BUFFER.iter().zip(bytes.chunks(8)) {
+        assert_eq!(clear_and_locate().address, BUFFER.as_ptr().addr() as u64);
+        for (buffer_word, bytes) in BUFFER.iter().zip(bytes.chunks(8)) {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
-            place.store(u64::from_ne_bytes(word), Ordering::Release);
+            buffer_word.store(u64::from_ne_bytes(word), Ordering::Release);
         }
     }
 
-    /// A redirect in the buffer is returned exactly once. Invalid lengths and contents are ignored.
+    /// A redirect in the buffer is returned exactly once. A redirect with an invalid length or
+    /// content is ignored.
     #[test]
     fn redirect_is_taken_once_and_garbage_ignored() {
         let tokens = vec![
@@ -68,19 +69,19 @@ mod tests {
         ];
         let redirect = Redirect {
             migration: MigrationId(7),
-            tokens,
+            token_paths: tokens,
         };
         write(&redirect.encode().expect("it fits"));
-        assert_eq!(take(), Some(redirect));
-        assert_eq!(take(), None);
+        assert_eq!(take_redirect(), Some(redirect));
+        assert_eq!(take_redirect(), None);
         write(&u64::MAX.to_ne_bytes());
-        assert_eq!(take(), None);
+        assert_eq!(take_redirect(), None);
         write(&[&3u64.to_ne_bytes()[..], &[0xff; 8]].concat());
-        assert_eq!(take(), None);
-        let long = Redirect {
+        assert_eq!(take_redirect(), None);
+        let oversized = Redirect {
             migration: MigrationId(7),
-            tokens: vec!["x".repeat(REDIRECT_BYTES_MAX).into()],
+            token_paths: vec!["x".repeat(REDIRECT_BYTES_MAX).into()],
         };
-        assert!(long.encode().is_err());
+        assert!(oversized.encode().is_err());
     }
 }

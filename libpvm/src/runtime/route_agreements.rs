@@ -1,7 +1,7 @@
 //! Agreement between tasks about direct routes (`PvmRouteDirect`), as a state machine without I/O.
 //!
-//! - The first message to a peer sends an offer. A peer that refused receives no second offer. An
-//!   established route carries messages in both directions.
+//! - Before the first message to a peer, a task sends an offer. A peer that refused receives no
+//!   second offer. An established route carries messages in both directions.
 //! - When a route breaks, or one of the two tasks migrates, the next message sends a new offer.
 //! - On the same host the acceptance of an offer is sufficient, because the tasks have their rings.
 //!   Between two hosts the peer that accepts connects to the task that offers.
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 
 /// Timeout for the answer to an offer. After the timeout the peer counts as having refused.
 pub(crate) const OFFER_ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
-/// Maximum number of peers with an agreement, or an offer in progress.
+/// Maximum number of peers with an agreement or an offer in progress.
 pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
 /// Maximum number of notifications that a program may request.
 pub(crate) const ROUTE_WATCHES_MAX: usize = 4096;
@@ -21,8 +21,8 @@ pub(crate) const ROUTE_WATCHES_MAX: usize = 4096;
 /// Input of the state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteEvent {
-    /// The program sends to this peer and wants a direct route.
-    Requested(Tid),
+    /// The program sends a message to this peer and wants a direct route.
+    RouteRequested(Tid),
     /// A peer's offer has arrived.
     OfferReceived {
         peer: Tid,
@@ -30,27 +30,27 @@ pub(crate) enum RouteEvent {
         same_host: bool,
     },
     /// A peer has accepted this task's offer.
-    Accepted {
+    OfferAccepted {
         peer: Tid,
         id: OfferId,
         same_host: bool,
     },
     /// A peer has refused this task's offer.
-    Refused {
+    OfferRefused {
         peer: Tid,
         id: OfferId,
     },
     /// The connection to the peer is established.
     Connected(Tid),
     /// The connection to the peer could not be established.
-    Failed(Tid),
+    ConnectFailed(Tid),
     /// The connection to the peer has ended.
-    Ended(Tid),
+    ConnectionEnded(Tid),
     PeerMigrated(Tid),
     PeerEnded(Tid),
     /// This task quiesces or exits: all routes must be closed.
     CloseAll,
-    /// The time of [`RouteAgreements::next_wakeup`] has come.
+    /// The time that [`RouteAgreements::next_wakeup`] returned has been reached.
     TimerExpired,
 }
 
@@ -59,40 +59,40 @@ pub(crate) enum RouteEvent {
 pub(crate) enum RouteOutput {
     /// Listen, and send an offer to this peer.
     Offer {
-        to: Tid,
+        peer: Tid,
         id: OfferId,
     },
     /// Stop listening for this offer.
-    Withdraw {
+    WithdrawOffer {
         id: OfferId,
     },
     /// Accept the offer of a peer on this host.
     Accept {
-        to: Tid,
+        peer: Tid,
         id: OfferId,
     },
-    /// Connect to the addresses in the peer's offer, and accept it.
+    /// Connect to the addresses in the peer's offer, and accept the offer.
     Dial {
-        to: Tid,
+        peer: Tid,
         id: OfferId,
     },
-    /// Accept the connection of the peer that has accepted this offer.
+    /// The peer has accepted this offer: accept the connection of the peer.
     ExpectConnection {
         id: OfferId,
     },
     Refuse {
-        to: Tid,
+        peer: Tid,
         id: OfferId,
     },
     /// Close the connection to this peer, established or in progress.
     Close {
         peer: Tid,
     },
-    /// Deliver a notification to the program.
+    /// Deliver a notification with two integers to the program.
     Notify {
         ctx: i32,
         tag: i32,
-        words: [i32; 2],
+        body: [i32; 2],
     },
 }
 
@@ -104,13 +104,13 @@ enum Agreement {
     Refused,
 }
 
-/// Request of the program for notifications about new routes.
+/// Request of the program to be notified of new routes.
 #[derive(Debug)]
 struct NewRouteWatch {
     ctx: i32,
     tag: i32,
-    /// Number of notifications that the program still wants; negative if unlimited.
-    remaining: i32,
+    /// Number of notifications that may still be sent; negative if unlimited.
+    remaining_notifications: i32,
     fd: i32,
 }
 
@@ -124,32 +124,32 @@ pub(crate) struct RouteAgreements {
     last_offer_id: u64,
     agreements: FxHashMap<Tid, Agreement>,
     new_route_watches: Vec<NewRouteWatch>,
-    /// Requests for notification of the end of a route, each as peer, message context and message
-    /// tag.
-    end_watches: Vec<(Tid, i32, i32)>,
+    /// Requests for a notification of the end of a route: peer, message context and message tag.
+    route_end_watches: Vec<(Tid, i32, i32)>,
     outputs: VecDeque<RouteOutput>,
 }
 
 impl RouteAgreements {
-    pub(crate) fn new(me: Tid) -> RouteAgreements {
-        let (peers, watches, ends, out) = (
+    pub(crate) fn new(own_tid: Tid) -> Self {
+        let (peers, watches, watches_of_ends, output_queue) = (
             FxHashMap::default(),
             Vec::new(),
             Vec::new(),
             VecDeque::new(),
         );
-        RouteAgreements {
-            own_tid: me,
+        Self {
+            own_tid,
             accepts_offers: true,
             last_offer_id: 0,
             agreements: peers,
             new_route_watches: watches,
-            end_watches: ends,
-            outputs: out,
+            route_end_watches: watches_of_ends,
+            outputs: output_queue,
         }
     }
 
-    /// True if a message need not wait for an answer: a route is established, or was refused.
+    /// True if a message need not wait for an answer, because a route is established or was
+    /// refused.
     pub(crate) fn is_settled(&self, peer: Tid) -> bool {
         matches!(
             self.agreements.get(&peer),
@@ -157,97 +157,109 @@ impl RouteAgreements {
         )
     }
 
-    /// Returns the time at which [`RouteEvent::TimerExpired`] is due.
+    /// Returns the time at which the caller must report [`RouteEvent::TimerExpired`]; `None` if no
+    /// answer is awaited.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
-        let until = |standing: &Agreement| match standing {
+        let deadline_of = |agreement: &Agreement| match agreement {
             Agreement::Offered {
-                deadline: until, ..
+                deadline: deadline_of,
+                ..
             }
-            | Agreement::Connecting { deadline: until } => Some(*until),
+            | Agreement::Connecting {
+                deadline: deadline_of,
+            } => Some(*deadline_of),
             Agreement::Established | Agreement::Refused => None,
         };
-        self.agreements.values().filter_map(until).min()
+        self.agreements.values().filter_map(deadline_of).min()
     }
 
-    /// Removes and returns the next queued action.
+    /// Removes and returns the next queued action; `None` if no action is queued.
     pub(crate) fn next_output(&mut self) -> Option<RouteOutput> {
         self.outputs.pop_front()
     }
 
-    /// Requests notification of the next `count` new routes; a negative count means all, 0 cancels
-    /// the request.
+    /// Requests a notification of each of the next `route_count` new routes. A negative count requests
+    /// all notifications; 0 cancels the request.
     ///
     /// # Errors
     /// `OutOfRes` if the maximum number of requests is reached.
-    pub(crate) fn watch_new(&mut self, ctx: i32, tag: i32, count: i32, fd: i32) -> PvmResult<()> {
+    pub(crate) fn watch_new_routes(
+        &mut self,
+        ctx: i32,
+        tag: i32,
+        route_count: i32,
+        fd: i32,
+    ) -> PvmResult<()> {
         self.new_route_watches
             .retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
         if self.new_route_watches.len() >= ROUTE_WATCHES_MAX {
             return Err(PvmError::OutOfRes);
         }
-        if count != 0 {
+        if route_count != 0 {
             self.new_route_watches.push(NewRouteWatch {
                 ctx,
                 tag,
-                remaining: count,
+                remaining_notifications: route_count,
                 fd,
             });
         }
         Ok(())
     }
 
-    /// Requests notification of the end of the route to this peer. Without a route the notification
-    /// is sent immediately.
+    /// Requests a notification of the end of the route to this peer. Without a route the
+    /// notification is sent immediately.
     ///
     /// # Errors
     /// `OutOfRes` if the maximum number of requests is reached.
-    pub(crate) fn watch_end(&mut self, peer: Tid, ctx: i32, tag: i32) -> PvmResult<()> {
-        if self.end_watches.len() >= ROUTE_WATCHES_MAX {
+    pub(crate) fn watch_route_end(&mut self, peer: Tid, ctx: i32, tag: i32) -> PvmResult<()> {
+        if self.route_end_watches.len() >= ROUTE_WATCHES_MAX {
             return Err(PvmError::OutOfRes);
         }
-        self.end_watches.push((peer, ctx, tag));
+        self.route_end_watches.push((peer, ctx, tag));
         if self.agreements.get(&peer) != Some(&Agreement::Established) {
             self.notify_end(peer);
         }
         Ok(())
     }
 
-    /// Cancels a request of [`RouteAgreements::watch_end`].
-    pub(crate) fn unwatch_end(&mut self, peer: Tid, ctx: i32, tag: i32) {
-        if let Some(at) = self
-            .end_watches
+    /// Cancels a request of [`RouteAgreements::watch_route_end`].
+    pub(crate) fn unwatch_route_end(&mut self, peer: Tid, ctx: i32, tag: i32) {
+        if let Some(index) = self
+            .route_end_watches
             .iter()
-            .position(|asked| *asked == (peer, ctx, tag))
+            .position(|watch| *watch == (peer, ctx, tag))
         {
-            self.end_watches.remove(at);
+            self.route_end_watches.remove(index);
         }
     }
 
-    /// Handles an event; the resulting actions are queued for [`RouteAgreements::next_output`].
-    pub(crate) fn handle(&mut self, now: Micros, event: RouteEvent) {
+    /// Handles an event and queues the resulting actions for [`RouteAgreements::next_output`].
+    pub(crate) fn handle_event(&mut self, now: Micros, event: RouteEvent) {
         match event {
-            RouteEvent::Requested(peer) => self.handle_request(now, peer),
+            RouteEvent::RouteRequested(peer) => self.handle_request(now, peer),
             RouteEvent::OfferReceived {
                 peer,
                 id,
                 same_host,
             } => self.handle_offer(now, peer, id, same_host),
-            RouteEvent::Accepted {
+            RouteEvent::OfferAccepted {
                 peer,
                 id,
                 same_host,
             } => match self.agreements.get(&peer) {
-                Some(Agreement::Offered { id: open, .. }) if *open == id && same_host => {
-                    self.outputs.push_back(RouteOutput::Withdraw { id });
+                Some(Agreement::Offered { id: open_offer, .. })
+                    if *open_offer == id && same_host =>
+                {
+                    self.outputs.push_back(RouteOutput::WithdrawOffer { id });
                     self.establish(peer);
                 }
-                Some(Agreement::Offered { id: open, .. }) if *open == id => {
+                Some(Agreement::Offered { id: open_offer, .. }) if *open_offer == id => {
                     self.outputs.push_back(RouteOutput::ExpectConnection { id });
                 }
                 _ => {}
             },
-            RouteEvent::Refused { peer, id } => {
-                if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open, .. }) if *open == id)
+            RouteEvent::OfferRefused { peer, id } => {
+                if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open_offer, .. }) if *open_offer == id)
                 {
                     self.cancel_attempt(peer);
                     self.agreements.insert(peer, Agreement::Refused);
@@ -261,8 +273,8 @@ impl RouteAgreements {
                     self.establish(peer);
                 }
             }
-            RouteEvent::Failed(peer) => self.handle_failure(peer),
-            RouteEvent::Ended(peer) => self.handle_route_end(peer),
+            RouteEvent::ConnectFailed(peer) => self.handle_failure(peer),
+            RouteEvent::ConnectionEnded(peer) => self.handle_route_end(peer),
             RouteEvent::PeerMigrated(peer) => {
                 if self.agreements.get(&peer) == Some(&Agreement::Established) {
                     self.handle_route_end(peer);
@@ -274,19 +286,20 @@ impl RouteAgreements {
             }
             RouteEvent::CloseAll => self.close_all(),
             RouteEvent::TimerExpired => {
-                let late = |(peer, standing): (&Tid, &Agreement)| match standing {
+                let expired = |(peer, agreement): (&Tid, &Agreement)| match agreement {
                     Agreement::Offered {
-                        deadline: until, ..
+                        deadline: answer_deadline,
+                        ..
                     }
-                    | Agreement::Connecting { deadline: until }
-                        if *until <= now =>
-                    {
-                        Some(*peer)
-                    }
+                    | Agreement::Connecting {
+                        deadline: answer_deadline,
+                    } if *answer_deadline <= now => Some(*peer),
                     _ => None,
                 };
-                let late: Vec<Tid> = self.agreements.iter().filter_map(late).collect();
-                late.into_iter().for_each(|peer| self.handle_failure(peer));
+                let expired: Vec<Tid> = self.agreements.iter().filter_map(expired).collect();
+                expired
+                    .into_iter()
+                    .for_each(|peer| self.handle_failure(peer));
             }
         }
     }
@@ -307,24 +320,24 @@ impl RouteAgreements {
                 deadline: now + OFFER_ANSWER_TIMEOUT,
             },
         );
-        self.outputs.push_back(RouteOutput::Offer { to: peer, id });
+        self.outputs.push_back(RouteOutput::Offer { peer, id });
     }
 
     fn handle_offer(&mut self, now: Micros, peer: Tid, id: OfferId, same_host: bool) {
         match self.agreements.get(&peer) {
-            // Both tasks sent offers at the same time: the offer of the task with the smaller tid
+            // Both tasks sent offers at the same time. The offer of the task with the smaller tid
             // counts.
             Some(Agreement::Offered { .. }) if self.accepts_offers && self.own_tid < peer => return,
-            // A peer that sends an offer has lost its end of the route.
+            // A peer with an established route sends an offer only if its connection was lost.
             Some(Agreement::Established) => self.handle_route_end(peer),
             Some(_) => self.cancel_attempt(peer),
             None => {}
         }
         if !self.accepts_offers || self.agreements.len() >= AGREEMENTS_MAX {
-            return self.outputs.push_back(RouteOutput::Refuse { to: peer, id });
+            return self.outputs.push_back(RouteOutput::Refuse { peer, id });
         }
         if same_host {
-            self.outputs.push_back(RouteOutput::Accept { to: peer, id });
+            self.outputs.push_back(RouteOutput::Accept { peer, id });
             self.establish(peer);
         } else {
             self.agreements.insert(
@@ -333,16 +346,16 @@ impl RouteAgreements {
                     deadline: now + OFFER_ANSWER_TIMEOUT,
                 },
             );
-            self.outputs.push_back(RouteOutput::Dial { to: peer, id });
+            self.outputs.push_back(RouteOutput::Dial { peer, id });
         }
     }
 
     /// Cancels an offer or connection attempt to this peer.
     fn cancel_attempt(&mut self, peer: Tid) {
         match self.agreements.get(&peer) {
-            Some(Agreement::Offered { id, .. }) => {
-                self.outputs.push_back(RouteOutput::Withdraw { id: *id })
-            }
+            Some(Agreement::Offered { id, .. }) => self
+                .outputs
+                .push_back(RouteOutput::WithdrawOffer { id: *id }),
             Some(Agreement::Connecting { .. }) => {
                 self.outputs.push_back(RouteOutput::Close { peer })
             }
@@ -366,17 +379,18 @@ impl RouteAgreements {
     fn establish(&mut self, peer: Tid) {
         self.agreements.insert(peer, Agreement::Established);
         for watch in &mut self.new_route_watches {
-            if watch.remaining > 0 {
-                watch.remaining -= 1;
+            if watch.remaining_notifications > 0 {
+                watch.remaining_notifications -= 1;
             }
             let NewRouteWatch { ctx, tag, fd, .. } = *watch;
             self.outputs.push_back(RouteOutput::Notify {
                 ctx,
                 tag,
-                words: [peer.raw(), fd],
+                body: [peer.raw(), fd],
             });
         }
-        self.new_route_watches.retain(|watch| watch.remaining != 0);
+        self.new_route_watches
+            .retain(|watch| watch.remaining_notifications != 0);
     }
 
     /// Removes the route, if there was one. A later message may request another route.
@@ -389,13 +403,13 @@ impl RouteAgreements {
 
     fn notify_end(&mut self, peer: Tid) {
         for (_, ctx, tag) in self
-            .end_watches
-            .extract_if(.., |(watched, ..)| *watched == peer)
+            .route_end_watches
+            .extract_if(.., |(watched_peer, ..)| *watched_peer == peer)
         {
             self.outputs.push_back(RouteOutput::Notify {
                 ctx,
                 tag,
-                words: [peer.raw(), -1],
+                body: [peer.raw(), -1],
             });
         }
     }
@@ -422,59 +436,59 @@ mod tests {
         std::iter::from_fn(|| routes.next_output()).collect()
     }
 
-    fn outputs_of(routes: &mut RouteAgreements, event: RouteEvent) -> Vec<RouteOutput> {
-        routes.handle(Micros(1), event);
+    fn handle_and_drain(routes: &mut RouteAgreements, event: RouteEvent) -> Vec<RouteOutput> {
+        routes.handle_event(Micros(1), event);
         drain_outputs(routes)
     }
 
-    fn notification(tag: i32, words: [i32; 2]) -> RouteOutput {
-        RouteOutput::Notify { ctx: 7, tag, words }
+    fn notification(tag: i32, body: [i32; 2]) -> RouteOutput {
+        RouteOutput::Notify { ctx: 7, tag, body }
     }
 
     const OFFER_ID: OfferId = OfferId(1);
 
-    /// Returns two tasks on different hosts with an established route; both get notifications of
-    /// new routes with tag 4.
+    /// Returns two tasks on different hosts with an established route. Both have requested
+    /// notifications of new routes with tag 4.
     fn connected_pair() -> (RouteAgreements, RouteAgreements) {
         let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
         for routes in [&mut a, &mut b] {
-            routes.watch_new(7, 4, -1, 9).expect("room");
+            routes.watch_new_routes(7, 4, -1, 9).expect("room");
         }
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::Requested(B)),
+            handle_and_drain(&mut a, RouteEvent::RouteRequested(B)),
             [RouteOutput::Offer {
-                to: B,
+                peer: B,
                 id: OFFER_ID
             }]
         );
         assert!(!a.is_settled(B));
-        let asked = RouteEvent::OfferReceived {
+        let offer_received = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            outputs_of(&mut b, asked),
+            handle_and_drain(&mut b, offer_received),
             [RouteOutput::Dial {
-                to: A,
+                peer: A,
                 id: OFFER_ID
             }]
         );
-        let accepted = RouteEvent::Accepted {
+        let offer_accepted = RouteEvent::OfferAccepted {
             peer: B,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            outputs_of(&mut a, accepted),
+            handle_and_drain(&mut a, offer_accepted),
             [RouteOutput::ExpectConnection { id: OFFER_ID }]
         );
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::Connected(B)),
+            handle_and_drain(&mut a, RouteEvent::Connected(B)),
             [notification(4, [B.raw(), 9])]
         );
         assert_eq!(
-            outputs_of(&mut b, RouteEvent::Connected(A)),
+            handle_and_drain(&mut b, RouteEvent::Connected(A)),
             [notification(4, [A.raw(), 9])]
         );
         assert!(a.is_settled(B) && b.is_settled(A));
@@ -485,8 +499,8 @@ mod tests {
     #[test]
     fn route_is_offered_once_and_both_are_notified() {
         let (mut a, mut b) = connected_pair();
-        assert_eq!(outputs_of(&mut a, RouteEvent::Requested(B)), []);
-        assert_eq!(outputs_of(&mut b, RouteEvent::Requested(A)), []);
+        assert_eq!(handle_and_drain(&mut a, RouteEvent::RouteRequested(B)), []);
+        assert_eq!(handle_and_drain(&mut b, RouteEvent::RouteRequested(A)), []);
         assert_eq!((a.next_wakeup(), b.next_wakeup()), (None, None));
     }
 
@@ -494,47 +508,47 @@ mod tests {
     #[test]
     fn acceptance_suffices_on_same_host() {
         let mut b = RouteAgreements::new(B);
-        let asked = RouteEvent::OfferReceived {
+        let offer_received = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            outputs_of(&mut b, asked),
+            handle_and_drain(&mut b, offer_received),
             [RouteOutput::Accept {
-                to: A,
+                peer: A,
                 id: OFFER_ID
             }]
         );
         assert!(b.is_settled(A));
         let mut a = RouteAgreements::new(A);
-        outputs_of(&mut a, RouteEvent::Requested(B));
-        let accepted = RouteEvent::Accepted {
+        handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
+        let offer_accepted = RouteEvent::OfferAccepted {
             peer: B,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            outputs_of(&mut a, accepted),
-            [RouteOutput::Withdraw { id: OFFER_ID }]
+            handle_and_drain(&mut a, offer_accepted),
+            [RouteOutput::WithdrawOffer { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::PeerMigrated(B)),
+            handle_and_drain(&mut a, RouteEvent::PeerMigrated(B)),
             [RouteOutput::Close { peer: B }]
         );
         assert!(!a.is_settled(B));
     }
 
-    /// A peer that refused receives no second offer, but its own offer is still accepted.
+    /// A peer that refused receives no second offer. Its own offer is still accepted.
     #[test]
     fn refusing_peer_is_not_asked_again() {
         let mut a = RouteAgreements::new(A);
-        outputs_of(&mut a, RouteEvent::Requested(B));
+        handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
         assert_eq!(
-            outputs_of(
+            handle_and_drain(
                 &mut a,
-                RouteEvent::Refused {
+                RouteEvent::OfferRefused {
                     peer: B,
                     id: OfferId(9)
                 }
@@ -542,54 +556,54 @@ mod tests {
             []
         );
         assert_eq!(
-            outputs_of(
+            handle_and_drain(
                 &mut a,
-                RouteEvent::Refused {
+                RouteEvent::OfferRefused {
                     peer: B,
                     id: OFFER_ID
                 }
             ),
-            [RouteOutput::Withdraw { id: OFFER_ID }]
+            [RouteOutput::WithdrawOffer { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
-        assert_eq!(outputs_of(&mut a, RouteEvent::Requested(B)), []);
-        assert_eq!(outputs_of(&mut a, RouteEvent::PeerMigrated(B)), []);
+        assert_eq!(handle_and_drain(&mut a, RouteEvent::RouteRequested(B)), []);
+        assert_eq!(handle_and_drain(&mut a, RouteEvent::PeerMigrated(B)), []);
         assert!(a.is_settled(B));
-        let asked = RouteEvent::OfferReceived {
+        let offer_received = RouteEvent::OfferReceived {
             peer: B,
             id: OfferId(3),
             same_host: false,
         };
         assert_eq!(
-            outputs_of(&mut a, asked),
+            handle_and_drain(&mut a, offer_received),
             [RouteOutput::Dial {
-                to: B,
+                peer: B,
                 id: OfferId(3)
             }]
         );
     }
 
-    /// A program that does not accept routes refuses offers, but can still send its own.
+    /// A program that does not accept routes refuses offers, but it can still send offers itself.
     #[test]
     fn unwilling_program_refuses_offers() {
         let mut b = RouteAgreements::new(B);
         b.accepts_offers = false;
-        let asked = RouteEvent::OfferReceived {
+        let offer_received = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            outputs_of(&mut b, asked),
+            handle_and_drain(&mut b, offer_received),
             [RouteOutput::Refuse {
-                to: A,
+                peer: A,
                 id: OFFER_ID
             }]
         );
         assert_eq!(
-            outputs_of(&mut b, RouteEvent::Requested(A)),
+            handle_and_drain(&mut b, RouteEvent::RouteRequested(A)),
             [RouteOutput::Offer {
-                to: A,
+                peer: A,
                 id: OFFER_ID
             }]
         );
@@ -600,10 +614,10 @@ mod tests {
     #[test]
     fn smaller_tid_wins_when_offers_cross() {
         let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
-        outputs_of(&mut a, RouteEvent::Requested(B));
-        outputs_of(&mut b, RouteEvent::Requested(A));
+        handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
+        handle_and_drain(&mut b, RouteEvent::RouteRequested(A));
         assert_eq!(
-            outputs_of(
+            handle_and_drain(
                 &mut a,
                 RouteEvent::OfferReceived {
                     peer: B,
@@ -613,40 +627,40 @@ mod tests {
             ),
             []
         );
-        let asked = RouteEvent::OfferReceived {
+        let offer_received = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            outputs_of(&mut b, asked),
+            handle_and_drain(&mut b, offer_received),
             [
-                RouteOutput::Withdraw { id: OFFER_ID },
+                RouteOutput::WithdrawOffer { id: OFFER_ID },
                 RouteOutput::Dial {
-                    to: A,
+                    peer: A,
                     id: OFFER_ID
                 }
             ]
         );
     }
 
-    /// An offer without an answer before the timeout counts as refused; a later answer is ignored.
+    /// An offer without an answer before the timeout counts as refused. A later answer is ignored.
     #[test]
     fn missing_answer_counts_as_refusal() {
         let mut a = RouteAgreements::new(A);
-        outputs_of(&mut a, RouteEvent::Requested(B));
+        handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
         assert_eq!(a.next_wakeup(), Some(Micros(1) + OFFER_ANSWER_TIMEOUT));
-        a.handle(Micros(1) + OFFER_ANSWER_TIMEOUT, RouteEvent::TimerExpired);
+        a.handle_event(Micros(1) + OFFER_ANSWER_TIMEOUT, RouteEvent::TimerExpired);
         assert_eq!(
             drain_outputs(&mut a),
-            [RouteOutput::Withdraw { id: OFFER_ID }]
+            [RouteOutput::WithdrawOffer { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
         // The acceptance of an offer that has timed out is ignored.
         assert_eq!(
-            outputs_of(
+            handle_and_drain(
                 &mut a,
-                RouteEvent::Accepted {
+                RouteEvent::OfferAccepted {
                     peer: B,
                     id: OFFER_ID,
                     same_host: true
@@ -654,67 +668,68 @@ mod tests {
             ),
             []
         );
-        assert_eq!(outputs_of(&mut a, RouteEvent::Connected(B)), []);
+        assert_eq!(handle_and_drain(&mut a, RouteEvent::Connected(B)), []);
     }
 
     /// The end of a route is notified once, and a later message sends a new offer.
     #[test]
     fn route_end_is_notified_once() {
         let (mut a, _) = connected_pair();
-        a.watch_end(B, 7, 5).expect("room");
-        a.watch_end(B, 7, 6).expect("room");
-        a.unwatch_end(B, 7, 6);
+        a.watch_route_end(B, 7, 5).expect("room");
+        a.watch_route_end(B, 7, 6).expect("room");
+        a.unwatch_route_end(B, 7, 6);
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::Ended(B)),
+            handle_and_drain(&mut a, RouteEvent::ConnectionEnded(B)),
             [
                 RouteOutput::Close { peer: B },
                 notification(5, [B.raw(), -1])
             ]
         );
-        assert_eq!(outputs_of(&mut a, RouteEvent::Ended(B)), []);
+        assert_eq!(handle_and_drain(&mut a, RouteEvent::ConnectionEnded(B)), []);
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::Requested(B)),
+            handle_and_drain(&mut a, RouteEvent::RouteRequested(B)),
             [RouteOutput::Offer {
-                to: B,
+                peer: B,
                 id: OfferId(2)
             }]
         );
-        // Without a route the notification comes immediately.
-        a.watch_end(B, 7, 5).expect("room");
+        // Without a route the notification is sent immediately.
+        a.watch_route_end(B, 7, 5).expect("room");
         assert_eq!(drain_outputs(&mut a), [notification(5, [B.raw(), -1])]);
     }
 
-    /// An offer from a peer with an established route closes that route and starts a new one.
+    /// An offer from a peer with an established route closes the route and starts a new route.
     #[test]
     fn offer_from_connected_peer_replaces_route() {
         let (_, mut b) = connected_pair();
-        b.watch_end(A, 7, 5).expect("room");
-        let asked = RouteEvent::OfferReceived {
+        b.watch_route_end(A, 7, 5).expect("room");
+        let offer_received = RouteEvent::OfferReceived {
             peer: A,
             id: OfferId(2),
             same_host: false,
         };
-        let expected = [
+        let expected_outputs = [
             RouteOutput::Close { peer: A },
             notification(5, [A.raw(), -1]),
             RouteOutput::Dial {
-                to: A,
+                peer: A,
                 id: OfferId(2),
             },
         ];
-        assert_eq!(outputs_of(&mut b, asked), expected);
+        assert_eq!(handle_and_drain(&mut b, offer_received), expected_outputs);
     }
 
-    /// New routes are notified as often as requested, up to the maximum number of requests.
+    /// A program receives as many notifications of new routes as it has requested. The number of
+    /// requests is limited to [`ROUTE_WATCHES_MAX`].
     #[test]
     fn new_route_notifications_are_counted() {
         let mut a = RouteAgreements::new(A);
-        a.watch_new(7, 4, 2, 9).expect("room");
-        a.watch_new(7, 5, -1, 9).expect("room");
-        a.watch_new(7, 5, 0, 9).expect("room");
+        a.watch_new_routes(7, 4, 2, 9).expect("room");
+        a.watch_new_routes(7, 5, -1, 9).expect("room");
+        a.watch_new_routes(7, 5, 0, 9).expect("room");
         let tids = [0x80001, 0x80002, 0x80003].map(Tid::from_raw);
-        let told = tids.map(|peer| {
-            outputs_of(
+        let notification_counts = tids.map(|peer| {
+            handle_and_drain(
                 &mut a,
                 RouteEvent::OfferReceived {
                     peer,
@@ -724,28 +739,32 @@ mod tests {
             )
             .len()
         });
-        assert_eq!(told, [2, 2, 1], "the answer, and twice a note");
+        assert_eq!(
+            notification_counts,
+            [2, 2, 1],
+            "the answer, and twice a note"
+        );
         for tag in 0..ROUTE_WATCHES_MAX as i32 {
-            a.watch_new(7, 100 + tag, 1, 9).expect("room");
+            a.watch_new_routes(7, 100 + tag, 1, 9).expect("room");
         }
-        assert_eq!(a.watch_new(7, 1, 1, 9), Err(PvmError::OutOfRes));
+        assert_eq!(a.watch_new_routes(7, 1, 1, 9), Err(PvmError::OutOfRes));
     }
 
     /// A task that quiesces closes all routes and withdraws its offers.
     #[test]
     fn quiesce_closes_routes_and_offers() {
         let (mut a, mut b) = connected_pair();
-        outputs_of(&mut a, RouteEvent::Requested(Tid::from_raw(0x80009)));
-        let out = outputs_of(&mut a, RouteEvent::CloseAll);
+        handle_and_drain(&mut a, RouteEvent::RouteRequested(Tid::from_raw(0x80009)));
+        let outputs = handle_and_drain(&mut a, RouteEvent::CloseAll);
         assert!(
-            out.contains(&RouteOutput::Close { peer: B })
-                && out.contains(&RouteOutput::Withdraw { id: OfferId(2) })
+            outputs.contains(&RouteOutput::Close { peer: B })
+                && outputs.contains(&RouteOutput::WithdrawOffer { id: OfferId(2) })
         );
         assert_eq!(a.next_wakeup(), None);
         assert_eq!(
-            outputs_of(&mut b, RouteEvent::PeerEnded(A)),
+            handle_and_drain(&mut b, RouteEvent::PeerEnded(A)),
             [RouteOutput::Close { peer: A }]
         );
-        assert_eq!(outputs_of(&mut b, RouteEvent::PeerEnded(A)), []);
+        assert_eq!(handle_and_drain(&mut b, RouteEvent::PeerEnded(A)), []);
     }
 }

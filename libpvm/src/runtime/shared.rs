@@ -7,7 +7,7 @@
 
 use super::clock::Clock;
 use super::connect::AcceptedConnection;
-use super::core::{Core, Phase};
+use super::core::{ConnectionPhase, Core};
 use super::process::{self, ProcessOwned};
 use super::shm::{PeerWakes, ShmRoutes};
 use super::socket_waiters::SocketWaiters;
@@ -19,7 +19,7 @@ use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::shared_memory::OwnDoorbell;
-use sempa_socket::{PendingFds, Received, SenderDistance, SpinBudget, receive};
+use sempa_socket::{PendingFds, ReadOutcome, SenderDistance, SpinBudget, receive};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
 const EXIT_NOTICE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Free buffer space that is provided for one read of the daemon's socket.
+/// Minimum buffer space that is provided for one read of the daemon's socket.
 const READ_BUFFER_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read from the socket before the lock is released, so that other threads
 /// get the lock.
@@ -49,10 +49,11 @@ const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 /// Maximum time for which a fork waits for the lock. The thread that holds the lock may be the
 /// forking thread itself, further up the call stack.
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum sleep on a futex with a deadline. After a migration to a host with another clock a sleep
-/// by the old clock must not last forever.
+/// Maximum sleep on a futex with a deadline. The limit bounds a sleep that began before a
+/// migration, because its end was computed from the clock of the previous host.
 const DEADLINE_SLEEP_MAX: Duration = Duration::from_secs(1);
-/// Maximum sleep without a deadline. Each wake-up disturbs a CPU that may be idle.
+/// Maximum sleep without a deadline. The limit is high because each wake-up disturbs a CPU that may
+/// be idle.
 const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 
 /// Conditions under which the I/O thread must be woken.
@@ -60,62 +61,65 @@ const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 pub(crate) enum IoThreadSleep {
     /// The thread is awake and checks all conditions before it sleeps.
     Awake,
-    /// The thread sleeps until the socket is readable, until the time `until`, or until a condition
-    /// with the value true holds.
+    /// The thread sleeps until the socket is readable, until the time `wake_at`, or until one of
+    /// the conditions below holds whose field is true.
     Sleeping {
-        /// The socket is writable.
+        /// True if the thread wakes when the socket is writable.
         wakes_if_writable: bool,
         wake_at: Option<Micros>,
-        /// A frame arrives on a direct route.
+        /// True if the thread wakes when a frame arrives on a direct route.
         wakes_on_direct: bool,
-        /// The timer for deferred wake-ups expires.
+        /// True if the thread wakes when the timer for deferred wake-ups expires.
         wakes_on_timer: bool,
     },
 }
 
 /// State that all threads share under the lock.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct LockedState {
     pub(crate) core: Core,
     pub(crate) clock: Clock,
     pub(crate) socket: Option<Arc<ProcessOwned<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
-    /// Received descriptors that belong to frames not handled yet.
-    descriptors: PendingFds,
+    /// Received descriptors whose frames have not been handled.
+    unhandled_descriptors: PendingFds,
     pub(crate) io_thread_sleep: IoThreadSleep,
-    /// Decides by recent success whether waiting threads spin.
+    /// Decides from the success of recent spins whether waiting threads spin.
     spin_budget: SpinBudget,
-    socket_read_at: Micros,
+    last_socket_read_at: Micros,
     pub(crate) has_drainer: bool,
-    /// Number of threads that sleep until the next event.
-    event_waiters: usize,
-    /// True if one more thread sleeps on the daemon's socket, and reads the socket.
+    /// Number of threads that sleep on the doorbell until the next event.
+    event_waiter_count: usize,
+    /// True if another thread, not counted in `event_waiter_count`, sleeps on the daemon's socket and
+    /// reads the socket afterwards.
     has_socket_waiter: bool,
-    /// The last read of the socket stopped at its limit, so the socket may contain more data.
-    socket_has_more: bool,
-    /// Number of threads that wait until bytes have been written.
-    write_waiters: usize,
-    /// The descriptor for programs that wait on descriptors is readable.
-    ready_fd_is_set: bool,
+    /// True if the last read of the socket stopped at [`READ_BYTES_MAX`], so the socket may contain
+    /// more data.
+    socket_may_have_data: bool,
+    /// Number of threads that wait until bytes have been written to the socket.
+    write_waiter_count: usize,
+    /// True if the descriptor for programs that wait on descriptors is readable.
+    is_ready_fd_readable: bool,
     /// Timer that wakes the I/O thread when deferred wake-ups are due; created on first use.
-    pub(crate) wake_timer: Option<Arc<WakeDelayTimer>>,
+    pub(crate) wake_delay_timer: Option<Arc<WakeDelayTimer>>,
 }
 
 /// State of the runtime with its lock.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedState {
     pub(crate) own_tid: Tid,
     /// True until the connection is lost for good.
     connection_alive: Arc<AtomicBool>,
-    state: Mutex<State>,
+    state: Mutex<LockedState>,
     /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
-    /// releases it for them.
-    lock_waiters: AtomicU32,
-    /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
+    /// releases the lock for these threads.
+    lock_waiter_count: AtomicU32,
+    /// Doorbell on which threads sleep until the next event. Peers on this host ring this doorbell,
+    /// too.
     doorbell: Arc<ProcessOwned<OwnDoorbell>>,
     /// Signalled when bytes were written to the socket, or when the connection changes.
     write_condvar: Condvar,
-    /// Epoll sets for the daemon's socket.
+    /// Epoll sets that watch the daemon's socket.
     pub(crate) socket_waiters: Arc<SocketWaiters>,
     io_thread_event: ProcessOwned<EventFd>,
     /// Readable while a message can be received, for programs that wait on descriptors themselves;
@@ -128,45 +132,47 @@ pub(crate) struct Shared {
 /// Guard of the lock. On release it wakes the waiting threads and the I/O thread if something has
 /// changed for them.
 pub(crate) struct StateGuard<'a> {
-    shared: &'a Shared,
-    state: Option<MutexGuard<'a, State>>,
+    shared_state: &'a SharedState,
+    state: Option<MutexGuard<'a, LockedState>>,
     seen_event_seq: u64,
-    seen_output: (u64, u64),
+    seen_output_counters: (u64, u64),
     was_connected: bool,
 }
 
 impl std::ops::Deref for StateGuard<'_> {
-    type Target = State;
-    fn deref(&self) -> &State {
+    type Target = LockedState;
+    fn deref(&self) -> &LockedState {
         self.state.as_ref().expect("taken only on release")
     }
 }
 
 impl std::ops::DerefMut for StateGuard<'_> {
-    fn deref_mut(&mut self) -> &mut State {
+    fn deref_mut(&mut self) -> &mut LockedState {
         self.state.as_mut().expect("taken only on release")
     }
 }
 
 impl Drop for StateGuard<'_> {
     fn drop(&mut self) {
-        self.release();
+        self.release_and_wake();
     }
 }
 
 impl<'a> StateGuard<'a> {
-    fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> StateGuard<'a> {
-        let (news, out, phase) = StateGuard::change_counters(&state);
+    fn new(shared_state: &'a SharedState, state: MutexGuard<'a, LockedState>) -> Self {
+        let (event_seq, output_counters, is_connected) = StateGuard::change_counters(&state);
         StateGuard {
-            shared,
+            shared_state,
             state: Some(state),
-            seen_event_seq: news,
-            seen_output: out,
-            was_connected: phase,
+            seen_event_seq: event_seq,
+            seen_output_counters: output_counters,
+            was_connected: is_connected,
         }
     }
 
-    fn change_counters(state: &State) -> (u64, (u64, u64), bool) {
+    /// Returns the values whose changes concern waiting threads: the event counter, the counters of
+    /// the output (bytes written and send events), and whether the task is connected.
+    fn change_counters(state: &LockedState) -> (u64, (u64, u64), bool) {
         let core = &state.core;
         (
             core.event_seq(),
@@ -175,131 +181,136 @@ impl<'a> StateGuard<'a> {
         )
     }
 
-    /// Returns the threads that must be woken because their condition changed while this thread
-    /// held the lock.
+    /// Returns which threads must be woken because their condition changed while this thread held
+    /// the lock.
     fn wake_set(&self) -> WakeSet {
-        let (news, out, phase) = StateGuard::change_counters(self);
-        let changed = phase != self.was_connected || self.core.lost_reason().is_some();
-        let written = self.write_waiters > 0 && (out != self.seen_output || changed);
-        let arrived = self.event_waiters > 0 && news != self.seen_event_seq;
-        let seated = self.has_socket_waiter
-            && (news != self.seen_event_seq || changed || !self.can_wait_at_socket());
+        let (event_seq, output_counters, is_connected) = StateGuard::change_counters(self);
+        let has_connection_changed =
+            is_connected != self.was_connected || self.core.lost_reason().is_some();
+        let has_written = self.write_waiter_count > 0
+            && (output_counters != self.seen_output_counters || has_connection_changed);
+        let has_new_event = self.event_waiter_count > 0 && event_seq != self.seen_event_seq;
+        let is_socket_waiter_due = self.has_socket_waiter
+            && (event_seq != self.seen_event_seq
+                || has_connection_changed
+                || !self.can_wait_at_socket());
         WakeSet {
-            event_waiters: arrived,
-            socket_waiter: seated,
-            write_waiters: written,
-            io_thread: self.io_thread_is_needed(),
+            wakes_event_waiters: has_new_event,
+            wakes_socket_waiter: is_socket_waiter_due,
+            wakes_write_waiters: has_written,
+            wakes_io_thread: self.must_wake_io_thread(),
         }
     }
 
-    fn wake(shared: &Shared, wake_set: WakeSet, wakes: PeerWakes) {
+    fn wake_threads(shared_state: &SharedState, wake_set: WakeSet, peer_wakes: PeerWakes) {
         let WakeSet {
-            event_waiters: arrived,
-            socket_waiter: seated,
-            write_waiters: written,
-            io_thread,
+            wakes_event_waiters: has_new_event,
+            wakes_socket_waiter: is_socket_waiter_due,
+            wakes_write_waiters: has_written,
+            wakes_io_thread: io_thread,
         } = wake_set;
-        wakes.wake_all();
-        if seated {
-            shared.socket_waiters.wake_app_thread();
+        peer_wakes.wake_all();
+        if is_socket_waiter_due {
+            shared_state.socket_waiters.wake_app_thread();
         }
-        if arrived {
-            shared.doorbell.get().change_sleep_word();
-            futex::wake_all(shared.doorbell.get().sleep_word());
+        if has_new_event {
+            shared_state.doorbell.get().change_sleep_word();
+            futex::wake_all(shared_state.doorbell.get().sleep_word());
         }
-        if written {
-            shared.write_condvar.notify_all();
+        if has_written {
+            shared_state.write_condvar.notify_all();
         }
         if io_thread {
-            shared.wake_io_thread();
+            shared_state.wake_io_thread();
         }
     }
 
-    /// Makes the ready descriptor readable if a message can be received or the connection is lost,
-    /// and otherwise not readable.
+    /// Makes the ready descriptor readable if a message can be received or the connection is lost.
+    /// Otherwise makes the ready descriptor not readable.
     fn update_ready_fd(&mut self) {
-        let Some(sign) = self.shared.ready_event.get() else {
+        let Some(ready_event) = self.shared_state.ready_event.get() else {
             return;
         };
-        let up = !self.core.inbox.is_empty() || self.core.lost_reason().is_some();
-        if up != self.ready_fd_is_set {
-            self.ready_fd_is_set = up;
+        let is_ready = !self.core.inbox.is_empty() || self.core.lost_reason().is_some();
+        if is_ready != self.is_ready_fd_readable {
+            self.is_ready_fd_readable = is_ready;
             // The counter is 0 or 1 and changes only under the lock.
-            let _ = if up {
-                sign.get().write(1).map(drop)
+            let _ = if is_ready {
+                ready_event.get().write(1).map(drop)
             } else {
-                sign.get().read().map(drop)
+                ready_event.get().read().map(drop)
             };
         }
     }
 
     /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
     /// lock.
-    fn release(&mut self) {
+    fn release_and_wake(&mut self) {
         self.update_ready_fd();
         let wake_set = self.wake_set();
-        let wakes = self.take_wakes();
+        let peer_wakes = self.take_peer_wakes();
         drop(self.state.take());
-        StateGuard::wake(self.shared, wake_set, wakes);
+        StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
     }
 
     /// Spins for a short time if recent spins were successful. Returns true if there is an event,
     /// or if other threads are blocked on the lock.
     ///
-    /// An event that has just woken this thread is found by this call, too, and counts as success,
-    /// so the thread spins once more after each message. If many peers send in turn, this spin
-    /// rarely receives the next message, but it keeps the CPU from entering an idle state. Waking a
-    /// thread on an idle CPU takes longer than a peer needs for its answer.
+    /// If an event has just woken this thread, this call finds the event at once, and the spin
+    /// counts as a success. The thread thus spins once more after each message. If many peers send
+    /// in turn, this spin rarely receives the next message, but it keeps the CPU from entering an
+    /// idle state. Waking a thread on an idle CPU takes longer than a peer needs for its answer.
     pub(crate) fn spin_for_event(&mut self, timeout: Option<Duration>) -> bool {
-        if self.core.shm.is_empty() && self.core.direct.is_empty() {
+        if self.core.shm_routes.is_empty() && self.core.direct_routes.is_empty() {
             return false;
         }
-        let reach = if self.core.direct.is_empty() {
+        let sender_distance = if self.core.direct_routes.is_empty() {
             SenderDistance::Host
         } else {
             SenderDistance::RemoteTasks
         };
-        let Some(budget) = self.spin_budget.next_budget(timeout, reach) else {
+        let Some(budget) = self.spin_budget.next_budget(timeout, sender_distance) else {
             return false;
         };
-        if self.core.shm.has_deferred_wakes() {
-            self.take_wakes().wake_all();
+        if self.core.shm_routes.has_deferred_wakes() {
+            self.take_peer_wakes().wake_all();
         }
-        // The peer that must answer last ran on this CPU: yield the CPU to the peer immediately, or
-        // sleep.
-        let shares_cpu = self.core.shm.shares_cpu();
+        // The peer that must answer last ran on this CPU. The thread therefore yields the CPU to
+        // the peer immediately, or does not spin at all.
+        let shares_cpu = self.core.shm_routes.shares_cpu();
         if shares_cpu && !self.spin_budget.should_yield() {
             return false;
         }
-        let polls = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
-        let (mut begin, news) = (None, self.core.event_seq());
+        let poll_count = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
+        let (mut spin_start, previous_event_seq) = (None, self.core.event_seq());
         loop {
-            for _ in 0..polls {
-                if self.core.shm.needs_poll() {
+            for _ in 0..poll_count {
+                if self.core.shm_routes.must_poll() {
                     let now = self.clock.coarse_now();
                     self.core.poll_rings(now);
-                    if self.core.event_seq() != news {
-                        // `begin` is not set if the event was found in the first round, which takes
-                        // negligible time.
-                        let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
-                        self.spin_budget.record_spin(after, budget);
+                    if self.core.event_seq() != previous_event_seq {
+                        // The start time is not set if the first round found the event. That round
+                        // takes negligible time.
+                        let spin_time = spin_start
+                            .map_or(Duration::ZERO, |spin_start: Instant| spin_start.elapsed());
+                        self.spin_budget.record_spin(spin_time, budget);
                         return true;
                     }
                 }
-                if self.shared.lock_waiters.load(Ordering::Relaxed) != 0 {
+                if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
                     self.yield_lock();
                     return true;
                 }
                 std::hint::spin_loop();
             }
-            let begin = *begin.get_or_insert_with(Instant::now);
+            let spin_start = *spin_start.get_or_insert_with(Instant::now);
             self.spin_budget.yield_cpu();
             let now = self.now();
-            if self.poll_direct(now) && self.core.event_seq() != news {
-                self.spin_budget.record_spin(begin.elapsed(), budget);
+            if self.poll_direct_routes(now) && self.core.event_seq() != previous_event_seq {
+                self.spin_budget.record_spin(spin_start.elapsed(), budget);
                 return true;
             }
-            if begin.elapsed() >= budget {
+            if spin_start.elapsed() >= budget {
                 self.spin_budget.record_miss();
                 return false;
             }
@@ -308,78 +319,82 @@ impl<'a> StateGuard<'a> {
 
     /// Makes threads of this task sleep immediately when they wait.
     pub(crate) fn disable_spinning(&mut self) {
-        self.spin_budget = SpinBudget::never_spinning();
+        self.spin_budget = SpinBudget::without_spinning();
     }
 
     /// Releases the lock for the threads that are blocked on it, and acquires it again.
     fn yield_lock(&mut self) {
-        self.release();
+        self.release_and_wake();
         std::thread::yield_now();
         self.relock();
     }
 
     fn relock(&mut self) {
-        let state = self.shared.lock_counted();
-        (self.seen_event_seq, self.seen_output, self.was_connected) =
-            StateGuard::change_counters(&state);
+        let state = self.shared_state.lock_as_counted_waiter();
+        (
+            self.seen_event_seq,
+            self.seen_output_counters,
+            self.was_connected,
+        ) = StateGuard::change_counters(&state);
         self.state = Some(state);
     }
 
-    /// After a send to a full ring: waits for space and writes the queued frames while the reader
-    /// keeps reading. If the reader stops reading, returns and leaves the frames queued.
+    /// Called after a send to a full ring. Waits for space, and writes the queued frames while the
+    /// reader keeps reading. If the reader stops reading, returns and leaves the frames queued.
     pub(crate) fn wait_for_ring_space(&mut self, peer: Tid) {
         if !self.core.is_ring_full_for(peer) {
             return;
         }
-        let mut progress_at = Instant::now();
+        let mut last_progress_at = Instant::now();
         while self.core.is_ring_full_for(peer) {
             let now = self.now();
             if self.core.pump_one_ring(now, peer) {
-                progress_at = Instant::now();
-            } else if progress_at.elapsed() > RING_SPACE_TIMEOUT {
+                last_progress_at = Instant::now();
+            } else if last_progress_at.elapsed() > RING_SPACE_TIMEOUT {
                 return;
-            } else if self.shared.lock_waiters.load(Ordering::Relaxed) != 0 {
+            } else if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
                 self.yield_lock();
             } else {
-                self.take_wakes().wake_all();
+                self.take_peer_wakes().wake_all();
                 std::thread::yield_now();
             }
         }
     }
 
-    /// Sleeps until the next event, at most for `span`.
+    /// Sleeps until the next event, for at most `timeout`.
     pub(crate) fn wait_for_event(&mut self, timeout: Option<Duration>) {
         self.update_ready_fd();
-        let by_daemon = self.core.shm.is_empty() || !self.core.shm.expects_message();
-        if by_daemon
+        let daemon_may_send_next =
+            self.core.shm_routes.is_empty() || !self.core.shm_routes.expects_ring_message();
+        if daemon_may_send_next
             && !self.has_socket_waiter
             && self.can_wait_at_socket()
             && sleep_duration(timeout) >= SOCKET_WAIT_MIN
         {
             return self.wait_at_socket(sleep_duration(timeout));
         }
-        let seen = self.shared.doorbell.get().prepare_sleep();
-        let (now, news) = (self.now(), self.core.event_seq());
+        let doorbell_state = self.shared_state.doorbell.get().prepare_sleep();
+        let (now, previous_event_seq) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
         // While this thread sleeps, the I/O thread watches the direct routes.
-        self.core.direct.record_polling(None);
-        // Wakes other threads for changes that were made under the lock, because this thread may
-        // sleep for a long time.
+        self.core.direct_routes.record_polling(None);
+        // This thread may sleep for a long time, so it first wakes other threads for the changes
+        // that it made under the lock.
         let wake_set = self.wake_set();
-        let wakes = self.take_wakes();
-        if self.core.event_seq() != news {
-            return StateGuard::wake(self.shared, wake_set, wakes);
+        let peer_wakes = self.take_peer_wakes();
+        if self.core.event_seq() != previous_event_seq {
+            return StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
         }
-        self.event_waiters += 1;
+        self.event_waiter_count += 1;
         drop(self.state.take());
-        StateGuard::wake(self.shared, wake_set, wakes);
+        StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
         futex::wait(
-            self.shared.doorbell.get().sleep_word(),
-            seen,
+            self.shared_state.doorbell.get().sleep_word(),
+            doorbell_state,
             Some(sleep_duration(timeout)),
         );
         self.relock();
-        self.event_waiters -= 1;
+        self.event_waiter_count -= 1;
     }
 
     /// Sleeps until the next event, which is most likely the daemon's reply to a request.
@@ -391,160 +406,170 @@ impl<'a> StateGuard<'a> {
         self.wait_at_socket(DEADLINE_SLEEP_MAX);
     }
 
-    /// Sleeps until the socket is readable and reads it, or until the drainer thread has read a
-    /// ring.
-    fn wait_at_socket(&mut self, span: Duration) {
-        let shared = self.shared;
-        let bell = shared.doorbell();
-        bell.set_notify_always(true);
-        let (now, news) = (self.now(), self.core.event_seq());
+    /// Sleeps until the socket is readable, until the drainer thread has read a ring, or for at
+    /// most `timeout`. Then reads the socket.
+    fn wait_at_socket(&mut self, timeout: Duration) {
+        let shared_state = self.shared_state;
+        let doorbell = shared_state.doorbell();
+        doorbell.set_notify_always(true);
+        let (now, previous_event_seq) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
-        let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
-        let arrived = self.core.event_seq() != news;
-        self.has_socket_waiter = !arrived;
-        if !arrived {
+        let (wake_set, peer_wakes) = (self.wake_set(), self.take_peer_wakes());
+        let has_new_event = self.core.event_seq() != previous_event_seq;
+        self.has_socket_waiter = !has_new_event;
+        if !has_new_event {
             drop(self.state.take());
         }
-        StateGuard::wake(shared, wake_set, wakes);
-        if !arrived {
-            shared.socket_waiters.wait_for_socket(span);
+        StateGuard::wake_threads(shared_state, wake_set, peer_wakes);
+        if !has_new_event {
+            shared_state.socket_waiters.wait_for_socket(timeout);
             self.relock();
             self.has_socket_waiter = false;
             self.read_and_write();
         }
-        bell.set_notify_always(shared.ready_event.get().is_some());
+        doorbell.set_notify_always(shared_state.ready_event.get().is_some());
     }
 
-    /// Sleeps until bytes have been written or the connection has changed, at most for `span`.
+    /// Sleeps until bytes have been written or the connection has changed, for at most `timeout`.
     pub(crate) fn wait_until_written(&mut self, timeout: Option<Duration>) {
         self.update_ready_fd();
-        let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
-        StateGuard::wake(self.shared, wake_set, wakes);
+        let (wake_set, peer_wakes) = (self.wake_set(), self.take_peer_wakes());
+        StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
         let mut state = self.state.take().expect("taken only on release");
-        state.write_waiters += 1;
+        state.write_waiter_count += 1;
         let (mut state, _) = self
-            .shared
+            .shared_state
             .write_condvar
             .wait_timeout(state, sleep_duration(timeout))
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.write_waiters -= 1;
-        (self.seen_event_seq, self.seen_output, self.was_connected) =
-            StateGuard::change_counters(&state);
+        state.write_waiter_count -= 1;
+        (
+            self.seen_event_seq,
+            self.seen_output_counters,
+            self.was_connected,
+        ) = StateGuard::change_counters(&state);
         self.state = Some(state);
     }
 }
 
-/// Threads to wake after a change. A field is true if the threads of that kind must be woken.
+/// Threads to wake after a change. A field is true if its threads must be woken.
 #[derive(Clone, Copy, Debug, Default)]
 struct WakeSet {
-    /// Threads that sleep until an event.
-    event_waiters: bool,
+    /// Threads that sleep until the next event.
+    wakes_event_waiters: bool,
     /// Thread that sleeps on the daemon's socket.
-    socket_waiter: bool,
+    wakes_socket_waiter: bool,
     /// Threads that wait until bytes have been written.
-    write_waiters: bool,
-    io_thread: bool,
+    wakes_write_waiters: bool,
+    wakes_io_thread: bool,
 }
 
-fn sleep_duration(span: Option<Duration>) -> Duration {
-    span.map_or(IDLE_SLEEP_MAX, |span| span.min(DEADLINE_SLEEP_MAX))
+fn sleep_duration(timeout: Option<Duration>) -> Duration {
+    timeout.map_or(IDLE_SLEEP_MAX, |timeout| timeout.min(DEADLINE_SLEEP_MAX))
 }
 
-impl State {
+impl LockedState {
     /// True if every event for which a thread may wait comes through the daemon's socket, from
     /// other threads, or through the drainer thread.
     fn can_wait_at_socket(&self) -> bool {
         self.core.is_connected()
-            && self.core.direct.is_empty()
-            && (self.core.shm.is_empty() || self.has_drainer)
+            && self.core.direct_routes.is_empty()
+            && (self.core.shm_routes.is_empty() || self.has_drainer)
     }
 
     /// True while a thread sleeps on the doorbell, or is about to.
     #[cfg(test)]
     pub(crate) fn has_event_waiters(&self) -> bool {
-        self.event_waiters > 0
+        self.event_waiter_count > 0
     }
 
-    /// True if the I/O thread sleeps and none of its wake conditions covers a pending change.
-    fn io_thread_is_needed(&self) -> bool {
+    /// True if the I/O thread sleeps and a pending change matches none of its wake conditions, or
+    /// the socket may contain more data.
+    fn must_wake_io_thread(&self) -> bool {
         let IoThreadSleep::Sleeping {
-            wakes_if_writable: write,
-            wake_at: until,
-            wakes_on_direct: far,
-            wakes_on_timer: alarm,
+            wakes_if_writable: watches_writable,
+            wake_at: wake_time,
+            wakes_on_direct: watches_direct,
+            wakes_on_timer: watches_timer,
         } = self.io_thread_sleep
         else {
             return false;
         };
         let core = &self.core;
-        let closing = !core.is_connected();
-        let unwritten = !core.outbox.is_empty() && !write;
-        let earlier = core
-            .next_timer()
-            .is_some_and(|due| until.is_none_or(|until| due < until));
-        let needs_drainer = core.shm.is_shared() && !self.has_drainer;
-        let unwatched = core.direct.needs_io_thread() && !far;
-        let unwatched_timer = self.wake_timer.is_some() && !alarm;
-        closing
-            || unwritten
-            || earlier
+        let must_close = !core.is_connected();
+        let has_unwatched_output = !core.outbox.is_empty() && !watches_writable;
+        let has_earlier_timer = core
+            .next_timer_at()
+            .is_some_and(|timer_at| wake_time.is_none_or(|wake_time| timer_at < wake_time));
+        let needs_drainer = core.shm_routes.is_doorbell_shared() && !self.has_drainer;
+        let has_unwatched_direct = core.direct_routes.needs_io_thread() && !watches_direct;
+        let has_unwatched_timer = self.wake_delay_timer.is_some() && !watches_timer;
+        must_close
+            || has_unwatched_output
+            || has_earlier_timer
             || needs_drainer
-            || unwatched
-            || unwatched_timer
-            || self.socket_has_more
+            || has_unwatched_direct
+            || has_unwatched_timer
+            || self.socket_may_have_data
     }
 
     /// Removes and returns the peers to wake; the caller wakes them without the lock.
-    fn take_wakes(&mut self) -> PeerWakes {
-        if self.core.shm.has_deferred_wakes()
-            && let Some(alarm) = &self.wake_timer
+    fn take_peer_wakes(&mut self) -> PeerWakes {
+        if self.core.shm_routes.has_deferred_wakes()
+            && let Some(timer) = &self.wake_delay_timer
         {
-            alarm.disarm();
+            timer.disarm();
         }
-        self.core.shm.take_wakes()
+        self.core.shm_routes.take_peer_wakes()
     }
 
     /// Defers wake-ups of peers that would occupy this thread's CPU while they read a long message.
-    /// The peers are woken when this task waits, or after a short delay.
+    /// The peers are woken when this task waits, or after [`WakeDelayTimer`] expires.
     pub(crate) fn defer_wakes(&mut self) {
         // The I/O thread must be asleep, because it wakes the peers if the application keeps
         // computing.
         if !matches!(self.io_thread_sleep, IoThreadSleep::Sleeping { .. })
-            || !self.core.shm.defer_wakes()
+            || !self.core.shm_routes.defer_wakes()
         {
             return;
         }
-        if self.wake_timer.is_none() {
-            self.wake_timer = WakeDelayTimer::new().ok().map(Arc::new);
+        if self.wake_delay_timer.is_none() {
+            self.wake_delay_timer = WakeDelayTimer::new().ok().map(Arc::new);
         }
-        if !self.wake_timer.as_ref().is_some_and(|alarm| alarm.arm()) {
-            self.core.shm.release_deferred_wakes();
+        if !self
+            .wake_delay_timer
+            .as_ref()
+            .is_some_and(|timer| timer.arm())
+        {
+            self.core.shm_routes.release_deferred_wakes();
         }
     }
 
-    /// Handles what has arrived in rings and direct routes, and reads the socket unless that was
-    /// done very recently.
+    /// Handles the frames that have arrived in rings and on direct routes, and reads the socket. If
+    /// there are rings or direct routes, the socket is read at most once in
+    /// [`SOCKET_READ_INTERVAL`].
     pub(crate) fn poll_incoming(&mut self) {
         let now = self.now();
-        let news = self.core.event_seq();
+        let previous_event_seq = self.core.event_seq();
         self.core.poll_rings(now);
-        self.poll_direct(now);
-        let others = !self.core.shm.is_empty() || !self.core.direct.is_empty();
-        if self.core.event_seq() == news
-            && (!others || now.since(self.socket_read_at) >= SOCKET_READ_INTERVAL)
+        self.poll_direct_routes(now);
+        let has_other_routes =
+            !self.core.shm_routes.is_empty() || !self.core.direct_routes.is_empty();
+        if self.core.event_seq() == previous_event_seq
+            && (!has_other_routes || now.since(self.last_socket_read_at) >= SOCKET_READ_INTERVAL)
         {
             self.read_and_write();
         }
     }
 
-    /// Handles what has arrived on direct routes. After that, the I/O thread does not watch the
-    /// direct routes for a few milliseconds.
-    fn poll_direct(&mut self, now: Micros) -> bool {
-        if !self.core.direct.is_open() {
+    /// Handles the frames that have arrived on direct routes. Returns true if a frame arrived.
+    /// After the call, the I/O thread does not watch the direct routes for a few milliseconds.
+    fn poll_direct_routes(&mut self, now: Micros) -> bool {
+        if !self.core.direct_routes.is_any_open() {
             return false;
         }
-        self.core.direct.record_polling(Some(now));
-        self.core.poll_direct(now)
+        self.core.direct_routes.record_polling(Some(now));
+        self.core.poll_direct_routes(now)
     }
 
     pub(crate) fn now(&mut self) -> Micros {
@@ -558,25 +583,25 @@ impl State {
         while !self.core.outbox.is_empty() {
             let (slices, descriptors) = self.core.outbox.next_write();
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            let rights = [ControlMessage::ScmRights(&descriptors)];
-            let control = if descriptors.is_empty() {
+            let scm_rights = [ControlMessage::ScmRights(&descriptors)];
+            let control_messages = if descriptors.is_empty() {
                 &[][..]
             } else {
-                &rights[..]
+                &scm_rights[..]
             };
-            match sendmsg::<()>(fd, &slices, control, flags, None) {
-                Ok(n) => self.core.outbox.remove_written(n),
+            match sendmsg::<()>(fd, &slices, control_messages, flags, None) {
+                Ok(n) => self.core.outbox.remove_written_bytes(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
                 // Too many descriptors of this user are in transit. The frame is dropped, and the
                 // daemon carries the messages that would have used the route.
                 Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => {
-                    self.core.outbox.skip_piece()
+                    self.core.outbox.drop_first_piece()
                 }
                 Err(e) => {
-                    // The last frames that the daemon sent before it closed the connection are
-                    // still handled.
-                    self.read_all();
+                    // Frames that the daemon sent before it closed the connection are still
+                    // handled.
+                    self.read_socket_frames();
                     return self.mark_connection_lost(&format!(
                         "the connection to the daemon is lost: writing failed: {e}"
                     ));
@@ -588,7 +613,7 @@ impl State {
     /// Reads and handles all available frames; then lets links transmit and writes what the socket
     /// accepts.
     pub(crate) fn read_and_write(&mut self) {
-        self.read_all();
+        self.read_socket_frames();
         let now = self.now();
         // The daemon reads concurrently and may empty the outbox while links still wait for space
         // in the outbox. No later event would resume these links, so the loop continues.
@@ -601,37 +626,37 @@ impl State {
         }
     }
 
-    fn read_all(&mut self) {
+    fn read_socket_frames(&mut self) {
         let Some(socket) = self.socket.clone() else {
             return;
         };
-        self.socket_read_at = self.now();
-        self.socket_has_more = false;
-        let mut total = 0;
-        while self.core.is_connected() && total < READ_BYTES_MAX {
+        self.last_socket_read_at = self.now();
+        self.socket_may_have_data = false;
+        let mut read_bytes = 0;
+        while self.core.is_connected() && read_bytes < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
             // Reuses the start of the buffer if no message refers to the buffer any more, so that
             // small messages always occupy the same few pages.
-            let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BUFFER_BYTES);
-            if !fresh && buffer.capacity() - buffer.len() < READ_BUFFER_BYTES / 4 {
+            let is_reclaimed = buffer.is_empty() && buffer.try_reclaim(READ_BUFFER_BYTES);
+            if !is_reclaimed && buffer.capacity() - buffer.len() < READ_BUFFER_BYTES / 4 {
                 buffer.reserve(READ_BUFFER_BYTES);
             }
             match receive(
                 socket.get(),
                 buffer,
-                &mut self.descriptors,
+                &mut self.unhandled_descriptors,
                 MsgFlags::MSG_DONTWAIT,
             ) {
-                Ok(Received { bytes: 0, .. }) => {
+                Ok(ReadOutcome { byte_count: 0, .. }) => {
                     return self.mark_connection_lost("the daemon closed the connection");
                 }
-                Ok(Received {
-                    bytes,
-                    drained: all,
+                Ok(ReadOutcome {
+                    byte_count: bytes,
+                    is_drained: is_socket_empty,
                 }) => {
-                    total += bytes;
+                    read_bytes += bytes;
                     self.handle_frames();
-                    if all {
+                    if is_socket_empty {
                         return;
                     }
                 }
@@ -644,25 +669,29 @@ impl State {
                 }
             }
         }
-        // After the quiesce request the daemon sends nothing that must be read.
-        self.socket_has_more = self.core.is_connected();
+        // The limit of this call is reached. A quiesced connection needs no further reads: after
+        // the quiesce request the daemon sends nothing that must be read.
+        self.socket_may_have_data = self.core.is_connected();
     }
 
     /// Decodes and handles all complete frames in the read buffer.
     pub(crate) fn handle_frames(&mut self) {
         let now = self.now();
         loop {
-            let taken = match self.decoder.next_frame() {
-                Ok(Some(frame)) => self.core.handle_frame(now, frame, &mut self.descriptors),
-                Ok(None) if self.descriptors.len() > UNHANDLED_DESCRIPTORS_MAX => {
+            let handled = match self.decoder.next_frame() {
+                Ok(Some(frame)) => {
+                    self.core
+                        .handle_frame(now, frame, &mut self.unhandled_descriptors)
+                }
+                Ok(None) if self.unhandled_descriptors.len() > UNHANDLED_DESCRIPTORS_MAX => {
                     Err("descriptors without a frame".into())
                 }
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
-            if let Err(why) = taken {
+            if let Err(error_text) = handled {
                 return self.mark_connection_lost(&format!(
-                    "the daemon sent a frame that cannot be decoded: {why}"
+                    "the daemon sent a frame that cannot be decoded: {error_text}"
                 ));
             }
         }
@@ -672,7 +701,7 @@ impl State {
     pub(crate) fn mark_connection_lost(&mut self, reason: &str) {
         self.core.mark_connection_lost(reason);
         self.decoder = FrameDecoder::new();
-        self.descriptors.clear();
+        self.unhandled_descriptors.clear();
     }
 
     /// Closes the socket and stops watching it.
@@ -682,109 +711,118 @@ impl State {
         }
     }
 
-    /// Starts to use a connection: the first one, or a new one after a migration.
+    /// Starts to use a connection: the first connection of the task, or a new connection after a
+    /// migration. `descriptors` contains the descriptors that arrived together with the bytes in
+    /// `decoder`.
+    ///
+    /// # Errors
+    /// The socket cannot be added to the epoll sets.
     pub(crate) fn attach_socket(
         &mut self,
         socket: Arc<ProcessOwned<UnixStream>>,
         decoder: FrameDecoder,
-        passed: PendingFds,
+        descriptors: PendingFds,
         socket_waiters: &SocketWaiters,
     ) -> io::Result<()> {
         socket_waiters.add_socket(socket.get())?;
         self.socket = Some(socket);
-        (self.decoder, self.descriptors) = (decoder, passed);
+        (self.decoder, self.unhandled_descriptors) = (decoder, descriptors);
         self.handle_frames();
         self.read_and_write();
         Ok(())
     }
 }
 
-impl Shared {
+impl SharedState {
     /// Creates the state of a task that a daemon has just accepted.
-    pub(crate) fn new(accepted: AcceptedConnection) -> io::Result<Shared> {
-        let bell =
+    pub(crate) fn new(connection: AcceptedConnection) -> io::Result<Self> {
+        let io_event =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let AcceptedConnection {
             socket,
             decoder,
-            passed,
+            unhandled_fds: passed,
             welcome,
-        } = accepted;
-        let listening = Arc::new(ProcessOwned::new(OwnDoorbell::new()?));
+        } = connection;
+        let own_doorbell = Arc::new(ProcessOwned::new(OwnDoorbell::new()?));
         let mut core = Core::new(&welcome);
-        core.shm = ShmRoutes::new(listening.clone());
-        let alive = core.connection_alive_flag();
-        let mut state = State {
+        core.shm_routes = ShmRoutes::new(own_doorbell.clone());
+        let alive_flag = core.connection_alive_flag();
+        let mut state = LockedState {
             core,
             clock: Clock::new(),
             socket: None,
             decoder: FrameDecoder::new(),
-            descriptors: PendingFds::default(),
+            unhandled_descriptors: PendingFds::default(),
             io_thread_sleep: IoThreadSleep::Awake,
             spin_budget: SpinBudget::new(SenderDistance::Host),
-            socket_read_at: Micros(0),
+            last_socket_read_at: Micros(0),
             has_drainer: false,
-            event_waiters: 0,
+            event_waiter_count: 0,
             has_socket_waiter: false,
-            socket_has_more: false,
-            write_waiters: 0,
-            ready_fd_is_set: false,
-            wake_timer: None,
+            socket_may_have_data: false,
+            write_waiter_count: 0,
+            is_ready_fd_readable: false,
+            wake_delay_timer: None,
         };
-        let seats = Arc::new(SocketWaiters::new()?);
-        state.attach_socket(socket, decoder, passed, &seats)?;
-        Ok(Shared {
+        let waiters = Arc::new(SocketWaiters::new()?);
+        state.attach_socket(socket, decoder, passed, &waiters)?;
+        Ok(Self {
             own_tid: welcome.tid,
-            connection_alive: alive,
+            connection_alive: alive_flag,
             state: Mutex::new(state),
-            lock_waiters: AtomicU32::new(0),
-            doorbell: listening,
+            lock_waiter_count: AtomicU32::new(0),
+            doorbell: own_doorbell,
             write_condvar: Condvar::new(),
-            socket_waiters: seats,
-            io_thread_event: ProcessOwned::new_fd(bell),
+            socket_waiters: waiters,
+            io_thread_event: ProcessOwned::from_fd(io_event),
             ready_event: OnceLock::new(),
             fork_generation: process::fork_generation(),
             stop_requested: AtomicBool::new(false),
         })
     }
 
-    /// True in a forked child of the task. A thread that does not exist in the child may hold the
-    /// child's copy of the lock.
+    /// True in a forked child of the task. The child must not lock the state: the thread that held
+    /// the lock at the fork may not exist in the child.
     pub(crate) fn is_forked_child(&self) -> bool {
         self.fork_generation != process::fork_generation()
     }
 
     /// True until the connection is lost for good.
-    pub(crate) fn is_alive(&self) -> bool {
+    pub(crate) fn is_connection_alive(&self) -> bool {
         self.connection_alive.load(Ordering::Acquire)
     }
 
-    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. Such a
-    /// send changes nothing for which a [`StateGuard`] would wake threads, except conditions of the
-    /// I/O thread's sleep.
+    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. An inline
+    /// send changes no condition for which a [`StateGuard`] would wake threads, except conditions
+    /// of the I/O thread's sleep.
     pub(crate) fn try_send_inline(
         &self,
         peer: Tid,
         head: &[u8],
         body: &[u8],
-        direct: bool,
+        wants_direct_route: bool,
     ) -> bool {
         let Ok(mut state) = self.state.try_lock() else {
             return false;
         };
         let now = state.clock.coarse_now();
-        let Some(wakes) = state.core.try_send_inline(now, peer, head, body, direct) else {
+        let Some(peer_wakes) =
+            state
+                .core
+                .try_send_inline(now, peer, head, body, wants_direct_route)
+        else {
             return false;
         };
-        let helper = state.io_thread_is_needed();
+        let needs_io_thread = state.must_wake_io_thread();
         drop(state);
-        StateGuard::wake(
+        StateGuard::wake_threads(
             self,
             WakeSet {
-                io_thread: helper,
+                wakes_io_thread: needs_io_thread,
                 ..WakeSet::default()
             },
-            wakes,
+            peer_wakes,
         );
         true
     }
@@ -792,27 +830,27 @@ impl Shared {
     /// Locks the state. Must not be called if [`Shared::is_forked_child`].
     pub(crate) fn lock(&self) -> StateGuard<'_> {
         debug_assert!(!self.is_forked_child(), "callers look before they lock");
-        StateGuard::new(self, self.lock_counted())
+        StateGuard::new(self, self.lock_as_counted_waiter())
     }
 
-    fn lock_counted(&self) -> MutexGuard<'_, State> {
+    fn lock_as_counted_waiter(&self) -> MutexGuard<'_, LockedState> {
         match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => {
-                self.lock_waiters.fetch_add(1, Ordering::Relaxed);
+                self.lock_waiter_count.fetch_add(1, Ordering::Relaxed);
                 let state = self
                     .state
                     .lock()
                     .unwrap_or_else(|poisoned| poisoned.into_inner());
-                self.lock_waiters.fetch_sub(1, Ordering::Relaxed);
+                self.lock_waiter_count.fetch_sub(1, Ordering::Relaxed);
                 state
             }
         }
     }
 
-    /// Locks the state; `None` if the lock is not free before the deadline. The calling thread may
-    /// itself hold the lock, further up the call stack.
+    /// Locks the state; `None` if the lock is not free before the deadline. The deadline is
+    /// necessary because the calling thread may itself hold the lock, further up the call stack.
     pub(crate) fn lock_until(&self, deadline: Instant) -> Option<StateGuard<'_>> {
         loop {
             match self.state.try_lock() {
@@ -827,21 +865,22 @@ impl Shared {
     }
 
     pub(crate) fn wake_io_thread(&self) {
-        // Fails if the counter is full; then a wake-up is pending.
+        // The write fails only if the counter is full. In that case a wake-up is already pending.
         let _ = self.io_thread_event.get().write(1);
     }
 
     /// Returns a descriptor that is readable while a message can be received.
     pub(crate) fn ready_fd(&self) -> io::Result<RawFd> {
         if self.ready_event.get().is_none() {
-            let fresh =
+            let new_event =
                 EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-            // Fails if another thread created the descriptor first; that one is used.
-            let _ = self.ready_event.set(ProcessOwned::new_fd(fresh));
+            // Setting fails if another thread created the descriptor first. In that case the
+            // descriptor of the other thread is used.
+            let _ = self.ready_event.set(ProcessOwned::from_fd(new_event));
         }
-        let held = self.lock();
+        let state_guard = self.lock();
         self.doorbell.get().set_notify_always(true);
-        drop(held);
+        drop(state_guard);
         Ok(self
             .ready_event
             .get()
@@ -851,7 +890,7 @@ impl Shared {
             .as_raw_fd())
     }
 
-    /// Returns the ready descriptor if a program has requested one.
+    /// Returns the ready descriptor; `None` if the program has not requested it.
     #[cfg(test)]
     pub(crate) fn ready_event(&self) -> Option<&EventFd> {
         self.ready_event.get().map(ProcessOwned::get)
@@ -874,11 +913,11 @@ impl Shared {
     }
 
     /// True if the background threads must end.
-    pub(crate) fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stop_requested(&self) -> bool {
         self.stop_requested.load(Ordering::Acquire)
     }
 
-    /// Requests the background threads to end, and wakes them.
+    /// Requests that the background threads end, and wakes them.
     pub(crate) fn request_stop(&self) {
         self.stop_requested.store(true, Ordering::Release);
         self.wake_io_thread();
@@ -897,35 +936,38 @@ impl Shared {
         }
     }
 
-    /// Sends all queued messages to the daemon before the process exits, until the deadline.
+    /// Sends all queued messages to the daemon before the process exits, and waits for the write
+    /// until the deadline at the latest.
     pub(crate) fn flush_until(&self, deadline: Instant) {
         let Some(mut state) = self.lock_until(deadline) else {
             return;
         };
         let must_notify = state.core.begin_exit();
         let mut exit_notice = must_notify
-            .then(|| state.core.send_request(Request::AboutToExit).ok())
+            .then(|| state.core.send_request(Request::AnnounceExit).ok())
             .flatten();
         loop {
             let now = state.now();
             exit_notice = exit_notice.filter(|id| state.core.take_reply(*id).is_none());
             if exit_notice.is_some() {
                 state.write_outbox();
-                let left = deadline.saturating_duration_since(Instant::now());
-                if !left.is_zero() {
-                    state.wait_until_written(Some(left.min(EXIT_NOTICE_POLL_INTERVAL)));
+                let remaining = deadline.saturating_duration_since(Instant::now());
+                if !remaining.is_zero() {
+                    state.wait_until_written(Some(remaining.min(EXIT_NOTICE_POLL_INTERVAL)));
                     continue;
                 }
             }
             state.core.disable_windows(now);
             state.write_outbox();
             let core = &state.core;
-            let idle = core.is_connected() && core.outbox.is_empty() && core.all_transmitted();
-            let left = deadline.saturating_duration_since(Instant::now());
-            if idle || matches!(core.phase(), Phase::Lost(_)) || left.is_zero() {
+            let is_flushed =
+                core.is_connected() && core.outbox.is_empty() && core.has_transmitted_all();
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if is_flushed || matches!(core.phase(), ConnectionPhase::Lost(_)) || remaining.is_zero()
+            {
                 return;
             }
-            state.wait_until_written(Some(left));
+            state.wait_until_written(Some(remaining));
         }
     }
 }

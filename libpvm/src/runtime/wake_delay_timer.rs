@@ -1,4 +1,4 @@
-//! Timer after which the I/O thread performs the deferred wake-ups of peers.
+//! Timer at whose expiry the I/O thread performs the deferred wake-ups of peers.
 
 use super::process::ProcessOwned;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
@@ -7,8 +7,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// Maximum delay of the wake-up of a peer that shares the sender's CPU. About the time that one
-/// peer needs to read a large message.
+/// Maximum delay of the wake-up of a peer that shares the sender's CPU. A peer needs about this
+/// time to read a large message.
 const WAKE_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Timer descriptor that the I/O thread watches.
@@ -17,12 +17,12 @@ pub(crate) struct WakeDelayTimer(ProcessOwned<TimerFd>);
 
 impl WakeDelayTimer {
     /// Creates a disarmed timer.
-    pub(super) fn new() -> io::Result<WakeDelayTimer> {
+    pub(super) fn new() -> io::Result<Self> {
         let timer = TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
         )?;
-        Ok(WakeDelayTimer(ProcessOwned::new_fd(timer)))
+        Ok(Self(ProcessOwned::from_fd(timer)))
     }
 
     /// Arms the timer for [`WAKE_DELAY_MAX`]. Returns false if that fails.
@@ -37,12 +37,12 @@ impl WakeDelayTimer {
     }
 
     pub(super) fn disarm(&self) {
-        // An error costs at most one spurious wake-up.
+        // If the timer cannot be disarmed, the cost is at most one spurious wake-up.
         let _ = self.0.get().unset();
     }
 
-    /// Clears an expiry, so that the descriptor can be watched again.
-    pub(super) fn clear(&self) {
+    /// Reads a pending expiry, so that the descriptor is no longer readable.
+    pub(super) fn clear_expiry(&self) {
         let _ = self.0.get().wait();
     }
 

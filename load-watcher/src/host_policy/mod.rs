@@ -22,7 +22,7 @@
 use crate::owner::UserOverride;
 use crate::owner_override;
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
-use crate::published_policy::{self, PolicyRejection};
+use crate::published_policy::{self, PublishedPolicyError};
 use nix::errno::Errno;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
@@ -47,7 +47,7 @@ pub struct PolicyPaths {
     /// Policy file of the user of the virtual machine.
     pub user: PathBuf,
     pub admin: PathBuf,
-    /// Directory of the owners' overrides and published policies.
+    /// Directory that contains the owners' overrides and published policies.
     pub overrides: PathBuf,
 }
 
@@ -55,7 +55,8 @@ pub struct PolicyPaths {
 pub struct VmUser {
     pub uid: u32,
     pub name: String,
-    /// Default settings that the user requests in addition to the policy file.
+    /// Settings from the environment variable `SEMPA_GUEST_DEFAULTS`. They apply where no policy
+    /// file, published policy or override has a value.
     pub defaults: Policy,
 }
 
@@ -71,16 +72,17 @@ pub struct HostPolicy {
     published_policies: BTreeMap<u32, Policy>,
     /// Users who were last seen logged in at the machine itself, by name.
     local_users: BTreeSet<String>,
-    /// Errors in sentences, by source ("admin", "own", …).
+    /// Errors as sentences, by source: "admin", "own" (the file of the user of the virtual machine)
+    /// or "words" (the overrides' directory).
     errors: BTreeMap<&'static str, Vec<String>>,
     /// Errors in published policies of users without a previous valid policy, by uid.
     invalid_published: BTreeMap<u32, String>,
-    /// The reason why no guest may run: a file in force is malformed and had no valid content
-    /// before. `None` if the policy is known.
+    /// The reason why no guest may run: a file whose content would be in force is malformed and was
+    /// never valid before. `None` if the policy is known.
     policy_unknown: Option<String>,
     merged_policy: MergedPolicy,
     blocked_uids: Vec<u32>,
-    /// Sentences about blocked users without an account on this host.
+    /// Error sentences about blocked users without an account on this host.
     unknown_users: Vec<String>,
 }
 
@@ -89,40 +91,44 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
 }
 
-/// Returns the path of an administrator's file or directory: the path `named` in the environment,
-/// or the default path `default_path`.
+/// Returns the path of an administrator's file or directory: the path `requested_path` from the environment
+/// if it is accepted, or `default_path` with a sentence that gives the reason.
 ///
-/// Root may name any path. If other users could do so, the user of a virtual machine could disable
-/// the administrator's settings; they may only name a path that belongs to root and that no other
-/// user can change. If the named path is not accepted, returns `default_path`, with a sentence that
-/// gives the reason. `by` is the user who named the path.
-pub fn trusted_path(named: PathBuf, default_path: &Path, by: Uid) -> (PathBuf, Option<String>) {
-    let of_root = |path: &Path| {
+/// Root may name any path. All other users may only name a path that belongs to root and that no
+/// other user can change; otherwise the user of a virtual machine could disable the administrator's
+/// settings. `requester_uid` is the user who named the path.
+pub fn trusted_path(
+    requested_path: PathBuf,
+    default_path: &Path,
+    requester_uid: Uid,
+) -> (PathBuf, Option<String>) {
+    let belongs_to_root = |path: &Path| {
         let metadata = path.symlink_metadata();
         // In a directory with the sticky bit, users cannot change the files of other users.
         let is_protected =
-            |mode: u32, folder: bool| mode & 0o022 == 0 || (folder && mode & 0o1000 != 0);
+            |mode: u32, is_folder: bool| mode & 0o022 == 0 || (is_folder && mode & 0o1000 != 0);
         metadata
             .is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && is_protected(a.mode(), a.is_dir()))
     };
-    if named == default_path || by.is_root() || of_root(&named) {
-        return (named, None);
+    if requested_path == default_path || requester_uid.is_root() || belongs_to_root(&requested_path)
+    {
+        return (requested_path, None);
     }
-    let (named, other) = (named.display(), default_path.display());
-    let sentence = format!(
-        "{named} is not used, because it does not belong to root, or other users can change it; {other} is used"
+    let (requested_path, default_text) = (requested_path.display(), default_path.display());
+    let warning = format!(
+        "{requested_path} is not used, because it does not belong to root, or other users can change it; {default_text} is used"
     );
-    (default_path.to_path_buf(), Some(sentence))
+    (default_path.to_path_buf(), Some(warning))
 }
 
 /// True for a login at the machine itself: at a console, or in a desktop on a screen of the
 /// machine.
 fn is_at_machine(login: &Login) -> bool {
-    let of_display = |text: &str| {
+    let is_display = |text: &str| {
         text.strip_prefix(':')
             .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
     };
-    login.from.is_empty() || login.from == login.line || of_display(&login.from)
+    login.origin.is_empty() || login.origin == login.terminal || is_display(&login.origin)
 }
 
 /// Returns the name of a user, or the uid as text if there is no account.
@@ -133,13 +139,13 @@ pub fn user_name(uid: u32) -> String {
         .map_or_else(|| uid.to_string(), |user| user.name)
 }
 
-/// A blocked user has no uid on this host. The rest of the policy file stays valid: a removed
-/// account must not admit all other blocked users.
+/// Error of a blocked user who has no account on this host. Only this entry has no effect: after an
+/// account is removed, all other blocked users must stay blocked.
 #[derive(Debug, Error)]
 #[error("{place}: blocked user {name:?}: {cause}; the entry has no effect")]
 struct UnknownUser {
     place: String,
-    /// The beginning of the name.
+    /// The user's name from the policy, truncated to [`UNKNOWN_NAME_BYTES_MAX`] bytes.
     name: String,
     #[source]
     cause: AccountError,
@@ -153,10 +159,10 @@ enum AccountError {
     Unreadable(#[source] Errno),
 }
 
-/// Returns the uid of a blocked user.
+/// Returns the uid of a blocked user who is given by name or by uid.
 ///
 /// # Errors
-/// No account on this host has this name, or the accounts cannot be read.
+/// The name is not a number, and no account on this host has it or the accounts cannot be read.
 fn blocked_uid(user: &BlockedUser) -> Result<u32, UnknownUser> {
     let cause = match User::from_name(&user.name) {
         Ok(Some(user)) => return Ok(user.uid.as_raw()),
@@ -170,18 +176,19 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, UnknownUser> {
     })
 }
 
-/// Returns the report about a refused file. `had_content` is true if the file had valid content
-/// before, `counts` if its content would be in force.
-fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
-    let then = match (had_content, counts) {
+/// Returns the error `sentence` about a refused file, extended by the consequence for guests.
+/// `had_content` is true if the file had valid content before; `is_in_force` is true if valid content of
+/// the file would be in force.
+fn refusal_report(sentence: &str, had_content: bool, is_in_force: bool) -> String {
+    let consequence = match (had_content, is_in_force) {
         (true, _) => "the previous content stays in force",
         (false, true) => "until it is corrected no guest is welcome here",
         (false, false) => "it has no effect here",
     };
-    format!("{sentence}; {then}")
+    format!("{sentence}; {consequence}")
 }
 
-/// Why a policy file was refused. Its previous content stays in force.
+/// The reason why a policy file was refused. The previous content of the file stays in force.
 #[derive(Debug, Error)]
 enum LoadPolicyError {
     #[error(transparent)]
@@ -190,8 +197,8 @@ enum LoadPolicyError {
     Read { name: String, source: io::Error },
 }
 
-/// Loads a policy file; returns an empty policy if the file does not exist. `parse` gets the file's
-/// name and its text.
+/// Loads a policy file; returns an empty policy if the file does not exist. `parse` is called with
+/// the file's name and its text.
 fn load_policy(
     path: &Path,
     parse: fn(&str, &str) -> Result<Policy, PolicyError>,
@@ -213,9 +220,9 @@ fn load_policy(
 
 impl HostPolicy {
     /// Reads all sources of the policy and merges them.
-    pub fn read(places: PolicyPaths, user: VmUser) -> HostPolicy {
-        let mut rules = HostPolicy {
-            paths: places,
+    pub fn read_and_merge(policy_paths: PolicyPaths, user: VmUser) -> Self {
+        let mut host_policy = Self {
+            paths: policy_paths,
             vm_user: user,
             user_policy: Policy::default(),
             admin_policy: Policy::default(),
@@ -229,179 +236,202 @@ impl HostPolicy {
             blocked_uids: Vec::new(),
             unknown_users: Vec::new(),
         };
-        rules.read_admin();
-        rules.read_user_policy();
-        rules.read_overrides();
-        rules
+        host_policy.read_admin_policy();
+        host_policy.read_user_policy();
+        host_policy.read_overrides();
+        host_policy
     }
 
     /// Reads the file of the user of the virtual machine again. Returns an error in the file as a
     /// sentence.
     pub fn read_user_policy(&mut self) -> Option<String> {
-        let read = load_policy(&self.paths.user, Policy::parse_own);
-        self.apply_read("own", read, |rules| &mut rules.user_policy)
+        let load_result = load_policy(&self.paths.user, Policy::parse_without_owners);
+        self.apply_load_result("own", load_result, |host_policy| {
+            &mut host_policy.user_policy
+        })
     }
 
     /// Reads the administrator's file again. Returns an error in the file as a sentence.
-    pub fn read_admin(&mut self) -> Option<String> {
-        let read = load_policy(&self.paths.admin, Policy::parse);
-        self.apply_read("admin", read, |rules| &mut rules.admin_policy)
+    pub fn read_admin_policy(&mut self) -> Option<String> {
+        let load_result = load_policy(&self.paths.admin, Policy::parse);
+        self.apply_load_result("admin", load_result, |host_policy| {
+            &mut host_policy.admin_policy
+        })
     }
 
-    fn apply_read(
+    fn apply_load_result(
         &mut self,
-        which: &'static str,
-        read: Result<Policy, LoadPolicyError>,
-        part: fn(&mut HostPolicy) -> &mut Policy,
+        source: &'static str,
+        load_result: Result<Policy, LoadPolicyError>,
+        policy_field: fn(&mut Self) -> &mut Policy,
     ) -> Option<String> {
-        let wrong = match read {
+        let error_sentence = match load_result {
             Ok(policy) => {
-                *part(self) = policy;
-                self.errors.remove(which);
+                *policy_field(self) = policy;
+                self.errors.remove(source);
                 None
             }
             Err(error) => {
-                let sentence = refusal_report(&error.to_string(), !part(self).is_empty(), true);
-                self.errors.insert(which, vec![sentence.clone()]);
+                let sentence =
+                    refusal_report(&error.to_string(), !policy_field(self).is_empty(), true);
+                self.errors.insert(source, vec![sentence.clone()]);
                 Some(sentence)
             }
         };
-        self.merge();
-        wrong
+        self.merge_sources();
+        error_sentence
     }
 
     /// Reads the owners' overrides and published policies again. Returns the errors in them as
     /// sentences.
     pub fn read_overrides(&mut self) -> Vec<String> {
-        let (words, mut wrong) = owner_override::read_all(&self.paths.overrides);
-        self.overrides = words
+        let (overrides, mut error_sentences) = owner_override::read_all(&self.paths.overrides);
+        self.overrides = overrides
             .into_iter()
-            .map(|(uid, word)| UserOverride {
+            .map(|(uid, declared_override)| UserOverride {
                 uid,
                 user: user_name(uid),
-                owner_override: word,
+                owner_override: declared_override,
             })
             .collect();
-        let mut before = std::mem::take(&mut self.published_policies);
+        let mut previous_policies = std::mem::take(&mut self.published_policies);
         self.invalid_published.clear();
-        for (uid, read) in published_policy::read_all(&self.paths.overrides) {
-            let policy = match read {
+        for (uid, policy_result) in published_policy::read_all(&self.paths.overrides) {
+            let policy = match policy_result {
                 Ok(policy) => Some(policy),
-                Err(PolicyRejection::Untrusted(sentence)) => {
-                    wrong.push(sentence);
+                Err(PublishedPolicyError::Untrusted(sentence)) => {
+                    error_sentences.push(sentence);
                     None
                 }
-                Err(PolicyRejection::Malformed(error)) => {
-                    let said = before.remove(&uid).filter(|policy| !policy.is_empty());
-                    if said.is_none() {
+                Err(PublishedPolicyError::Malformed(error)) => {
+                    let previous_policy = previous_policies
+                        .remove(&uid)
+                        .filter(|policy| !policy.is_empty());
+                    if previous_policy.is_none() {
                         self.invalid_published
                             .insert(uid, refusal_report(&error.to_string(), false, true));
                     }
-                    wrong.push(refusal_report(
+                    error_sentences.push(refusal_report(
                         &error.to_string(),
-                        said.is_some(),
+                        previous_policy.is_some(),
                         self.uses_published_policy(uid),
                     ));
-                    said
+                    previous_policy
                 }
             };
             self.published_policies
                 .extend(policy.map(|policy| (uid, policy)));
         }
-        self.errors.insert("words", wrong.clone());
-        self.merge();
-        wrong
+        self.errors.insert("words", error_sentences.clone());
+        self.merge_sources();
+        error_sentences
     }
 
     /// Updates the users who are logged in at the machine itself. If the administrator has named no
     /// owners, these users count as owners until other users log in at the machine.
     pub fn update_logins(&mut self, logins: &[Login]) {
-        let at_machine = logins.iter().filter(|login| is_at_machine(login));
-        let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
-        if !seated.is_empty() && seated != self.local_users {
-            self.local_users = seated;
-            self.merge();
+        let logins_at_machine = logins.iter().filter(|login| is_at_machine(login));
+        let users_at_machine: BTreeSet<String> = logins_at_machine
+            .map(|login| login.user_name.clone())
+            .collect();
+        if !users_at_machine.is_empty() && users_at_machine != self.local_users {
+            self.local_users = users_at_machine;
+            self.merge_sources();
         }
     }
 
-    /// True if the settings of this user have the priority of an owner's.
+    /// True if this user is an owner, so that the user's settings have priority over the
+    /// administrator's.
     fn is_owner(&self, uid: u32) -> bool {
         let name = if uid == self.vm_user.uid {
             self.vm_user.name.clone()
         } else {
             user_name(uid)
         };
-        let seated = || uid != self.vm_user.uid || self.local_users.contains(&name);
+        let is_default_owner = || uid != self.vm_user.uid || self.local_users.contains(&name);
         uid == 0
             || self
                 .admin_policy
                 .owners
                 .as_ref()
-                .map_or_else(seated, |owners| owners.contains(&name))
+                .map_or_else(is_default_owner, |owners| owners.contains(&name))
     }
 
-    /// True if a published policy of this user is used: that of an owner, or of the user of the
-    /// virtual machine.
+    /// True if the published policy of this user is used, because the user is an owner or the user
+    /// of the virtual machine.
     fn uses_published_policy(&self, uid: u32) -> bool {
         uid == self.vm_user.uid || self.is_owner(uid)
     }
 
     /// Merges the override and the published policy of a user. For the user of the virtual machine,
-    /// the policy file is merged, too.
-    fn merged_of_user(&self, uid: u32) -> MergedPolicy {
-        let word = self
+    /// the user's policy file is merged as well.
+    fn merge_user_policies(&self, uid: u32) -> MergedPolicy {
+        let override_policy = self
             .overrides
             .iter()
-            .find(|spoken| spoken.uid == uid)
-            .map(|spoken| &spoken.owner_override.policy);
-        let word = word.map(|policy| ("pvm owner".to_string(), policy));
-        let published = published_policy::policy_file(&self.paths.overrides, uid)
+            .find(|user_override| user_override.uid == uid)
+            .map(|user_override| &user_override.owner_override.policy);
+        let override_policy = override_policy.map(|policy| ("pvm owner".to_string(), policy));
+        let published_source = published_policy::policy_file(&self.paths.overrides, uid)
             .display()
             .to_string();
-        let published = self
+        let published_source = self
             .published_policies
             .get(&uid)
-            .map(|policy| (published, policy));
-        let own = (uid == self.vm_user.uid)
+            .map(|policy| (published_source, policy));
+        let user_file = (uid == self.vm_user.uid)
             .then(|| (self.paths.user.display().to_string(), &self.user_policy));
-        MergedPolicy::from_priority_list(word.into_iter().chain(published).chain(own))
+        MergedPolicy::from_priority_list(
+            override_policy
+                .into_iter()
+                .chain(published_source)
+                .chain(user_file),
+        )
     }
 
-    fn merge(&mut self) {
+    fn merge_sources(&mut self) {
         let said = self
             .overrides
             .iter()
-            .map(|spoken| spoken.uid)
+            .map(|user_override| user_override.uid)
             .chain(self.published_policies.keys().copied());
         let said: BTreeSet<u32> = said.chain([self.vm_user.uid]).collect();
         let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
-        let all = owners.iter().map(|uid| self.merged_of_user(*uid));
-        let of_owners = all.reduce(MergedPolicy::restrict_by).unwrap_or_default();
-        let admin = MergedPolicy::from_priority_list([(
+        let owner_policies = owners.iter().map(|uid| self.merge_user_policies(*uid));
+        let owners_merged = owner_policies
+            .reduce(MergedPolicy::restrict_by)
+            .unwrap_or_default();
+        let admin_merged = MergedPolicy::from_priority_list([(
             self.paths.admin.display().to_string(),
             &self.admin_policy,
         )]);
-        let wishes = MergedPolicy::from_priority_list([(
+        let user_defaults = MergedPolicy::from_priority_list([(
             "the user of the virtual machine".to_string(),
             &self.vm_user.defaults,
         )]);
         let user = if owners.contains(&self.vm_user.uid) {
             MergedPolicy::default()
         } else {
-            self.merged_of_user(self.vm_user.uid)
+            self.merge_user_policies(self.vm_user.uid)
         };
-        self.merged_policy = of_owners.fill_from(admin).fill_from(user).fill_from(wishes);
+        self.merged_policy = owners_merged
+            .fill_missing_from(admin_merged)
+            .fill_missing_from(user)
+            .fill_missing_from(user_defaults);
         self.look_up_blocked();
         let files = [("admin", &self.admin_policy), ("own", &self.user_policy)]
             .into_iter()
             .filter(|(_, said)| said.is_empty());
-        let mut silent = files.filter_map(|(which, _)| self.errors.get(which)?.first());
-        let mut unheard = self
+        let mut file_errors = files.filter_map(|(source, _)| self.errors.get(source)?.first());
+        let mut published_errors = self
             .invalid_published
             .iter()
             .filter(|(uid, _)| self.uses_published_policy(**uid))
-            .map(|(_, why)| why);
-        self.policy_unknown = silent.next().or_else(|| unheard.next()).cloned();
+            .map(|(_, sentence)| sentence);
+        self.policy_unknown = file_errors
+            .next()
+            .or_else(|| published_errors.next())
+            .cloned();
     }
 
     /// Determines the uids of the blocked users from their names.
@@ -417,14 +447,14 @@ impl HostPolicy {
         {
             match blocked_uid(user) {
                 Ok(uid) => self.blocked_uids.push(uid),
-                Err(unknown) => self.unknown_users.push(unknown.to_string()),
+                Err(error) => self.unknown_users.push(error.to_string()),
             }
         }
         self.unknown_users.truncate(UNKNOWN_USERS_MAX);
     }
 
     /// Returns the merged policy with the origin of each setting.
-    pub fn merged(&self) -> &MergedPolicy {
+    pub fn merged_policy(&self) -> &MergedPolicy {
         &self.merged_policy
     }
 
@@ -434,8 +464,8 @@ impl HostPolicy {
         &self.blocked_uids
     }
 
-    /// Returns the reason why no guest may run, whatever the other sources contain: a malformed
-    /// file that had no valid content before. `None` if the policy is known.
+    /// Returns the reason why no guest may run: a file in force is malformed and was never valid
+    /// before. The content of the other sources is irrelevant then. `None` if the policy is known.
     pub fn policy_unknown(&self) -> Option<&str> {
         self.policy_unknown.as_deref()
     }
@@ -449,8 +479,8 @@ impl HostPolicy {
         self.admin_policy.owners.as_deref()
     }
 
-    /// Returns all errors, one sentence each: refused files, and blocked users without an account
-    /// on this host.
+    /// Returns all errors in refused files, and an error for each blocked user without an account
+    /// on this host. Each error is one sentence.
     pub fn errors(&self) -> Vec<String> {
         self.errors
             .values()

@@ -4,34 +4,34 @@ use sempa_proto::Micros;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-const ALICE: u32 = 21_001;
-const OLGA: u32 = 21_002;
+const ALICE_UID: u32 = 21_001;
+const OLGA_UID: u32 = 21_002;
 
-/// Reads the policy of a host for a virtual machine whose user is Alice, an ordinary user. `wishes`
-/// contains Alice's defaults.
-fn read_policy(dir: &Path, wishes: &str) -> HostPolicy {
-    let places = PolicyPaths {
+/// Reads the policy of a host for a virtual machine whose user is Alice, an ordinary user. `user_defaults`
+/// is the text of Alice's default settings.
+fn read_policy(dir: &Path, user_defaults: &str) -> HostPolicy {
+    let paths = PolicyPaths {
         user: dir.join("own"),
         admin: dir.join("admin"),
         overrides: dir.join("words"),
     };
-    let wishes = Policy::parse("wishes", wishes).expect("good");
-    HostPolicy::read(
-        places,
+    let user_defaults = Policy::parse("wishes", user_defaults).expect("good");
+    HostPolicy::read_and_merge(
+        paths,
         VmUser {
-            uid: ALICE,
+            uid: ALICE_UID,
             name: "alice".into(),
-            defaults: wishes,
+            defaults: user_defaults,
         },
     )
 }
 
-fn put(dir: &Path, name: &str, text: &str) {
+fn write_file(dir: &Path, name: &str, text: &str) {
     fs::write(dir.join(name), text).expect("the test's own file");
 }
 
 fn cores_override(cores: u32, uid: u32, user: &str) -> UserOverride {
-    let word = OwnerOverride {
+    let declared_override = OwnerOverride {
         policy: Policy {
             cores: Some(cores),
             ..Policy::default()
@@ -41,27 +41,27 @@ fn cores_override(cores: u32, uid: u32, user: &str) -> UserOverride {
     UserOverride {
         uid,
         user: user.into(),
-        owner_override: word,
+        owner_override: declared_override,
     }
 }
 
 fn login(user: &str, line: &str, from: &str) -> Login {
     Login {
-        user: user.into(),
-        line: line.into(),
-        from: from.into(),
+        user_name: user.into(),
+        terminal: line.into(),
+        origin: from.into(),
         at: Micros(1),
     }
 }
 
-fn cores(rules: &HostPolicy) -> (Option<u32>, String) {
-    let setting = rules
-        .merged()
+fn cores_and_origin(host_policy: &HostPolicy) -> (Option<u32>, String) {
+    let setting = host_policy
+        .merged_policy()
         .settings
         .iter()
         .find(|(name, ..)| *name == "cores");
     (
-        rules.merged().policy.cores,
+        host_policy.merged_policy().policy.cores,
         setting.map(|(.., from)| from.clone()).unwrap_or_default(),
     )
 }
@@ -71,38 +71,44 @@ fn cores(rules: &HostPolicy) -> (Option<u32>, String) {
 #[test]
 fn policy_sources_are_merged_by_priority() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "cores = 3\nnice = 5\n");
-    put(
+    write_file(dir.path(), "admin", "cores = 3\nnice = 5\n");
+    write_file(
         dir.path(),
         "own",
         "cores = 8\nnice = 0\nmemory_free = \"1G\"\n",
     );
-    let mut rules = read_policy(
+    let mut host_policy = read_policy(
         dir.path(),
         "cores = 9\nmemory_free = \"1K\"\nleave_after = 7",
     );
     assert_eq!(
-        cores(&rules),
+        cores_and_origin(&host_policy),
         (Some(3), dir.path().join("admin").display().to_string())
     );
-    rules.published_policies.insert(
-        OLGA,
-        Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"),
+    host_policy.published_policies.insert(
+        OLGA_UID,
+        Policy::parse_without_owners("x", "cores = 2\nthen = \"kill\"").expect("good"),
     );
-    rules.merge();
-    let file = published_policy::policy_file(&dir.path().join("words"), OLGA);
-    assert_eq!(cores(&rules), (Some(2), file.display().to_string()));
-    rules.overrides = vec![cores_override(1, OLGA, "olga")];
-    rules.merge();
-    assert_eq!(cores(&rules), (Some(1), "pvm owner".into()));
-    let said: Vec<_> = rules
-        .merged()
+    host_policy.merge_sources();
+    let file = published_policy::policy_file(&dir.path().join("words"), OLGA_UID);
+    assert_eq!(
+        cores_and_origin(&host_policy),
+        (Some(2), file.display().to_string())
+    );
+    host_policy.overrides = vec![cores_override(1, OLGA_UID, "olga")];
+    host_policy.merge_sources();
+    assert_eq!(
+        cores_and_origin(&host_policy),
+        (Some(1), "pvm owner".into())
+    );
+    let settings: Vec<_> = host_policy
+        .merged_policy()
         .settings
         .iter()
         .map(|(name, value, _)| format!("{name}={value}"))
         .collect();
     assert_eq!(
-        said,
+        settings,
         [
             "cores=1",
             "then=\"kill\"",
@@ -118,65 +124,77 @@ fn policy_sources_are_merged_by_priority() {
 #[test]
 fn vm_user_counts_before_admin_only_as_owner() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "cores = 3\n");
-    put(dir.path(), "own", "cores = 8\n");
-    let mut rules = read_policy(dir.path(), "");
-    rules.overrides = vec![cores_override(7, ALICE, "alice")];
-    rules
-        .published_policies
-        .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
-    rules.merge();
-    assert_eq!(cores(&rules).0, Some(3));
+    write_file(dir.path(), "admin", "cores = 3\n");
+    write_file(dir.path(), "own", "cores = 8\n");
+    let mut host_policy = read_policy(dir.path(), "");
+    host_policy.overrides = vec![cores_override(7, ALICE_UID, "alice")];
+    host_policy.published_policies.insert(
+        ALICE_UID,
+        Policy::parse_without_owners("x", "cores = 6").expect("good"),
+    );
+    host_policy.merge_sources();
+    assert_eq!(cores_and_origin(&host_policy).0, Some(3));
     // The administrator names no owners. At first Alice is logged in only over the network, then
     // also at the machine itself.
-    rules.update_logins(&[
+    host_policy.update_logins(&[
         login("alice", "pts/0", "h9"),
         login("alice", "pts/1", ":pts/0:S.0"),
     ]);
-    assert_eq!(cores(&rules).0, Some(3));
-    rules.update_logins(&[login("alice", "tty2", "")]);
-    assert_eq!(cores(&rules), (Some(7), "pvm owner".into()));
-    rules.update_logins(&[]);
-    assert_eq!(cores(&rules).0, Some(7), "she was the last one there");
-    rules.update_logins(&[login("olga", ":0", ":0")]);
-    assert_eq!(cores(&rules).0, Some(3), "it is somebody else's now");
-    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
-    assert_eq!(rules.read_admin(), None);
-    rules.update_logins(&[login("alice", "tty2", "")]);
+    assert_eq!(cores_and_origin(&host_policy).0, Some(3));
+    host_policy.update_logins(&[login("alice", "tty2", "")]);
     assert_eq!(
-        cores(&rules).0,
+        cores_and_origin(&host_policy),
+        (Some(7), "pvm owner".into())
+    );
+    host_policy.update_logins(&[]);
+    assert_eq!(
+        cores_and_origin(&host_policy).0,
+        Some(7),
+        "she was the last one there"
+    );
+    host_policy.update_logins(&[login("olga", ":0", ":0")]);
+    assert_eq!(
+        cores_and_origin(&host_policy).0,
+        Some(3),
+        "it is somebody else's now"
+    );
+    write_file(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
+    assert_eq!(host_policy.read_admin_policy(), None);
+    host_policy.update_logins(&[login("alice", "tty2", "")]);
+    assert_eq!(
+        cores_and_origin(&host_policy).0,
         Some(3),
         "the administrator has named others"
     );
-    put(
+    write_file(
         dir.path(),
         "admin",
         "cores = 3\nowners = [\"olga\", \"alice\"]\n",
     );
-    assert_eq!(rules.read_admin(), None);
-    assert_eq!(cores(&rules).0, Some(7));
+    assert_eq!(host_policy.read_admin_policy(), None);
+    assert_eq!(cores_and_origin(&host_policy).0, Some(7));
 }
 
 /// Root is an owner of every machine.
 #[test]
 fn root_is_always_an_owner() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
-    put(dir.path(), "own", "cores = 8\n");
-    let places = PolicyPaths {
+    write_file(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
+    write_file(dir.path(), "own", "cores = 8\n");
+    let paths = PolicyPaths {
         user: dir.path().join("own"),
         admin: dir.path().join("admin"),
         overrides: dir.path().join("w"),
     };
-    let rules = HostPolicy::read(
-        places,
+    let host_policy = HostPolicy::read_and_merge(
+        paths,
         VmUser {
             uid: 0,
             name: "root".into(),
             defaults: Policy::default(),
         },
     );
-    assert_eq!(cores(&rules).0, Some(8));
+    assert_eq!(cores_and_origin(&host_policy).0, Some(8));
 }
 
 /// A malformed file is refused, and its previous content stays in force until it is corrected or
@@ -184,35 +202,41 @@ fn root_is_always_an_owner() {
 #[test]
 fn malformed_file_keeps_previous_policy() {
     let dir = tempfile::tempdir().expect("a folder");
-    let put = |text: &str| put(dir.path(), "own", text);
+    let put = |text: &str| write_file(dir.path(), "own", text);
     put("cores = 2\n");
-    let mut rules = read_policy(dir.path(), "");
+    let mut host_policy = read_policy(dir.path(), "");
     put("cores = 3\nnever = 5\n");
-    let wrong = rules.read_user_policy().expect("wrong");
+    let error = host_policy.read_user_policy().expect("wrong");
     assert!(
-        wrong.contains("own, line 2: ") && wrong.ends_with("the previous content stays in force"),
-        "{wrong}"
+        error.contains("own, line 2: ") && error.ends_with("the previous content stays in force"),
+        "{error}"
     );
     assert_eq!(
-        (rules.merged().policy.cores, rules.errors()),
-        (Some(2), vec![wrong])
+        (
+            host_policy.merged_policy().policy.cores,
+            host_policy.errors()
+        ),
+        (Some(2), vec![error])
     );
     put("cores = 4\n");
-    assert_eq!(rules.read_user_policy(), None);
+    assert_eq!(host_policy.read_user_policy(), None);
     assert_eq!(
-        (rules.merged().policy.cores, rules.errors().len()),
+        (
+            host_policy.merged_policy().policy.cores,
+            host_policy.errors().len()
+        ),
         (Some(4), 0)
     );
     put("owners = [\"me\"]\n");
     assert!(
-        rules
+        host_policy
             .read_user_policy()
             .expect("not his to say")
             .contains("administrator")
     );
     fs::remove_file(dir.path().join("own")).expect("the test's own file");
-    assert_eq!(rules.read_user_policy(), None);
-    assert_eq!(rules.merged().policy.cores, None);
+    assert_eq!(host_policy.read_user_policy(), None);
+    assert_eq!(host_policy.merged_policy().policy.cores, None);
 }
 
 /// A malformed published policy is refused, and the previous one stays in force until it is
@@ -220,90 +244,106 @@ fn malformed_file_keeps_previous_policy() {
 #[test]
 fn malformed_published_policy_keeps_previous_one() {
     let dir = tempfile::tempdir().expect("a folder");
-    let words = dir.path().join("words");
-    fs::create_dir(&words).expect("the test's own folder");
-    let mut rules = read_policy(dir.path(), "");
+    let overrides_dir = dir.path().join("words");
+    fs::create_dir(&overrides_dir).expect("the test's own folder");
+    let mut host_policy = read_policy(dir.path(), "");
     let uid = Uid::effective().as_raw();
     let publish = |text: Option<&str>| {
-        published_policy::write(&words, uid, text).expect("the test's own folder")
+        published_policy::write(&overrides_dir, uid, text).expect("the test's own folder")
     };
     publish(Some("leave_after = 30\n"));
-    assert_eq!(rules.read_overrides(), Vec::<String>::new());
-    let nice = |rules: &HostPolicy| rules.merged().policy.nice;
+    assert_eq!(host_policy.read_overrides(), Vec::<String>::new());
+    let nice = |host_policy: &HostPolicy| host_policy.merged_policy().policy.nice;
     publish(Some("nice = 4\n"));
     assert_eq!(
-        (rules.read_overrides(), nice(&rules)),
+        (host_policy.read_overrides(), nice(&host_policy)),
         (Vec::new(), Some(4))
     );
     publish(Some("nice = 5\n\nnice = 6\n"));
-    let wrong = rules.read_overrides();
+    let errors = host_policy.read_overrides();
     assert!(
-        wrong.len() == 1 && wrong[0].contains(".policy.toml, line 3: duplicate key"),
-        "{wrong:?}"
+        errors.len() == 1 && errors[0].contains(".policy.toml, line 3: duplicate key"),
+        "{errors:?}"
     );
-    assert_eq!((rules.errors(), nice(&rules)), (wrong, Some(4)));
+    assert_eq!(
+        (host_policy.errors(), nice(&host_policy)),
+        (errors, Some(4))
+    );
     publish(None);
     assert_eq!(
-        (rules.read_overrides(), nice(&rules), rules.errors()),
+        (
+            host_policy.read_overrides(),
+            nice(&host_policy),
+            host_policy.errors()
+        ),
         (Vec::new(), None, Vec::new())
     );
 }
 
-/// End of the report about a malformed file without previous valid content.
+/// End of the report about a malformed file that was never valid before.
 const CLOSED_HOST_SUFFIX: &str = "; until it is corrected no guest is welcome here";
 
-/// A file that never had valid content closes the host to guests until the file is corrected or
-/// removed.
+/// The file "admin" or "own" closes the host to guests until it is corrected or removed.
 #[test]
 fn file_never_valid_closes_host_until_fixed() {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["admin", "own"] {
-        let read = |rules: &mut HostPolicy| {
+        let read_file = |host_policy: &mut HostPolicy| {
             if file == "admin" {
-                rules.read_admin()
+                host_policy.read_admin_policy()
             } else {
-                rules.read_user_policy()
+                host_policy.read_user_policy()
             }
         };
-        put(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
-        let mut rules = read_policy(dir.path(), "");
-        let why = rules
+        write_file(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
+        let mut host_policy = read_policy(dir.path(), "");
+        let reason = host_policy
             .policy_unknown()
             .expect("nobody knows what it forbids")
             .to_string();
         assert!(
-            why.contains(&format!("{file}, line 2: unknown field `corse`"))
-                && why.ends_with(CLOSED_HOST_SUFFIX),
-            "{why}"
+            reason.contains(&format!("{file}, line 2: unknown field `corse`"))
+                && reason.ends_with(CLOSED_HOST_SUFFIX),
+            "{reason}"
         );
-        assert_eq!(rules.errors(), std::slice::from_ref(&why));
+        assert_eq!(host_policy.errors(), std::slice::from_ref(&reason));
         assert_eq!(
-            (read(&mut rules), rules.policy_unknown()),
-            (Some(why.clone()), Some(why.as_str())),
+            (read_file(&mut host_policy), host_policy.policy_unknown()),
+            (Some(reason.clone()), Some(reason.as_str())),
             "it is still wrong"
         );
-        put(dir.path(), file, "cores = 2\n");
-        assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
-        // From now on the file has valid content before each error.
-        put(dir.path(), file, "corse = 3\n");
+        write_file(dir.path(), file, "cores = 2\n");
+        assert_eq!(
+            (read_file(&mut host_policy), host_policy.policy_unknown()),
+            (None, None)
+        );
+        // In the following cases the file has valid content before each error.
+        write_file(dir.path(), file, "corse = 3\n");
         assert!(
-            read(&mut rules)
-                .is_some_and(|says| says.ends_with("the previous content stays in force"))
+            read_file(&mut host_policy)
+                .is_some_and(|message| message.ends_with("the previous content stays in force"))
         );
         assert_eq!(
-            (rules.policy_unknown(), rules.merged().policy.cores),
+            (
+                host_policy.policy_unknown(),
+                host_policy.merged_policy().policy.cores
+            ),
             (None, Some(2))
         );
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
-        assert_eq!(read(&mut rules), None);
-        put(dir.path(), file, "corse = 3\n");
+        assert_eq!(read_file(&mut host_policy), None);
+        write_file(dir.path(), file, "corse = 3\n");
         assert!(
-            read(&mut rules).is_some_and(|says| says.ends_with(CLOSED_HOST_SUFFIX)),
+            read_file(&mut host_policy)
+                .is_some_and(|message| message.ends_with(CLOSED_HOST_SUFFIX)),
             "what it said was taken back"
         );
-        assert!(rules.policy_unknown().is_some());
+        assert!(host_policy.policy_unknown().is_some());
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
-        assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
+        assert_eq!(
+            (read_file(&mut host_policy), host_policy.policy_unknown()),
+            (None, None)
+        );
     }
 }
 
@@ -311,60 +351,63 @@ fn file_never_valid_closes_host_until_fixed() {
 fn unreadable_file_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("admin")).expect("the test's own folder");
-    let why = read_policy(dir.path(), "")
+    let reason = read_policy(dir.path(), "")
         .policy_unknown()
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
-        why.contains("admin cannot be read: ") && why.ends_with(CLOSED_HOST_SUFFIX),
-        "{why}"
+        reason.contains("admin cannot be read: ") && reason.ends_with(CLOSED_HOST_SUFFIX),
+        "{reason}"
     );
 }
 
-/// A published policy that never had valid content closes the host to guests until the policy is
-/// corrected or withdrawn.
+/// The published policy closes the host to guests until it is corrected or withdrawn.
 #[test]
 fn published_policy_never_valid_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
-    let words = dir.path().join("words");
-    fs::create_dir(&words).expect("the test's own folder");
+    let overrides_dir = dir.path().join("words");
+    fs::create_dir(&overrides_dir).expect("the test's own folder");
     let uid = Uid::effective().as_raw();
     let publish = |text: Option<&str>| {
-        published_policy::write(&words, uid, text).expect("the test's own folder")
+        published_policy::write(&overrides_dir, uid, text).expect("the test's own folder")
     };
     publish(Some("nice = 5\nnice = 6\n"));
-    let mut rules = read_policy(dir.path(), "");
-    let why = rules
+    let mut host_policy = read_policy(dir.path(), "");
+    let reason = host_policy
         .policy_unknown()
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
-        why.contains(".policy.toml, line 2: duplicate key") && why.ends_with(CLOSED_HOST_SUFFIX),
-        "{why}"
+        reason.contains(".policy.toml, line 2: duplicate key")
+            && reason.ends_with(CLOSED_HOST_SUFFIX),
+        "{reason}"
     );
     assert_eq!(
-        (rules.errors(), rules.read_overrides()),
-        (vec![why.clone()], vec![why.clone()])
+        (host_policy.errors(), host_policy.read_overrides()),
+        (vec![reason.clone()], vec![reason.clone()])
     );
     assert_eq!(
-        rules.policy_unknown(),
-        Some(why.as_str()),
+        host_policy.policy_unknown(),
+        Some(reason.as_str()),
         "it is still wrong"
     );
     publish(Some("nice = 5\n"));
     assert_eq!(
-        (rules.read_overrides(), rules.policy_unknown()),
+        (host_policy.read_overrides(), host_policy.policy_unknown()),
         (Vec::new(), None)
     );
     publish(Some("nice = 5\nnice = 6\n"));
-    assert!(rules.read_overrides()[0].ends_with("the previous content stays in force"));
+    assert!(host_policy.read_overrides()[0].ends_with("the previous content stays in force"));
     assert_eq!(
-        (rules.policy_unknown(), rules.merged().policy.nice),
+        (
+            host_policy.policy_unknown(),
+            host_policy.merged_policy().policy.nice
+        ),
         (None, Some(5))
     );
     publish(None);
     assert_eq!(
-        (rules.read_overrides(), rules.policy_unknown()),
+        (host_policy.read_overrides(), host_policy.policy_unknown()),
         (Vec::new(), None)
     );
 }
@@ -373,14 +416,19 @@ fn published_policy_never_valid_closes_host() {
 #[test]
 fn malformed_policy_of_non_owner_is_ignored() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "owners = [\"olga\"]\n");
-    let mut rules = read_policy(dir.path(), "");
-    rules.invalid_published.insert(OLGA + 1, "wrong".into());
-    rules.merge();
-    assert_eq!(rules.policy_unknown(), None);
-    put(dir.path(), "admin", "nice = 1\n");
+    write_file(dir.path(), "admin", "owners = [\"olga\"]\n");
+    let mut host_policy = read_policy(dir.path(), "");
+    host_policy
+        .invalid_published
+        .insert(OLGA_UID + 1, "wrong".into());
+    host_policy.merge_sources();
+    assert_eq!(host_policy.policy_unknown(), None);
+    write_file(dir.path(), "admin", "nice = 1\n");
     assert_eq!(
-        (rules.read_admin(), rules.policy_unknown()),
+        (
+            host_policy.read_admin_policy(),
+            host_policy.policy_unknown()
+        ),
         (None, Some("wrong")),
         "anybody is an owner now"
     );
@@ -389,22 +437,22 @@ fn malformed_policy_of_non_owner_is_ignored() {
 #[test]
 fn blocked_users_are_given_by_name_or_uid() {
     let dir = tempfile::tempdir().expect("a folder");
-    let rules = read_policy(
+    let host_policy = read_policy(
         dir.path(),
         "[blocked]\nusers = [\"root\", \"12345\", 12346]",
     );
     assert_eq!(
-        (rules.blocked_uids(), rules.errors()),
+        (host_policy.blocked_uids(), host_policy.errors()),
         (&[0, 12345, 12346][..], Vec::new())
     );
 }
 
-/// Returns the report about a blocked user without an account on this host.
+/// Returns the expected report about a blocked user without an account on this host.
 fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
-    let place = dir.join(file_and_line);
-    let place = place.display();
+    let file_and_line_path = dir.join(file_and_line);
+    let file_and_line_path = file_and_line_path.display();
     format!(
-        "{place}: blocked user {name:?}: no account of this host has this name; the entry has no effect"
+        "{file_and_line_path}: blocked user {name:?}: no account of this host has this name; the entry has no effect"
     )
 }
 
@@ -414,38 +462,42 @@ fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
 fn unknown_blocked_user_is_reported_with_line() {
     let dir = tempfile::tempdir().expect("a folder");
     let users = |names: &str| {
-        put(
+        write_file(
             dir.path(),
             "admin",
             &format!("nice = 3\n[blocked]\nusers = [{names}]\n"),
         )
     };
     users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
-    let mut rules = read_policy(dir.path(), "");
+    let mut host_policy = read_policy(dir.path(), "");
     assert_eq!(
         (
-            rules.blocked_uids(),
-            rules.merged().policy.nice,
-            rules.policy_unknown()
+            host_policy.blocked_uids(),
+            host_policy.merged_policy().policy.nice,
+            host_policy.policy_unknown()
         ),
         (&[0, 12345][..], Some(3), None)
     );
-    let told = [
+    let expected_errors = [
         ("admin, line 4", "nobody-has-this-name"),
         ("admin, line 5", "99999999999"),
     ];
     assert_eq!(
-        rules.errors(),
-        told.map(|(line, name)| unknown_user_report(dir.path(), line, name))
+        host_policy.errors(),
+        expected_errors.map(|(line, name)| unknown_user_report(dir.path(), line, name))
     );
-    // The file itself is valid, so it is accepted again by the next read.
+    // The file itself is valid, so the next read accepts the file without an error.
     assert_eq!(
-        (rules.read_admin(), rules.blocked_uids()),
+        (host_policy.read_admin_policy(), host_policy.blocked_uids()),
         (None, &[0, 12345][..])
     );
     users("\"root\"");
     assert_eq!(
-        (rules.read_admin(), rules.blocked_uids(), rules.errors()),
+        (
+            host_policy.read_admin_policy(),
+            host_policy.blocked_uids(),
+            host_policy.errors()
+        ),
         (None, &[0][..], Vec::new())
     );
 }
@@ -454,21 +506,21 @@ fn unknown_blocked_user_is_reported_with_line() {
 #[test]
 fn only_effective_unknown_users_are_reported() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(
+    write_file(
         dir.path(),
         "own",
         "[blocked]\nusers = [\"nobody-has-this-name\"]\n",
     );
-    put(dir.path(), "admin", "[blocked]\nusers = []\n");
-    let mut rules = read_policy(dir.path(), "");
+    write_file(dir.path(), "admin", "[blocked]\nusers = []\n");
+    let mut host_policy = read_policy(dir.path(), "");
     assert_eq!(
-        rules.errors(),
+        host_policy.errors(),
         Vec::<String>::new(),
         "the administrator's list counts"
     );
-    rules.update_logins(&[login("alice", "tty2", "")]);
+    host_policy.update_logins(&[login("alice", "tty2", "")]);
     assert_eq!(
-        rules.errors(),
+        host_policy.errors(),
         [unknown_user_report(
             dir.path(),
             "own, line 2",
@@ -483,76 +535,99 @@ fn only_effective_unknown_users_are_reported() {
 #[test]
 fn unknown_user_reports_are_limited() {
     let dir = tempfile::tempdir().expect("a folder");
-    let long = "x".repeat(UNKNOWN_NAME_BYTES_MAX + 1);
-    let names: Vec<String> = (0..100).map(|n| format!("\"{long}{n}\"")).collect();
-    put(
+    let long_name = "x".repeat(UNKNOWN_NAME_BYTES_MAX + 1);
+    let names: Vec<String> = (0..100).map(|n| format!("\"{long_name}{n}\"")).collect();
+    write_file(
         dir.path(),
         "own",
         &format!("[blocked]\nusers = [\"root\", {}, 12345]", names.join(", ")),
     );
-    let rules = read_policy(dir.path(), "");
+    let host_policy = read_policy(dir.path(), "");
     assert_eq!(
-        (rules.blocked_uids(), rules.errors().len()),
+        (host_policy.blocked_uids(), host_policy.errors().len()),
         (&[0, 12345][..], UNKNOWN_USERS_MAX)
     );
     assert_eq!(
-        rules.errors()[0],
-        unknown_user_report(dir.path(), "own, line 2", &long[1..])
+        host_policy.errors()[0],
+        unknown_user_report(dir.path(), "own, line 2", &long_name[1..])
     );
 }
 
-/// If the administrator names owners, overrides and published policies of other users are ignored.
+/// Overrides and published policies of users who are not named as owners are ignored.
 #[test]
 fn only_named_owners_count() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
-    let mut rules = read_policy(dir.path(), "");
-    rules.overrides = vec![cores_override(1, OLGA + 1, "mallory")];
-    rules
-        .published_policies
-        .insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
-    rules.merge();
+    write_file(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
+    let mut host_policy = read_policy(dir.path(), "");
+    host_policy.overrides = vec![cores_override(1, OLGA_UID + 1, "mallory")];
+    host_policy.published_policies.insert(
+        OLGA_UID + 1,
+        Policy::parse_without_owners("x", "nice = 1").expect("good"),
+    );
+    host_policy.merge_sources();
     assert_eq!(
-        (rules.merged().policy.cores, rules.merged().policy.nice),
+        (
+            host_policy.merged_policy().policy.cores,
+            host_policy.merged_policy().policy.nice
+        ),
         (None, None)
     );
     // An owner without an account on this host is named by uid.
-    rules.overrides = vec![cores_override(1, 21_009, "21009")];
-    rules
-        .published_policies
-        .insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
-    rules.merge();
+    host_policy.overrides = vec![cores_override(1, 21_009, "21009")];
+    host_policy.published_policies.insert(
+        21_009,
+        Policy::parse_without_owners("x", "nice = 2").expect("good"),
+    );
+    host_policy.merge_sources();
     assert_eq!(
-        (rules.merged().policy.cores, rules.merged().policy.nice),
+        (
+            host_policy.merged_policy().policy.cores,
+            host_policy.merged_policy().policy.nice
+        ),
         (Some(1), Some(2))
     );
 }
 
-/// Root may name any path as the administrator's; other users may name only a path that belongs to
-/// root and that no other user can change.
+/// Root may name any path for the administrator's file. All other users may name only a path that
+/// belongs to root and that no other user can change.
 #[test]
 fn admin_path_must_belong_to_root() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "admin", "");
-    let (named, usual) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
+    write_file(dir.path(), "admin", "");
+    let (foreign_path, default_path) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
     assert_eq!(
-        trusted_path(named.clone(), usual, Uid::from_raw(0)),
-        (named.clone(), None)
+        trusted_path(foreign_path.clone(), default_path, Uid::from_raw(0)),
+        (foreign_path.clone(), None)
     );
     // Paths that belong to root and that no other user can change are accepted from all users.
-    for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
+    for root_path in [
+        Path::new("/etc/passwd"),
+        Path::new("/var/tmp"),
+        default_path,
+    ] {
         assert_eq!(
-            trusted_path(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),
-            (of_root.to_path_buf(), None)
+            trusted_path(
+                root_path.to_path_buf(),
+                default_path,
+                Uid::from_raw(ALICE_UID)
+            ),
+            (root_path.to_path_buf(), None)
         );
     }
-    fs::set_permissions(&named, PermissionsExt::from_mode(0o666)).expect("the test's own file");
-    for other in [named, PathBuf::from("/dev/null"), dir.path().join("none")] {
-        let (place, doubt) = trusted_path(other.clone(), usual, Uid::from_raw(ALICE));
+    fs::set_permissions(&foreign_path, PermissionsExt::from_mode(0o666))
+        .expect("the test's own file");
+    for refused_path in [
+        foreign_path,
+        PathBuf::from("/dev/null"),
+        dir.path().join("none"),
+    ] {
+        let (returned_path, warning) =
+            trusted_path(refused_path.clone(), default_path, Uid::from_raw(ALICE_UID));
         assert!(
-            place == usual && doubt.is_some_and(|says| says.contains("does not belong to root")),
+            returned_path == default_path
+                && warning.is_some_and(|message| message.contains("does not belong to root")),
             "{}",
-            other.display()
+            refused_path.display()
         );
     }
 }

@@ -22,15 +22,15 @@ use sempa_proto::load::{Login, OwnerVerdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Time after input at keyboard or mouse during which a person without a login, for example at a
-/// login screen, counts as present.
+/// Time after input at keyboard or mouse during which a person without a login counts as present,
+/// for example a person at a login screen.
 pub const GREETER_INPUT_WINDOW: Micros = Micros::from_secs(300);
 /// External load, in processors, from which the owner is possibly present.
-pub const EXTERNAL_LOAD_HIGH: f32 = 0.5;
-/// External load, in processors, below which the load is low again after it was high.
-pub const EXTERNAL_LOAD_LOW: f32 = 0.25;
-/// Minimum age of an override that is ended by a logout. It allows users to set an override and
-/// then log out.
+pub const HIGH_EXTERNAL_PROCESSORS: f32 = 0.5;
+/// External load, in processors, below which a high load counts as low again.
+pub const LOW_EXTERNAL_PROCESSORS: f32 = 0.25;
+/// Age that an override must exceed to be ended by a logout. Because of this minimum, users may set
+/// an override and then log out.
 const OVERRIDE_LOGOUT_AGE_MIN: Micros = Micros::from_secs(2);
 
 /// Result of reading the login records.
@@ -52,12 +52,12 @@ pub enum Evidence<T> {
     Unavailable(String),
 }
 
-/// Observed use of keyboard and mouse.
+/// Observed use of keyboard and mouse, also without a login.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InputActivity {
     /// Time at which the observation started.
     pub watched_since: Micros,
-    /// Time of the last observed use; `None` if no use was observed.
+    /// Time of the last observed use; `None` if no use has been observed since `watched_since`.
     pub last_used: Option<Micros>,
 }
 
@@ -74,7 +74,7 @@ pub struct UserOverride {
 pub struct OwnerSigns<'a> {
     /// Path of the file with the login records.
     pub records_path: &'a Path,
-    pub records: &'a LoginRecords,
+    pub login_records: &'a LoginRecords,
     /// Sessions that systemd-logind knows.
     pub sessions: &'a Evidence<Vec<Session>>,
     /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
@@ -83,7 +83,7 @@ pub struct OwnerSigns<'a> {
     /// Time of the last input at the terminal of each login, by terminal line. A terminal that
     /// cannot be examined is missing.
     pub terminal_input: &'a BTreeMap<String, Micros>,
-    pub input: &'a Evidence<InputActivity>,
+    pub input_activity: &'a Evidence<InputActivity>,
     /// Mean number of processors that programs outside the virtual machine use.
     pub external_load: &'a Evidence<f32>,
     /// Overrides of all users.
@@ -108,7 +108,8 @@ pub struct OwnerAssessment {
     pub sources: Vec<(&'static str, String)>,
 }
 
-/// Derives owner verdicts, and records when the current state began.
+/// Derives owner verdicts. Records since when the owner is present or possibly present, and when
+/// the owner's last visit ended.
 #[derive(Debug, Default)]
 pub struct OwnerDetector {
     present_since: Option<Micros>,
@@ -116,14 +117,15 @@ pub struct OwnerDetector {
     last_logout_at: Option<Micros>,
     /// True if the external load was high and has not been low since.
     load_is_high: bool,
-    visits: Option<BTreeSet<(String, Micros)>>,
+    /// Terminal line and login time of each login at the last assessment; `None` before the first.
+    previous_visits: Option<BTreeSet<(String, Micros)>>,
     /// Overrides that were ended by a login or logout: uid and time of each declaration.
     ended_overrides: BTreeSet<(u32, Micros)>,
 }
 
-/// Formats a time of day as UTC, for a sentence.
-pub fn format_utc_time(at: Micros) -> String {
-    let seconds = at.0 / 1_000_000 % 86_400;
+/// Formats a time of day as UTC, as in the reasons of verdicts.
+pub fn format_utc_time(time_of_day: Micros) -> String {
+    let seconds = time_of_day.0 / 1_000_000 % 86_400;
     format!(
         "{:02}:{:02}:{:02} UTC",
         seconds / 3600,
@@ -132,26 +134,29 @@ pub fn format_utc_time(at: Micros) -> String {
     )
 }
 
-/// Returns a phrase such as "alice is logged in on pts/3 from h9".
+/// Describes a login as a phrase, for example "alice is logged in on pts/3 from h9".
 fn login_phrase(login: &Login) -> String {
-    let from = if login.from.is_empty() {
+    let from = if login.origin.is_empty() {
         String::new()
     } else {
-        format!(" from {}", login.from)
+        format!(" from {}", login.origin)
     };
-    format!("{} is logged in on {}{from}", login.user, login.line)
+    format!(
+        "{} is logged in on {}{from}",
+        login.user_name, login.terminal
+    )
 }
 
-fn other_logins_suffix(others: usize) -> String {
-    if others > 0 {
-        format!(", and {others} more")
+fn other_logins_suffix(other_count: usize) -> String {
+    if other_count > 0 {
+        format!(", and {other_count} more")
     } else {
         String::new()
     }
 }
 
 /// Returns the users who are logged in according to the available sources, earliest first.
-pub fn merged_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
+pub fn available_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
     let records = match records {
         LoginRecords::Logins(logins) => logins.as_slice(),
         LoginRecords::Missing | LoginRecords::Unreadable(_) => &[],
@@ -167,29 +172,37 @@ impl OwnerSigns<'_> {
     /// Returns the time of the last input of a login; `None` if no source can observe it. Input at
     /// a screen does not pass through the terminal of its session.
     fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
-        let Login { line, from, .. } = login;
-        // In the login record of a screen, the `from` field contains the display or the terminal.
-        let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
-        let keys = match self.input {
-            Evidence::Known(keys) if from.is_empty() || of_screen => {
-                Some(keys.last_used.unwrap_or(keys.watched_since))
+        let Login {
+            terminal: terminal_line,
+            origin: login_origin,
+            ..
+        } = login;
+        // In the login record of a screen, the field `origin` contains the display or the terminal.
+        let is_screen_login = terminal_line.starts_with(':')
+            || login_origin.starts_with(':')
+            || login_origin == terminal_line;
+        let key_input = match self.input_activity {
+            Evidence::Known(key_input) if login_origin.is_empty() || is_screen_login => {
+                Some(key_input.last_used.unwrap_or(key_input.watched_since))
             }
             _ => None,
         };
-        let is_its =
-            |s: &&Session| s.login.line == *line || (of_screen && s.login.user == login.user);
-        let session = self.screen_sessions().find(is_its);
+        let belongs_to_login = |s: &&Session| {
+            s.login.terminal == *terminal_line
+                || (is_screen_login && s.login.user_name == login.user_name)
+        };
+        let session = self.screen_sessions().find(belongs_to_login);
         let terminal_input = self
             .terminal_input
-            .get(line)
+            .get(terminal_line)
             .copied()
-            .filter(|_| !of_screen && session.is_none());
+            .filter(|_| !is_screen_login && session.is_none());
         let desktop_input = match session.map(|s| s.screen_use) {
             // Some desktops never report that they are idle. Keyboard interrupts are more reliable,
             // if any were ever observed.
             Some(ScreenUse::InUse)
                 if !matches!(
-                    self.input,
+                    self.input_activity,
                     Evidence::Known(InputActivity {
                         last_used: Some(_),
                         ..
@@ -201,48 +214,48 @@ impl OwnerSigns<'_> {
             Some(ScreenUse::IdleSince(at)) => Some(at),
             Some(ScreenUse::InUse | ScreenUse::Unknown) | None => None,
         };
-        let last = terminal_input
+        let newest_input = terminal_input
             .into_iter()
-            .chain(keys)
+            .chain(key_input)
             .chain(desktop_input)
             .max()?;
-        Some(last.max(login.at))
+        Some(newest_input.max(login.at))
     }
 
     /// Returns the sessions with a screen.
     fn screen_sessions(&self) -> impl Iterator<Item = &Session> {
-        let all = match self.sessions {
+        let known_sessions = match self.sessions {
             Evidence::Known(sessions) => sessions.as_slice(),
             Evidence::Unavailable(_) => &[],
         };
-        all.iter().filter(|s| s.graphical)
+        known_sessions.iter().filter(|s| s.has_screen)
     }
 
     /// Describes what desktops report about their screens.
     fn describe_screens(&self, now: Micros) -> String {
-        if let Some(why) = self.logind_error {
-            return format!("not available: {why}");
+        if let Some(error) = self.logind_error {
+            return format!("not available: {error}");
         }
-        let says = |s: &Session| match s.screen_use {
-            ScreenUse::Unknown => format!("{} is not reported", s.login.line),
-            ScreenUse::InUse => format!("{} in use", s.login.line),
+        let describe = |s: &Session| match s.screen_use {
+            ScreenUse::Unknown => format!("{} is not reported", s.login.terminal),
+            ScreenUse::InUse => format!("{} in use", s.login.terminal),
             ScreenUse::IdleSince(at) => format!(
                 "{} without input {} s",
-                s.login.line,
+                s.login.terminal,
                 now.since(at).0 / 1_000_000
             ),
         };
-        let all: Vec<String> = self.screen_sessions().map(says).collect();
-        if all.is_empty() {
+        let descriptions: Vec<String> = self.screen_sessions().map(describe).collect();
+        if descriptions.is_empty() {
             "no session has a screen".into()
         } else {
-            all.join(", ")
+            descriptions.join(", ")
         }
     }
 
     fn counts_as_owner(&self, user_override: &UserOverride) -> bool {
-        let named = |owners: &[String]| owners.contains(&user_override.user);
-        user_override.uid == 0 || self.owners.is_none_or(named)
+        let is_named = |owners: &[String]| owners.contains(&user_override.user);
+        user_override.uid == 0 || self.owners.is_none_or(is_named)
     }
 
     /// True if this user's override applies to the logins of all users, not only to the user's own
@@ -253,320 +266,343 @@ impl OwnerSigns<'_> {
 
     /// True if no source can list the users who are logged in.
     fn logins_unavailable(&self) -> bool {
-        !matches!(self.records, LoginRecords::Logins(_))
+        !matches!(self.login_records, LoginRecords::Logins(_))
             && matches!(self.sessions, Evidence::Unavailable(_))
     }
 
     fn describe_sources(&self, now: Micros, logins: &[Login]) -> Vec<(&'static str, String)> {
-        let count = |n: usize| {
+        let count_phrase = |n: usize| {
             if n == 1 {
                 "1 login".to_string()
             } else {
                 format!("{n} logins")
             }
         };
-        let mut all = Vec::new();
-        all.push((
+        let mut sources = Vec::new();
+        sources.push((
             "logins",
-            match self.records {
-                LoginRecords::Logins(list) => count(list.len()),
+            match self.login_records {
+                LoginRecords::Logins(list) => count_phrase(list.len()),
                 LoginRecords::Missing => {
                     format!(
                         "not available: {} does not exist",
                         self.records_path.display()
                     )
                 }
-                LoginRecords::Unreadable(why) => format!(
-                    "not available: {} cannot be read: {why}",
+                LoginRecords::Unreadable(reason) => format!(
+                    "not available: {} cannot be read: {reason}",
                     self.records_path.display()
                 ),
             },
         ));
-        all.push((
+        sources.push((
             "sessions",
             match self.sessions {
                 Evidence::Known(list) => format!("{} sessions of people", list.len()),
-                Evidence::Unavailable(why) => format!("not available: {why}"),
+                Evidence::Unavailable(reason) => format!("not available: {reason}"),
             },
         ));
-        all.push(("terminals", self.describe_terminals(now, logins)));
-        all.push(("screens", self.describe_screens(now)));
-        all.push((
+        sources.push(("terminals", self.describe_terminals(now, logins)));
+        sources.push(("screens", self.describe_screens(now)));
+        sources.push((
             "keyboard and mouse",
-            match self.input {
+            match self.input_activity {
                 Evidence::Known(InputActivity {
                     last_used: Some(at),
                     ..
                 }) => format!("last used {}", format_utc_time(*at)),
                 Evidence::Known(InputActivity {
-                    watched_since: watched,
+                    watched_since: start,
                     ..
                 }) => {
-                    format!("not used since {}", format_utc_time(*watched))
+                    format!("not used since {}", format_utc_time(*start))
                 }
-                Evidence::Unavailable(why) => format!("not available: {why}"),
+                Evidence::Unavailable(reason) => format!("not available: {reason}"),
             },
         ));
-        all.push((
+        sources.push((
             "other programs",
             match self.external_load {
                 Evidence::Known(cores) => format!("use {cores:.1} processors"),
-                Evidence::Unavailable(why) => format!("not available: {why}"),
+                Evidence::Unavailable(reason) => format!("not available: {reason}"),
             },
         ));
-        all.push(("owner's override", self.describe_overrides()));
-        all
+        sources.push(("owner's override", self.describe_overrides()));
+        sources
     }
 
     fn describe_terminals(&self, now: Micros, logins: &[Login]) -> String {
-        let idle = |login: &Login| {
-            let last = self.terminal_input.get(&login.line)?;
+        let idle_texts = |login: &Login| {
+            let last_input = self.terminal_input.get(&login.terminal)?;
             Some(format!(
                 "{} {} s",
-                login.line,
-                now.since(*last).0 / 1_000_000
+                login.terminal,
+                now.since(*last_input).0 / 1_000_000
             ))
         };
-        let idle: Vec<String> = logins.iter().filter_map(idle).collect();
-        let none = if logins.is_empty() {
+        let idle_texts: Vec<String> = logins.iter().filter_map(idle_texts).collect();
+        let empty_text = if logins.is_empty() {
             "no user is logged in"
         } else {
             "not available: no terminal can be examined"
         };
-        if idle.is_empty() {
-            none.into()
+        if idle_texts.is_empty() {
+            empty_text.into()
         } else {
-            format!("without input: {}", idle.join(", "))
+            format!("without input: {}", idle_texts.join(", "))
         }
     }
 
     fn describe_overrides(&self) -> String {
-        let say = |spoken: &UserOverride| {
-            let DeclaredPresence { state, until, .. } = spoken.owner_override.presence?;
-            let said = if state == Presence::Here {
+        let describe = |user_override: &UserOverride| {
+            let DeclaredPresence {
+                state,
+                expires_at: until,
+                ..
+            } = user_override.owner_override.presence?;
+            let declared_state = if state == Presence::Here {
                 "here"
             } else {
                 "away"
             };
             Some(format!(
-                "{} declared {said:?}, until {}",
-                spoken.user,
+                "{} declared {declared_state:?}, until {}",
+                user_override.user,
                 format_utc_time(until)
             ))
         };
-        let words: Vec<String> = self.overrides.iter().filter_map(say).collect();
-        if words.is_empty() {
+        let descriptions: Vec<String> = self.overrides.iter().filter_map(describe).collect();
+        if descriptions.is_empty() {
             "none".into()
         } else {
-            words.join("; ")
+            descriptions.join("; ")
         }
     }
 }
 
-/// A verdict without the times that only [`OwnerDetector`] records.
+/// A verdict before [`OwnerDetector`] adds the times that it has recorded.
 enum Finding {
     Present {
         since: Option<Micros>,
         confidence: u8,
-        why: String,
+        reason: String,
     },
     Maybe {
         since: Option<Micros>,
         confidence: u8,
-        why: String,
+        reason: String,
     },
     Absent {
         confidence: u8,
-        why: String,
+        reason: String,
     },
 }
 
 impl OwnerDetector {
     /// Returns the verdict at the time of day `now`.
-    pub fn verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
-        let all = merged_logins(signs.records, signs.sessions);
-        self.expire_overrides(now, signs, &all);
-        let valid = |s: &&UserOverride| {
-            let said = s.owner_override.presence.as_ref();
-            let over = |said: &DeclaredPresence| self.ended_overrides.contains(&(s.uid, said.at));
+    pub fn derive_verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
+        let merged = available_logins(signs.login_records, signs.sessions);
+        self.record_ended_overrides(now, signs, &merged);
+        let is_valid = |s: &&UserOverride| {
+            let presence = s.owner_override.presence.as_ref();
+            let has_ended = |presence: &DeclaredPresence| {
+                self.ended_overrides
+                    .contains(&(s.uid, presence.declared_at))
+            };
             signs.counts_as_owner(s)
-                && said
-                    .is_some_and(|said| now < said.until && !(said.ends_with_visit && over(said)))
+                && presence.is_some_and(|presence| {
+                    now < presence.expires_at && !(presence.ends_with_visit && has_ended(presence))
+                })
         };
-        let words: Vec<&UserOverride> = signs.overrides.iter().filter(valid).collect();
-        let found = self.assess(now, signs, &all, &words);
-        let (owner, confidence, why) = self.apply_finding(now, found);
-        let sources = signs.describe_sources(now, &all);
+        let valid_overrides: Vec<&UserOverride> = signs.overrides.iter().filter(is_valid).collect();
+        let finding = self.derive_finding(now, signs, &merged, &valid_overrides);
+        let (owner_verdict, confidence, verdict_reason) = self.apply_finding(now, finding);
+        let sources = signs.describe_sources(now, &merged);
         OwnerAssessment {
-            verdict: owner,
+            verdict: owner_verdict,
             confidence,
-            reason: why,
-            logins: all,
+            reason: verdict_reason,
+            logins: merged,
             sources,
         }
     }
 
-    /// Ends overrides: an override is ended by a later login, and by a logout.
-    fn expire_overrides(&mut self, now: Micros, signs: &OwnerSigns<'_>, logins: &[Login]) {
+    /// Records which overrides have ended. A login after the declaration ends an override, and so
+    /// does a logout more than [`OVERRIDE_LOGOUT_AGE_MIN`] after the declaration.
+    fn record_ended_overrides(&mut self, now: Micros, signs: &OwnerSigns<'_>, logins: &[Login]) {
         let visits: BTreeSet<(String, Micros)> =
-            logins.iter().map(|l| (l.line.clone(), l.at)).collect();
-        let left = self
-            .visits
+            logins.iter().map(|l| (l.terminal.clone(), l.at)).collect();
+        let has_logout = self
+            .previous_visits
             .as_ref()
-            .is_some_and(|before| before.iter().any(|visit| !visits.contains(visit)));
-        let newest = logins.iter().map(|l| l.at).max();
-        let said = |s: &UserOverride| Some((s.uid, s.owner_override.presence?));
-        let known: Vec<(u32, DeclaredPresence)> = signs.overrides.iter().filter_map(said).collect();
-        // Forgets ended overrides whose files do not exist any more.
-        self.ended_overrides
-            .retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
-        for (uid, said) in known {
-            let came = newest.is_some_and(|at| at > said.at);
-            if came || (left && now.since(said.at) > OVERRIDE_LOGOUT_AGE_MIN) {
-                self.ended_overrides.insert((uid, said.at));
+            .is_some_and(|previous_visits| {
+                previous_visits.iter().any(|visit| !visits.contains(visit))
+            });
+        let newest_login_at = logins.iter().map(|l| l.at).max();
+        let presence = |s: &UserOverride| Some((s.uid, s.owner_override.presence?));
+        let declarations: Vec<(u32, DeclaredPresence)> =
+            signs.overrides.iter().filter_map(presence).collect();
+        // Ended overrides whose files do not exist any more are forgotten.
+        self.ended_overrides.retain(|(uid, at)| {
+            declarations
+                .iter()
+                .any(|(u, presence)| (u, presence.declared_at) == (uid, *at))
+        });
+        for (uid, presence) in declarations {
+            let has_login = newest_login_at.is_some_and(|at| at > presence.declared_at);
+            if has_login
+                || (has_logout && now.since(presence.declared_at) > OVERRIDE_LOGOUT_AGE_MIN)
+            {
+                self.ended_overrides.insert((uid, presence.declared_at));
             }
         }
-        self.visits = Some(visits);
+        self.previous_visits = Some(visits);
     }
 
-    fn assess(
+    fn derive_finding(
         &mut self,
         now: Micros,
         signs: &OwnerSigns<'_>,
-        all: &[Login],
-        words: &[&UserOverride],
+        all_logins: &[Login],
+        valid_overrides: &[&UserOverride],
     ) -> Finding {
-        if let Some(found) = declared_here(words) {
-            return found;
+        if let Some(finding) = declared_here_finding(valid_overrides) {
+            return finding;
         }
-        let away: Vec<&UserOverride> = words
+        let away_overrides: Vec<&UserOverride> = valid_overrides
             .iter()
             .filter(|s| {
                 s.owner_override
                     .presence
-                    .is_some_and(|said| said.state == Presence::Away)
+                    .is_some_and(|presence| presence.state == Presence::Away)
             })
             .copied()
             .collect();
         let is_hidden = |login: &Login| {
-            away.iter()
-                .any(|s| signs.covers_all_users(s) || s.user == login.user)
+            away_overrides
+                .iter()
+                .any(|s| signs.covers_all_users(s) || s.user == login.user_name)
         };
-        let logins: Vec<&Login> = all.iter().filter(|login| !is_hidden(login)).collect();
-        if let Some(found) = active_login(now, signs, &logins) {
-            return found;
+        let visible_logins: Vec<&Login> = all_logins
+            .iter()
+            .filter(|login| !is_hidden(login))
+            .collect();
+        if let Some(finding) = active_login_finding(now, signs, &visible_logins) {
+            return finding;
         }
-        if let (Some(spoken), true) = (away.first(), logins.is_empty()) {
-            let until = spoken
+        if let (Some(away_override), true) = (away_overrides.first(), visible_logins.is_empty()) {
+            let until = away_override
                 .owner_override
                 .presence
-                .map(|said| format_utc_time(said.until))
+                .map(|presence| format_utc_time(presence.expires_at))
                 .unwrap_or_default();
-            let why = format!("{} declared \"away\", until {until}", spoken.user);
+            let reason = format!("{} declared \"away\", until {until}", away_override.user);
             return Finding::Absent {
                 confidence: 100,
-                why,
+                reason,
             };
         }
         if let Evidence::Known(InputActivity {
             last_used: Some(at),
             ..
-        }) = signs.input
-            && logins.is_empty()
+        }) = signs.input_activity
+            && visible_logins.is_empty()
             && now.since(*at) < GREETER_INPUT_WINDOW
         {
-            let why = "keyboard or mouse are used without a login".to_string();
+            let reason = "keyboard or mouse are used without a login".to_string();
             return Finding::Present {
                 since: None,
                 confidence: 85,
-                why,
+                reason,
             };
         }
-        if let Some(last) = logins
+        if let Some(last_input_at) = visible_logins
             .iter()
             .filter_map(|login| signs.last_input(now, login))
             .max()
         {
-            let why = format!(
+            let reason = format!(
                 "{}, without input since {}",
-                login_phrase(logins[0]),
-                format_utc_time(last)
+                login_phrase(visible_logins[0]),
+                format_utc_time(last_input_at)
             );
-            let hours = u8::try_from(now.since(last).0 / 3_600_000_000).unwrap_or(u8::MAX);
-            let confidence = 60 - hours.saturating_mul(5).min(40);
+            let idle_hours =
+                u8::try_from(now.since(last_input_at).0 / 3_600_000_000).unwrap_or(u8::MAX);
+            let confidence = 60 - idle_hours.saturating_mul(5).min(40);
             return Finding::Maybe {
-                since: Some(last),
+                since: Some(last_input_at),
                 confidence,
-                why: why + &other_logins_suffix(logins.len() - 1),
+                reason: reason + &other_logins_suffix(visible_logins.len() - 1),
             };
         }
         self.assess_load(signs)
             .unwrap_or_else(|| absent_finding(signs))
     }
 
-    /// Returns a finding if other programs use processors. The thresholds for high and low load
-    /// differ, so that the finding does not alternate.
+    /// Returns the finding "possibly present" while the external load is high. The load is high
+    /// from [`EXTERNAL_LOAD_HIGH`] on, until it falls below [`EXTERNAL_LOAD_LOW`], so that small
+    /// changes do not change the finding.
     fn assess_load(&mut self, signs: &OwnerSigns<'_>) -> Option<Finding> {
-        if let Evidence::Known(cores) = signs.external_load {
-            self.load_is_high = *cores
+        if let Evidence::Known(processors) = signs.external_load {
+            self.load_is_high = *processors
                 >= if self.load_is_high {
-                    EXTERNAL_LOAD_LOW
+                    LOW_EXTERNAL_PROCESSORS
                 } else {
-                    EXTERNAL_LOAD_HIGH
+                    HIGH_EXTERNAL_PROCESSORS
                 };
             if self.load_is_high {
-                let halves = (cores * 2.0).round().max(1.0) / 2.0;
-                let why = format!("other programs use about {halves:.1} processors");
+                let rounded_processors = (processors * 2.0).round().max(1.0) / 2.0;
+                let reason = format!("other programs use about {rounded_processors:.1} processors");
                 return Some(Finding::Maybe {
                     since: None,
                     confidence: 50,
-                    why,
+                    reason,
                 });
             }
         }
         None
     }
 
-    fn apply_finding(&mut self, now: Micros, found: Finding) -> (OwnerVerdict, u8, String) {
-        match found {
+    fn apply_finding(&mut self, now: Micros, finding: Finding) -> (OwnerVerdict, u8, String) {
+        match finding {
             Finding::Present {
                 since,
                 confidence,
-                why,
+                reason,
             } => {
                 self.maybe_since = None;
-                let seen = *self.present_since.get_or_insert(now);
+                let first_seen_at = *self.present_since.get_or_insert(now);
                 (
                     OwnerVerdict::Present {
-                        since: since.unwrap_or(seen),
-                        detected_at: seen,
+                        since: since.unwrap_or(first_seen_at),
+                        detected_at: first_seen_at,
                     },
                     confidence,
-                    why,
+                    reason,
                 )
             }
             Finding::Maybe {
                 since,
                 confidence,
-                why,
+                reason,
             } => {
                 self.last_logout_at = self
                     .present_since
                     .take()
                     .map_or(self.last_logout_at, |_| Some(now));
-                let first = *self.maybe_since.get_or_insert(now);
+                let maybe_since = *self.maybe_since.get_or_insert(now);
                 (
-                    OwnerVerdict::Maybe {
-                        since: since.unwrap_or(first),
+                    OwnerVerdict::Uncertain {
+                        since: since.unwrap_or(maybe_since),
                     },
                     confidence,
-                    why,
+                    reason,
                 )
             }
-            Finding::Absent { confidence, why } => {
-                let was_there =
+            Finding::Absent { confidence, reason } => {
+                let was_maybe_present =
                     self.present_since.take().is_some() | self.maybe_since.take().is_some();
-                self.last_logout_at = if was_there {
+                self.last_logout_at = if was_maybe_present {
                     Some(now)
                 } else {
                     self.last_logout_at
@@ -576,25 +612,32 @@ impl OwnerDetector {
                         since: self.last_logout_at,
                     },
                     confidence,
-                    why,
+                    reason,
                 )
             }
         }
     }
 }
 
-/// Returns a finding if a user has declared to be here.
-fn declared_here(words: &[&UserOverride]) -> Option<Finding> {
-    let here = |s: &&UserOverride| {
+/// Returns the finding "present" if one of the overrides `valid_overrides` declares "here".
+fn declared_here_finding(valid_overrides: &[&UserOverride]) -> Option<Finding> {
+    let here_declaration = |s: &&UserOverride| {
         Some((
             s.user.clone(),
             s.owner_override
                 .presence
-                .filter(|said| said.state == Presence::Here)?,
+                .filter(|presence| presence.state == Presence::Here)?,
         ))
     };
-    let (user, DeclaredPresence { at, until, .. }) = words.iter().find_map(here)?;
-    let why = format!(
+    let (
+        user,
+        DeclaredPresence {
+            declared_at: at,
+            expires_at: until,
+            ..
+        },
+    ) = valid_overrides.iter().find_map(here_declaration)?;
+    let reason = format!(
         "{user} declared \"here\" at {}, until {}",
         format_utc_time(at),
         format_utc_time(until)
@@ -602,55 +645,57 @@ fn declared_here(words: &[&UserOverride]) -> Option<Finding> {
     Some(Finding::Present {
         since: Some(at),
         confidence: 100,
-        why,
+        reason,
     })
 }
 
-/// Returns the finding "present" if a user is logged in and not idle.
-fn active_login(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Option<Finding> {
-    let idle = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
-    let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);
-    let first = logins.iter().find(active)?;
-    let confidence = match idle(first) {
+/// Returns the finding "present" if one of the logins has recent input, or if no source can observe
+/// its input.
+fn active_login_finding(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Option<Finding> {
+    let idle_time = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
+    let is_active =
+        |login: &&&Login| idle_time(login).is_none_or(|duration| duration < signs.idle_after);
+    let first_active = logins.iter().find(is_active)?;
+    let confidence = match idle_time(first_active) {
         None => 90,
-        Some(span) if span < Micros::from_secs(60) => 99,
+        Some(duration) if duration < Micros::from_secs(60) => 99,
         Some(_) => 95,
     };
-    let why = format!(
+    let reason = format!(
         "{} since {}{}",
-        login_phrase(first),
-        format_utc_time(first.at),
+        login_phrase(first_active),
+        format_utc_time(first_active.at),
         other_logins_suffix(logins.len() - 1)
     );
     Some(Finding::Present {
-        since: Some(first.at),
+        since: Some(first_active.at),
         confidence,
-        why,
+        reason,
     })
 }
 
 fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
     if !signs.logins_unavailable() {
-        let confidence = if matches!(signs.input, Evidence::Known(_)) {
+        let confidence = if matches!(signs.input_activity, Evidence::Known(_)) {
             95
         } else {
             90
         };
         return Finding::Absent {
             confidence,
-            why: "no user is logged in".into(),
+            reason: "no user is logged in".into(),
         };
     }
     let path = signs.records_path.display();
-    let why = match signs.records {
-        LoginRecords::Unreadable(why) => {
-            format!("logins are unknown: {path} cannot be read: {why}")
+    let reason = match signs.login_records {
+        LoginRecords::Unreadable(reason) => {
+            format!("logins are unknown: {path} cannot be read: {reason}")
         }
         _ => format!("no user is logged in: {path} does not exist"),
     };
     Finding::Absent {
         confidence: 50,
-        why,
+        reason,
     }
 }
 

@@ -11,12 +11,11 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// Environment variable with the filter, in the syntax of `tracing`'s `EnvFilter`.
 pub const FILTER_VARIABLE: &str = "SEMPA_LOG_FILTER";
-/// Filter without an environment variable, and the level of all targets that the variable does not
-/// name.
+/// Level of all targets that the environment variable does not name.
 pub const DEFAULT_FILTER: &str = "info";
 
-/// Libraries whose events are logged only if the filter names them: some emit events per packet.
-/// The names are prefixes of targets.
+/// Prefixes of the targets of libraries whose events are logged only if the filter names these
+/// targets: some of the libraries emit an event for each packet.
 const SILENT_LIBRARIES: [&str; 2] = ["quinn", "zbus"];
 
 /// Selects events by level and target.
@@ -29,14 +28,15 @@ pub struct Filter(EnvFilter);
 impl Filter {
     /// Reads the filter from [`FILTER_VARIABLE`].
     ///
-    /// An invalid filter yields the default and a line that reports the error.
-    pub fn from_env() -> (Filter, Option<String>) {
+    /// If the variable is invalid, returns the default filter and a line of text that reports the
+    /// error.
+    pub fn from_env() -> (Self, Option<String>) {
         let value = std::env::var_os(FILTER_VARIABLE).unwrap_or_default();
         let value = value.to_string_lossy();
-        match Filter::parse(&value) {
+        match Self::parse(&value) {
             Ok(filter) => (filter, None),
             Err(why) => (
-                Filter::default(),
+                Self::default(),
                 Some(format!(
                     "{FILTER_VARIABLE}={value:?} is not a filter: {why}; {DEFAULT_FILTER} is used"
                 )),
@@ -44,16 +44,17 @@ impl Filter {
         }
     }
 
-    /// Parses a filter: a level, or directives `TARGET=LEVEL` that are separated by commas.
+    /// Parses a filter: a level, or directives `JOURNAL_TARGET=LEVEL` that are separated by commas.
     ///
     /// # Errors
-    /// The reason why `text` is not a filter.
-    pub fn parse(text: &str) -> Result<Filter, String> {
+    /// The reason why `text` is not a valid filter.
+    pub fn parse(text: &str) -> Result<Self, String> {
         let words = || text.split(',').filter(|word| !word.trim().is_empty());
-        // `EnvFilter` takes such a word as a target whose events are all enabled.
-        let is_unclear =
+        // `EnvFilter` reads a word without a level as a target and enables all events of that
+        // target.
+        let lacks_level =
             |word: &&str| !word.contains(['=', '[']) && word.trim().parse::<LevelFilter>().is_err();
-        if let Some(word) = words().find(is_unclear) {
+        if let Some(word) = words().find(lacks_level) {
             return Err(format!("{word:?} is neither a level nor TARGET=LEVEL"));
         }
         let mut directives = vec![DEFAULT_FILTER.to_string()];
@@ -67,15 +68,15 @@ impl Filter {
             .map_err(|error| error.to_string())
     }
 
-    /// Returns the most verbose level that an event may have.
+    /// Returns the most verbose level that the filter may enable.
     pub fn max_level(&self) -> LevelFilter {
         self.0.max_level_hint().unwrap_or(LevelFilter::TRACE)
     }
 }
 
 impl Default for Filter {
-    fn default() -> Filter {
-        Filter::parse("").expect("the default filter is valid")
+    fn default() -> Self {
+        Self::parse("").expect("the default filter is valid")
     }
 }
 
@@ -88,7 +89,7 @@ where
     }
 
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
-        // `EnvFilter` must see all spans, because a directive may name one.
+        // `EnvFilter` must see every span, because a directive may name a span.
         let interest = layer::Filter::<S>::callsite_enabled(&self.0, metadata);
         if is_context_span(metadata) {
             Interest::always()
@@ -129,15 +130,15 @@ mod tests {
     use super::*;
     use crate::record::records_of;
 
-    /// Returns the lines of the events of `body` that are logged with this filter.
-    fn lines_of(filter: &str, body: impl FnOnce()) -> Vec<String> {
+    /// Runs `body` and returns the lines of its events that `filter` lets pass.
+    fn logged_lines(filter: &str, body: impl FnOnce()) -> Vec<String> {
         let records = records_of(Filter::parse(filter).expect("a filter"), body);
         records.iter().map(crate::Record::line).collect()
     }
 
-    /// Returns the first words of the lines that are logged with this filter.
-    fn logged(filter: &str) -> Vec<String> {
-        let lines = lines_of(filter, || {
+    /// Emits a fixed set of events and returns the first word of each line that `filter` lets pass.
+    fn logged_first_words(filter: &str) -> Vec<String> {
+        let lines = logged_lines(filter, || {
             tracing::error!("error");
             let _in_span = tracing::info_span!("migration", id = %"m1").entered();
             tracing::warn!("warn");
@@ -146,36 +147,40 @@ mod tests {
             tracing::warn!(target: "quinn_proto::connection", "quinn");
             tracing::debug!(target: "pvmd::machine", "machine");
         });
-        let of_line = |line: &String| line.split(' ').next().map(String::from);
-        lines.iter().filter_map(of_line).collect()
+        let first_word = |line: &String| line.split(' ').next().map(String::from);
+        lines.iter().filter_map(first_word).collect()
     }
 
     #[test]
     fn filter_selects_by_level_and_target() {
-        assert_eq!(logged(""), ["error", "warn", "info"]);
-        assert_eq!(logged("warn"), ["error", "warn"]);
+        assert_eq!(logged_first_words(""), ["error", "warn", "info"]);
+        assert_eq!(logged_first_words("warn"), ["error", "warn"]);
         assert_eq!(
-            logged("debug"),
+            logged_first_words("debug"),
             ["error", "warn", "info", "debug", "machine"]
         );
         assert_eq!(
-            logged("pvmd::machine=debug, error"),
+            logged_first_words("pvmd::machine=debug, error"),
             ["error", "machine"],
             "other targets have the level of the word alone"
         );
-        assert_eq!(logged("quinn=warn"), ["error", "warn", "info", "quinn"]);
-        assert_eq!(logged("off"), Vec::<String>::new());
+        assert_eq!(
+            logged_first_words("quinn=warn"),
+            ["error", "warn", "info", "quinn"]
+        );
+        assert_eq!(logged_first_words("off"), Vec::<String>::new());
     }
 
-    /// A span of a migration can be selected, and its id is in the lines under every filter.
+    /// A directive can select the span of a migration. Under every filter, the lines contain the
+    /// migration's id.
     #[test]
     fn filter_keeps_the_context_of_migrations() {
         assert_eq!(
-            logged("error,[migration]=debug"),
+            logged_first_words("error,[migration]=debug"),
             ["error", "warn", "info", "debug", "quinn", "machine"],
             "in the span all targets are enabled"
         );
-        let lines = lines_of("warn", || {
+        let lines = logged_lines("warn", || {
             let _in_span = tracing::info_span!("migration", id = %"m1").entered();
             tracing::warn!("slow");
         });
@@ -184,8 +189,8 @@ mod tests {
 
     #[test]
     fn invalid_filter_is_refused() {
-        for wrong in ["verbose", "pvmd=loud", "/tmp/log", "info,,x"] {
-            let why = Filter::parse(wrong).expect_err("not a filter");
+        for invalid_filter in ["verbose", "pvmd=loud", "/tmp/log", "info,,x"] {
+            let why = Filter::parse(invalid_filter).expect_err("not a filter");
             assert!(!why.is_empty() && !why.contains('\n'), "{why}");
         }
         assert_eq!(Filter::default().max_level(), LevelFilter::INFO);

@@ -1,8 +1,8 @@
 //! Records for the journal of systemd.
 //!
-//! A separate thread sends them, because the journal's socket blocks while journald is slow or
-//! stopped, and the daemon must not wait for it. The thread has a subscriber of its own with the
-//! layer of `tracing-journald`, and emits each record again there.
+//! A separate thread sends the records: the journal's socket blocks while journald is slow or
+//! stopped, and the daemon must not wait for journald. The thread has its own subscriber with the
+//! layer of `tracing-journald`, and emits each record again to this subscriber.
 
 use crate::queue::{QueuedItems, WriteQueue, WriteThread, spawn_writer};
 use crate::record::Record;
@@ -14,13 +14,13 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 
 /// Datagram socket on which journald receives records.
-const SOCKET: &str = "/run/systemd/journal/socket";
+const JOURNAL_SOCKET: &str = "/run/systemd/journal/socket";
 /// Maximum number of records in the queue; further records are counted and dropped.
 const QUEUED_RECORDS_MAX: usize = 1024;
-/// Prefix of the journal's fields.
+/// Prefix of the names of the journal's fields.
 const FIELD_PREFIX: &str = "SEMPA";
-/// Target of the events of the journal's thread.
-const TARGET: &str = "sempa_journal";
+/// Target of the events that the journal's thread emits.
+const JOURNAL_TARGET: &str = "sempa_journal";
 
 /// Starts the thread that sends to the journal. Each entry has the field `SEMPA_HOST` with the
 /// value `host`; `max_level` is the most verbose level of the records.
@@ -31,9 +31,9 @@ pub fn connect_journal(
     host: String,
     max_level: LevelFilter,
 ) -> io::Result<(WriteQueue<Record>, WriteThread<Record>)> {
-    std::fs::metadata(SOCKET)?;
+    std::fs::metadata(JOURNAL_SOCKET)?;
     spawn_writer("journal", QUEUED_RECORDS_MAX, move |records| {
-        // Connecting sends an empty entry, so it may block, too.
+        // `layer` sends an empty entry when it connects, so it may block, too.
         if let Ok(layer) = tracing_journald::layer() {
             let subscriber = journal_subscriber(layer, &host, max_level);
             tracing::subscriber::with_default(subscriber, || send_records(&records));
@@ -54,23 +54,23 @@ fn journal_subscriber(
             debug: Priority::Debug,
             ..PriorityMappings::new()
         });
-    // Without this filter the thread's subscriber would enable every event of the process.
-    let filter = Targets::new().with_target(TARGET, max_level);
+    // Without the filter, the thread's subscriber would enable every event of the process.
+    let filter = Targets::new().with_target(JOURNAL_TARGET, max_level);
     tracing_subscriber::registry().with(layer).with(filter)
 }
 
 fn send_records(records: &QueuedItems<Record>) {
-    while let Some(record) = records.next_item() {
-        let missed = records.take_dropped();
-        if missed > 0 {
-            tracing::warn!(target: TARGET, "{missed} lines were not written in time");
+    while let Some(record) = records.wait_for_item() {
+        let dropped_count = records.take_dropped();
+        if dropped_count > 0 {
+            tracing::warn!(target: JOURNAL_TARGET, "{dropped_count} lines were not written in time");
         }
-        emit(&record);
+        emit_record(&record);
     }
 }
 
-/// Emits a record with its ids as fields.
-fn emit(record: &Record) {
+/// Emits a record to the journal's subscriber, with the record's ids as fields.
+fn emit_record(record: &Record) {
     let Record {
         level,
         target,
@@ -79,10 +79,10 @@ fn emit(record: &Record) {
     } = record;
     let module = target.as_str();
     let [migration, checkpoint, job] = context.each_ref().map(Option::as_deref);
-    // The level is part of the call site.
+    // Each level needs its own call site, because the level of a call site is constant.
     macro_rules! emit_at {
         ($level:expr) => {
-            tracing::event!(target: TARGET, $level, module, migration, checkpoint, job, "{text}")
+            tracing::event!(target: JOURNAL_TARGET, $level, module, migration, checkpoint, job, "{text}")
         };
     }
     match *level {

@@ -3,11 +3,11 @@
 //! 1. [`Filter`] decides by [`FILTER_VARIABLE`] which events are logged.
 //! 2. [`subscriber`] turns each of these events into a [`Record`]: level, text, and the migration,
 //!    checkpoint or job that the event or its spans name.
-//! 3. A function of the caller writes the record: the daemon to its log and to the journal
-//!    ([`connect_journal`]), the other programs to standard error ([`init_stderr`]).
+//! 3. A function of the caller writes the record. The daemon writes to its log and to the journal
+//!    ([`connect_journal`]); the other programs write to standard error ([`init_stderr`]).
 //!
-//! Spans and events name their subject by [`CONTEXT_NAMES`]: a span of that name with a field `id`,
-//! or a field of that name in the event. Other spans are ignored.
+//! A span or event names its migration, checkpoint or job by one of [`CONTEXT_NAMES`]: the span has
+//! this name and a field `id`, or the event has a field of this name. All other spans are ignored.
 
 mod filter;
 mod journal;
@@ -26,7 +26,7 @@ use tracing_subscriber::layer::SubscriberExt;
 
 /// Returns a subscriber that passes a record of each event to `write`.
 ///
-/// `write` runs in the thread of the event, so it must not block.
+/// `write` runs in the thread that emits the event, so it must not block.
 pub fn subscriber(
     filter: Filter,
     write: impl Fn(Record) + Send + Sync + 'static,
@@ -34,27 +34,28 @@ pub fn subscriber(
     tracing_subscriber::registry().with(record::RecordLayer(write).with_filter(filter))
 }
 
-/// Makes `subscriber` receive the events of this process. `complaint` reports an invalid filter.
+/// Makes `subscriber` receive the events of this process. If `filter_error` is set, logs it as the
+/// first line; it reports an invalid filter.
 ///
-/// Call this once, before the first event.
-pub fn install(subscriber: impl Subscriber + Send + Sync, complaint: Option<String>) {
-    // Fails only if there is a subscriber already, which then gets the events.
+/// Must be called once, before the first event.
+pub fn install_subscriber(subscriber: impl Subscriber + Send + Sync, filter_error: Option<String>) {
+    // Fails only if the process has a subscriber already; that subscriber then receives the events.
     let _ = tracing::subscriber::set_global_default(subscriber);
-    if let Some(complaint) = complaint {
-        tracing::error!("{complaint}");
+    if let Some(filter_error) = filter_error {
+        tracing::error!("{filter_error}");
     }
 }
 
-/// Makes all events of this process lines `program: text` on standard error.
+/// Writes all events of this process as lines `program: text` to standard error.
 ///
-/// Call this once, before the first event. If the filter in the environment is invalid, the first
-/// line reports it.
+/// Must be called once, before the first event. If the filter in the environment is invalid, the
+/// first line reports the error.
 pub fn init_stderr(program: &'static str) {
-    let (filter, complaint) = Filter::from_env();
+    let (filter, filter_error) = Filter::from_env();
     let write = move |record: Record| {
         let line = format!("{program}: {}\n", record.line());
-        // One write per line; a closed standard error is no reason to stop.
+        // One system call writes the whole line. The program continues if standard error is closed.
         let _ = std::io::stderr().write_all(line.as_bytes());
     };
-    install(subscriber(filter, write), complaint);
+    install_subscriber(subscriber(filter, write), filter_error);
 }

@@ -1,6 +1,6 @@
 //! Bounded queues to threads that write slowly, for example to a disk or to the journal.
 //!
-//! The sender never waits: an item for which the queue has no space is counted and dropped.
+//! The sender never waits: if the queue is full, an item is counted and dropped.
 
 use std::io;
 use std::sync::Arc;
@@ -9,21 +9,22 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// Interval at which `join` checks whether the thread has ended.
+const JOIN_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Sends items to a writing thread; cheap to clone.
+/// Sending end of the queue of a writing thread. A clone is cheap and uses the same queue.
 #[derive(Clone, Debug)]
 pub struct WriteQueue<T> {
-    /// `None` ends the thread.
+    /// An item `None` makes the thread end.
     items: SyncSender<Option<T>>,
-    dropped: Arc<AtomicU64>,
+    dropped_count: Arc<AtomicU64>,
 }
 
 /// The receiving end of a [`WriteQueue`], in the writing thread.
 #[derive(Debug)]
 pub struct QueuedItems<T> {
     items: Receiver<Option<T>>,
-    dropped: Arc<AtomicU64>,
+    dropped_count: Arc<AtomicU64>,
 }
 
 /// The thread that empties a [`WriteQueue`].
@@ -52,43 +53,50 @@ pub fn spawn_writer<T: Send + 'static>(
 
 pub(crate) fn write_queue<T>(items_max: usize) -> (WriteQueue<T>, QueuedItems<T>) {
     let (sender, items) = sync_channel(items_max);
-    let dropped = Arc::new(AtomicU64::new(0));
+    let dropped_count = Arc::new(AtomicU64::new(0));
     let queue = WriteQueue {
         items: sender,
-        dropped: dropped.clone(),
+        dropped_count: dropped_count.clone(),
     };
-    (queue, QueuedItems { items, dropped })
+    (
+        queue,
+        QueuedItems {
+            items,
+            dropped_count,
+        },
+    )
 }
 
 impl<T> WriteQueue<T> {
     /// Queues an item. If the queue is full or its thread has ended, counts the item as dropped.
     pub fn push(&self, item: T) {
         if self.items.try_send(Some(item)).is_err() {
-            self.dropped.fetch_add(1, Ordering::Relaxed);
+            self.dropped_count.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
 impl<T> QueuedItems<T> {
-    /// Waits for the next item; `None` ends the thread.
-    pub fn next_item(&self) -> Option<T> {
+    /// Waits for the next item. Returns `None` if the thread must end.
+    pub fn wait_for_item(&self) -> Option<T> {
         self.items.recv().ok().flatten()
     }
 
-    /// Returns the number of items dropped since the last call.
+    /// Returns the number of items dropped since the last call, and resets it to 0.
     pub fn take_dropped(&self) -> u64 {
-        self.dropped.swap(0, Ordering::Relaxed)
+        self.dropped_count.swap(0, Ordering::Relaxed)
     }
 }
 
 impl<T> WriteThread<T> {
-    /// Waits until all queued items are written, at most until `deadline`. Later items are dropped.
+    /// Waits until the thread has written all queued items, at most until `deadline`. Items that
+    /// are pushed after this call are dropped.
     pub fn join(self, deadline: Instant) {
         // A full queue has no space for the end marker yet.
-        let mut ending = self.items.try_send(None).is_ok();
+        let mut end_queued = self.items.try_send(None).is_ok();
         while !self.thread.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(POLL_INTERVAL);
-            ending = ending || self.items.try_send(None).is_ok();
+            std::thread::sleep(JOIN_POLL_INTERVAL);
+            end_queued = end_queued || self.items.try_send(None).is_ok();
         }
     }
 }
@@ -97,14 +105,15 @@ impl<T> WriteThread<T> {
 mod tests {
     use super::*;
 
-    /// Items beyond the limit are counted once, and `join` waits for the others.
+    /// Items that exceed the queue's limit are each counted once. `join` waits until the queued
+    /// items are written.
     #[test]
     fn excess_items_are_counted_and_others_written() {
         let (release, released) = sync_channel::<()>(0);
         let (report, reported) = sync_channel(8);
         let (queue, thread) = spawn_writer("test", 2, move |items: QueuedItems<u32>| {
             released.recv().expect("released");
-            while let Some(item) = items.next_item() {
+            while let Some(item) = items.wait_for_item() {
                 report.send((item, items.take_dropped())).expect("room");
             }
         })

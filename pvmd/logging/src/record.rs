@@ -1,4 +1,4 @@
-//! From an event to a line of text.
+//! Conversion of events to lines of text.
 
 use std::fmt::{Debug, Write};
 use tracing::field::{Field, Visit};
@@ -13,7 +13,8 @@ pub const CONTEXT_NAMES: [&str; 3] = ["migration", "checkpoint", "job"];
 /// Field with the id in the spans of [`CONTEXT_NAMES`].
 const ID_FIELD: &str = "id";
 
-/// True if this span names the migration, checkpoint or job of its events.
+/// True if the name of this span is one of [`CONTEXT_NAMES`]: the span names the migration,
+/// checkpoint or job of its events.
 pub(crate) fn is_context_span(metadata: &Metadata<'_>) -> bool {
     metadata.is_span() && context_index(metadata.name()).is_some()
 }
@@ -26,33 +27,33 @@ fn context_index(name: &str) -> Option<usize> {
 #[derive(Clone, Debug)]
 pub struct Record {
     pub level: Level,
-    /// Module or part that logs, like `pvmd::shell::images`.
+    /// Module or component that logs, like `pvmd::shell::images`.
     pub target: String,
-    /// The message, followed by fields that have no meaning here as `name=value`.
+    /// The message, followed by all fields of the event that are not ids, as `name=value`.
     pub text: String,
     /// Ids in the order of [`CONTEXT_NAMES`].
     pub context: [Option<String>; CONTEXT_NAMES.len()],
 }
 
 impl Record {
-    /// Returns the text, with the ids of the context that the text does not name, as
-    /// `text (migration m5)`.
+    /// Returns the text. Ids of the context that the text does not contain follow as `text
+    /// (migration m5)`.
     pub fn line(&self) -> String {
         let mut line = self.text.clone();
-        let missing: Vec<String> = CONTEXT_NAMES
+        let unnamed_ids: Vec<String> = CONTEXT_NAMES
             .iter()
             .zip(&self.context)
             .filter_map(|(name, id)| id.as_ref().map(|id| (name, id)))
             .filter(|(_, id)| !names_id(&self.text, id))
             .map(|(name, id)| format!("{name} {id}"))
             .collect();
-        if !missing.is_empty() {
-            line.push_str(&format!(" ({})", missing.join(", ")));
+        if !unnamed_ids.is_empty() {
+            line.push_str(&format!(" ({})", unnamed_ids.join(", ")));
         }
         line
     }
 
-    /// Returns the word before the lines of this level; empty for information.
+    /// Returns the prefix of lines of this level; empty for the level "info".
     pub fn level_prefix(&self) -> &'static str {
         match self.level {
             Level::ERROR => "error: ",
@@ -64,26 +65,26 @@ impl Record {
     }
 }
 
-/// True if the text contains the id as a word: `m50` does not name `m5`.
+/// True if the text contains the id as a whole word: a text with `m50` does not name `m5`.
 fn names_id(text: &str, id: &str) -> bool {
     let is_word = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
-    text.match_indices(id).any(|(at, _)| {
-        let (before, after) = (&text[..at], &text[at + id.len()..]);
-        !is_word(before.chars().next_back()) && !is_word(after.chars().next())
+    text.match_indices(id).any(|(offset, _)| {
+        let (text_before, text_after) = (&text[..offset], &text[offset + id.len()..]);
+        !is_word(text_before.chars().next_back()) && !is_word(text_after.chars().next())
     })
 }
 
-/// Context in the extensions of a span of [`CONTEXT_NAMES`].
+/// Id of a span that has one of the [`CONTEXT_NAMES`]; stored in the span's extensions.
 struct SpanContext {
-    index: usize,
+    name_index: usize,
     id: String,
 }
 
-/// Collects the fields of an event.
+/// Visitor that collects the fields of an event.
 #[derive(Default)]
 struct EventFields {
     text: String,
-    others: String,
+    other_fields: String,
     context: [Option<String>; CONTEXT_NAMES.len()],
 }
 
@@ -98,12 +99,12 @@ impl Visit for EventFields {
         } else if let Some(index) = context_index(field.name()) {
             self.context[index] = Some(format!("{value:?}"));
         } else {
-            let _ = write!(self.others, " {}={value:?}", field.name());
+            let _ = write!(self.other_fields, " {}={value:?}", field.name());
         }
     }
 }
 
-/// Finds the id of a span.
+/// Visitor that reads the field with the id of a span.
 #[derive(Default)]
 struct SpanId(Option<String>);
 
@@ -119,7 +120,7 @@ impl Visit for SpanId {
     }
 }
 
-/// Passes a [`Record`] of each event to a function.
+/// Layer that passes a [`Record`] of each event to a function.
 pub(crate) struct RecordLayer<F>(pub(crate) F);
 
 impl<S, F> Layer<S> for RecordLayer<F>
@@ -131,37 +132,45 @@ where
         let Some(index) = context_index(attributes.metadata().name()) else {
             return;
         };
-        let mut found = SpanId::default();
-        attributes.record(&mut found);
-        if let (Some(id), Some(span)) = (found.0, context.span(id)) {
-            span.extensions_mut().insert(SpanContext { index, id });
+        let mut span_id = SpanId::default();
+        attributes.record(&mut span_id);
+        if let (Some(id), Some(span)) = (span_id.0, context.span(id)) {
+            span.extensions_mut().insert(SpanContext {
+                name_index: index,
+                id,
+            });
         }
     }
 
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
         let mut fields = EventFields::default();
         event.record(&mut fields);
-        // From the innermost span outwards: the nearest id counts, and the event's own before it.
+        // The event's own id has priority over the ids of its spans, and an inner span has priority
+        // over an outer one.
         for span in context.event_scope(event).into_iter().flatten() {
-            if let Some(SpanContext { index, id }) = span.extensions().get::<SpanContext>() {
+            if let Some(SpanContext {
+                name_index: index,
+                id,
+            }) = span.extensions().get::<SpanContext>()
+            {
                 fields.context[*index].get_or_insert_with(|| id.clone());
             }
         }
         let EventFields {
             text,
-            others,
+            other_fields,
             context,
         } = fields;
         (self.0)(Record {
             level: *event.metadata().level(),
             target: event.metadata().target().to_string(),
-            text: (text + &others).trim_start().to_string(),
+            text: (text + &other_fields).trim_start().to_string(),
             context,
         });
     }
 }
 
-/// Returns the records of the events of `body`.
+/// Runs `body` and returns the records of its events that the filter lets pass.
 #[cfg(test)]
 pub(crate) fn records_of(filter: crate::Filter, body: impl FnOnce()) -> Vec<Record> {
     let (sink, records) = std::sync::mpsc::channel();
@@ -217,7 +226,7 @@ mod tests {
         assert_eq!(lines, ["error: a", "warning: b", "c"]);
     }
 
-    /// Fields without a meaning here follow the text; the target is the module.
+    /// Fields that are not ids follow the text; the target is the module.
     #[test]
     fn other_fields_follow_the_text() {
         let records = records_of(Filter::default(), || tracing::info!(bytes = 5, "sent"));

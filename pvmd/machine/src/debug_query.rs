@@ -1,11 +1,11 @@
 //! Queries of this daemon's internal state (`pvm_tickle`): lists for its log, and single numbers.
 
 use super::Machine;
-use sempa_proto::task::{DEBUG_QUERY_WORDS_MAX, Reply};
+use sempa_proto::task::{DEBUG_QUERY_INTS_MAX, Reply};
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 
 impl Machine {
-    /// Answers a query. Its first number selects, as in PVM:
+    /// Answers a query. The first number of the query selects the effect, as in PVM:
     ///
     /// | Number | Effect |
     /// | --- | --- |
@@ -18,13 +18,13 @@ impl Machine {
     /// | 6 | sets the debug mask |
     /// | 7 | sets a window in PVM; without effect here |
     /// | 8 | declares a host lost |
-    pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
-        if words.is_empty() || words.len() > DEBUG_QUERY_WORDS_MAX {
-            let reason = format!("a query has 1 to {DEBUG_QUERY_WORDS_MAX} numbers");
+    pub(super) fn answer_debug_query(&mut self, tid: Tid, id: RequestId, query_numbers: &[i32]) {
+        if query_numbers.is_empty() || query_numbers.len() > DEBUG_QUERY_INTS_MAX {
+            let reason = format!("a query has 1 to {DEBUG_QUERY_INTS_MAX} numbers");
             return self.reply_error(tid, id, PvmError::BadParam, reason);
         }
-        let argument = words.get(1).copied().unwrap_or(0);
-        let numbers = match words[0] {
+        let argument = query_numbers.get(1).copied().unwrap_or(0);
+        let reply_numbers = match query_numbers[0] {
             0 | 9 => {
                 self.log_sizes();
                 vec![]
@@ -62,50 +62,51 @@ impl Machine {
             // Number 7 and unknown numbers.
             _ => vec![],
         };
-        self.reply(tid, id, Reply::Numbers(numbers));
+        self.reply(tid, id, Reply::DebugValues(reply_numbers));
     }
 
-    /// Longer lists are truncated to this number of lines, so that a query cannot fill the log.
-    const LIST_LINES_MAX: usize = 1000;
+    /// Largest number of lines that one query writes to the log. The rest of a longer list is left
+    /// out, so that a query cannot fill the log.
+    const LOG_LIST_LINES_MAX: usize = 1000;
 
     fn log_list(&mut self, title: &str, lines: Vec<String>) {
         self.log(format!("{title}: {}", lines.len()));
-        for line in lines.into_iter().take(Self::LIST_LINES_MAX) {
+        for line in lines.into_iter().take(Self::LOG_LIST_LINES_MAX) {
             self.log(format!("  {line}"));
         }
     }
 
     fn log_hosts(&mut self) {
-        let line = |h: &sempa_proto::table::HostEntry| {
+        let host_line = |h: &sempa_proto::table::HostEntry| {
             format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed)
         };
-        let lines = self.table.hosts.iter().map(line).collect();
+        let lines = self.table.hosts.iter().map(host_line).collect();
         self.log_list("hosts", lines);
     }
 
     fn log_tasks(&mut self) {
-        let line = |t: &super::tasks::Task| {
+        let task_line = |t: &super::tasks::Task| {
             format!(
                 "{} parent {} process {} flags {:#x} {}",
                 t.tid, t.parent, t.pid, t.flags, t.name
             )
         };
-        let lines = self.tasks.live.values().map(line).collect();
+        let lines = self.tasks.live_tasks.values().map(task_line).collect();
         self.log_list("tasks", lines);
     }
 
     fn log_sizes(&mut self) {
         let lines = vec![
-            format!("{} tasks", self.tasks.live.len()),
-            format!("{} contexts", self.contexts.len()),
+            format!("{} tasks", self.tasks.live_tasks.len()),
+            format!("{} contexts", self.context_owners.len()),
             format!("{} timers", self.timers.len()),
             format!("{} hosts, epoch {}", self.table.hosts.len(), self.epoch),
         ];
         self.log_list("sizes", lines);
     }
 
-    /// Declares a host lost that the caller considers dead. Returns false, without effect, if this
-    /// daemon is not the master or the host is the master or unknown.
+    /// Declares a host lost, because the task `tid` considers it dead. Returns false, without
+    /// effect, if this daemon is not the master, or if the host is the master or unknown.
     fn declare_host_lost(&mut self, tid: Tid, host: Tid) -> bool {
         let host = super::requests::named_host(host).filter(|host| *host != HostId::MASTER);
         let Some(host) =

@@ -1,5 +1,5 @@
-//! Defers work that follows from an event until the reply to the event has been sent, so that no
-//! task waits for it.
+//! Defers actions that follow from an event until the reply to the event has been sent, so that no
+//! task waits for these actions.
 //!
 //! Deferred actions run at the start of the next event, or after [`DEFERRAL_MAX`] at the latest.
 
@@ -14,7 +14,7 @@ const DEFERRAL_MAX: Micros = Micros::from_millis(1);
 #[derive(Debug)]
 pub(super) enum DeferredAction {
     /// An entry of the event log, with the time of day at which the event happened.
-    Record(Micros, EventKind),
+    RecordEvent(Micros, EventKind),
     /// A report to a resource manager: tasks were spawned on hosts of the placement lease with the
     /// wait id `wid`.
     ReportLeaseUse {
@@ -24,49 +24,48 @@ pub(super) enum DeferredAction {
     },
 }
 
-/// Deferred actions, in order. They never exceed the consequences of one event.
+/// Deferred actions in their order. All actions result from one event, which limits their number.
 #[derive(Debug, Default)]
 pub(super) struct DeferredActions {
     actions: Vec<DeferredAction>,
-    due: Option<Micros>,
+    due_time: Option<Micros>,
 }
 
 impl DeferredActions {
     /// Returns the time by which the actions must run; `None` if there are none.
-    pub(super) fn due(&self) -> Option<Micros> {
-        self.due
+    pub(super) fn due_time(&self) -> Option<Micros> {
+        self.due_time
     }
 }
 
 impl Machine {
     /// Defers an action until the reply to the current event has been sent.
-    pub(super) fn defer(&mut self, action: DeferredAction) {
-        self.deferred.due.get_or_insert(self.now + DEFERRAL_MAX);
-        self.deferred.actions.push(action);
+    pub(super) fn defer_action(&mut self, action: DeferredAction) {
+        self.deferred_actions
+            .due_time
+            .get_or_insert(self.now + DEFERRAL_MAX);
+        self.deferred_actions.actions.push(action);
     }
 
-    /// Defers an entry of the event log about this host. The entry keeps the current time of day.
+    /// Defers an entry of the event log about this host. The entry contains the time of day at
+    /// which it was deferred.
     pub(super) fn record_deferred(&mut self, kind: EventKind) {
-        self.defer(DeferredAction::Record(self.unix_time, kind));
+        self.defer_action(DeferredAction::RecordEvent(self.unix_time, kind));
     }
 
-    pub(super) fn run_deferred(&mut self) {
-        if self.deferred.due.take().is_none() {
+    pub(super) fn run_deferred_actions(&mut self) {
+        if self.deferred_actions.due_time.take().is_none() {
             return;
         }
-        for action in std::mem::take(&mut self.deferred.actions) {
+        for action in std::mem::take(&mut self.deferred_actions.actions) {
             match action {
-                DeferredAction::Record(at, kind) => self.record_at(at, kind),
-                DeferredAction::ReportLeaseUse {
-                    rm,
-                    wid,
-                    lease_use: taken,
-                } => self.send_daemon_message(
+                DeferredAction::RecordEvent(at, kind) => self.record_at(at, kind),
+                DeferredAction::ReportLeaseUse { rm, wid, lease_use } => self.send_daemon_message(
                     rm,
                     0,
                     SM_PLACEMENT_LEASE_USED,
                     wid,
-                    pack_placement_lease_use(&taken),
+                    pack_placement_lease_use(&lease_use),
                 ),
             }
         }

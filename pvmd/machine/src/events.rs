@@ -1,4 +1,4 @@
-//! The event log of the virtual machine, kept by the master.
+//! The event log of the virtual machine, stored by the master.
 //!
 //! Entries are stored in wire format, many in one block of memory. If each entry were a separate
 //! value, its strings would stay for hours between short-lived messages and images, and nearly
@@ -20,47 +20,48 @@ use thiserror::Error;
 pub(super) const SUBSCRIBERS_MAX: usize = 1024;
 /// Largest number of events in one reply.
 const EVENTS_PER_REPLY_MAX: u32 = 8192;
-/// Largest size of the whole log, so that every reply fits into a frame. The oldest entries are
-/// dropped first.
+/// Largest size of the whole log in bytes, so that every reply fits into a frame. The oldest
+/// entries are dropped first.
 const EVENTS_BYTES_MAX: usize = FRAME_BYTES_MAX / 2;
-/// Largest size of one entry. The entry of the largest possible spawn takes a fifth of this.
+/// Largest size of one entry in bytes. The entry of the largest possible spawn has a fifth of this
+/// size.
 const EVENT_BYTES_MAX: usize = 1 << 20;
-/// Size of the blocks in which entries are stored and dropped. A larger entry has a block of its
-/// own.
+/// Size in bytes of the blocks in which entries are stored and dropped. A larger entry has a block
+/// of its own.
 const BLOCK_BYTES_MAX: usize = 64 << 10;
 /// Number of entries for which a new block reserves room.
-const BLOCK_ENTRIES_RESERVED: usize = 512;
+const BLOCK_ENTRY_CAPACITY: usize = 512;
 
 /// Consecutive entries of the log in one allocation.
 #[derive(Debug)]
 struct EventBlock {
     /// Number of the first entry.
-    first: u64,
+    first_number: u64,
     bytes: Vec<u8>,
-    /// End offset of each entry.
+    /// End offset of each entry in `bytes`.
     entry_ends: Vec<usize>,
 }
 
 impl EventBlock {
-    fn new(first: u64) -> EventBlock {
-        EventBlock {
-            first,
+    fn new(first_number: u64) -> Self {
+        Self {
+            first_number,
             bytes: Vec::with_capacity(BLOCK_BYTES_MAX),
-            entry_ends: Vec::with_capacity(BLOCK_ENTRIES_RESERVED),
+            entry_ends: Vec::with_capacity(BLOCK_ENTRY_CAPACITY),
         }
     }
 
-    fn push(&mut self, entry: &[u8]) {
+    fn push_entry(&mut self, entry: &[u8]) {
         self.bytes.extend_from_slice(entry);
         self.entry_ends.push(self.bytes.len());
     }
 
-    fn entry(&self, number: u64) -> Option<&[u8]> {
-        let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
-        let begin = at
+    fn entry(&self, event_number: u64) -> Option<&[u8]> {
+        let index = usize::try_from(event_number.checked_sub(self.first_number)?).ok()?;
+        let start = index
             .checked_sub(1)
-            .map_or(0, |before| self.entry_ends[before]);
-        self.bytes.get(begin..*self.entry_ends.get(at)?)
+            .map_or(0, |previous_index| self.entry_ends[previous_index]);
+        self.bytes.get(start..*self.entry_ends.get(index)?)
     }
 }
 
@@ -68,13 +69,13 @@ impl EventBlock {
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
     blocks: VecDeque<EventBlock>,
-    bytes: usize,
+    packed_bytes: usize,
     last_number: u64,
     /// Context and tag of the messages to a subscriber, by task.
     subscribers: BTreeMap<Tid, (i32, i32)>,
 }
 
-/// Why an entry was not appended. The log is unchanged.
+/// Reason why an entry was not appended. The log is unchanged.
 #[derive(Debug, PartialEq, Eq, Error)]
 pub(super) enum AppendError {
     #[error(transparent)]
@@ -84,34 +85,36 @@ pub(super) enum AppendError {
 }
 
 impl EventLog {
-    /// Returns at most `limit` entries from number `from` on, oldest first.
-    pub(super) fn entries_since(&self, from: u64, limit: u32) -> Vec<Event> {
-        let from = from.max(self.oldest_number());
-        let numbers = from..=self
-            .last_number
-            .min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
-        let event = |packed| from_bytes(packed).expect("it was packed here");
+    /// Returns at most `limit` entries, oldest first, beginning with the number `first_number` or the
+    /// oldest entry.
+    pub(super) fn entries_since(&self, first_number: u64, limit: u32) -> Vec<Event> {
+        let first_number = first_number.max(self.oldest_number());
+        let numbers = first_number
+            ..=self
+                .last_number
+                .min(first_number.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
+        let decode = |packed| from_bytes(packed).expect("it was packed here");
         numbers
-            .filter_map(|number| self.packed_entry(number))
-            .map(event)
+            .filter_map(|event_number| self.packed_entry(event_number))
+            .map(decode)
             .collect()
     }
 
-    /// Returns the number of the oldest entry.
+    /// Returns the number of the oldest entry, or of the next entry if the log is empty.
     fn oldest_number(&self) -> u64 {
-        let first = self.blocks.front().map_or(1, |block| block.first);
-        first.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
+        let first_stored = self.blocks.front().map_or(1, |block| block.first_number);
+        first_stored.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
     }
 
-    /// Returns an entry in wire format.
-    fn packed_entry(&self, number: u64) -> Option<&[u8]> {
+    /// Returns an entry in wire format; `None` if the log does not contain it.
+    fn packed_entry(&self, event_number: u64) -> Option<&[u8]> {
         let block = self
             .blocks
-            .partition_point(|block| block.first <= number)
+            .partition_point(|block| block.first_number <= event_number)
             .checked_sub(1)?;
         self.blocks[block]
-            .entry(number)
-            .filter(|_| number >= self.oldest_number())
+            .entry(event_number)
+            .filter(|_| event_number >= self.oldest_number())
     }
 
     /// Stops sending events to this task.
@@ -125,15 +128,15 @@ impl EventLog {
     }
 
     /// Appends an entry. Returns its number and its wire format.
-    fn append(
+    fn append_entry(
         &mut self,
         host: HostId,
         at: Micros,
         kind: EventKind,
     ) -> Result<(u64, Bytes), AppendError> {
-        let number = self.last_number + 1;
+        let event_number = self.last_number + 1;
         let packed = to_bytes(&Event {
-            number,
+            number: event_number,
             at,
             host,
             kind,
@@ -147,38 +150,39 @@ impl EventLog {
             .back()
             .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES_MAX)
         {
-            self.blocks.push_back(EventBlock::new(number));
+            self.blocks.push_back(EventBlock::new(event_number));
         }
-        self.blocks.back_mut().expect("there is one").push(&packed);
-        self.bytes += packed.len();
-        self.last_number = number;
+        self.blocks
+            .back_mut()
+            .expect("there is one")
+            .push_entry(&packed);
+        self.packed_bytes += packed.len();
+        self.last_number = event_number;
         self.drop_old_blocks();
-        Ok((number, packed.into()))
+        Ok((event_number, packed.into()))
     }
 
-    /// Drops the blocks that contain only entries beyond the limits of the log.
+    /// Drops the oldest blocks whose entries all exceed the limits of the log.
     fn drop_old_blocks(&mut self) {
-        let oldest = self.oldest_number();
-        while self
-            .blocks
-            .get(1)
-            .is_some_and(|next| next.first <= oldest || self.bytes > EVENTS_BYTES_MAX)
-        {
-            let gone = self.blocks.pop_front().expect("there are two");
-            self.bytes -= gone.bytes.len();
+        let oldest_number = self.oldest_number();
+        while self.blocks.get(1).is_some_and(|second_block| {
+            second_block.first_number <= oldest_number || self.packed_bytes > EVENTS_BYTES_MAX
+        }) {
+            let dropped_block = self.blocks.pop_front().expect("there are two");
+            self.packed_bytes -= dropped_block.bytes.len();
         }
     }
 }
 
 impl Machine {
     /// Records an event of this host.
-    pub(super) fn record(&mut self, kind: EventKind) {
-        self.run_deferred();
+    pub(super) fn record_event(&mut self, kind: EventKind) {
+        self.run_deferred_actions();
         self.log_event(&kind);
         self.record_at(self.unix_time, kind);
     }
 
-    /// Adds an event of a migration or checkpoint to the daemon's log: failures as warnings.
+    /// Writes an event of a migration or checkpoint to the daemon's log. Failures are warnings.
     fn log_event(&mut self, kind: &EventKind) {
         let (level, subject) = match kind {
             EventKind::MigrationFailed { id, .. } => {
@@ -198,9 +202,9 @@ impl Machine {
     /// Records an event of this host that happened at time of day `at`. Must be called before a
     /// later event of this host is recorded.
     pub(super) fn record_at(&mut self, at: Micros, kind: EventKind) {
-        let me = self.config.host;
+        let own_host = self.config.host;
         if self.master.is_some() {
-            self.append_event(me, at, kind);
+            self.append_event(own_host, at, kind);
         } else {
             self.send_to_host(HostId::MASTER, HostMsg::Event { at, kind });
         }
@@ -208,11 +212,11 @@ impl Machine {
 
     /// Master: appends an entry and sends it to all subscribers.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
-        // False if tasks end because their host, or the whole virtual machine, ends.
-        let spontaneous = self.shutdown.is_none() && !self.is_leaving(host);
+        // False if tasks end because their host, or the whole virtual machine, shuts down.
+        let is_spontaneous = self.shutdown.is_none() && !self.is_leaving(host);
         match kind {
             EventKind::DrainStarted { host, .. } => self.checkpoint_before_drain(host),
-            EventKind::TaskerGone { host, .. } if spontaneous => {
+            EventKind::TaskerGone { host, .. } if is_spontaneous => {
                 self.roll_back_for_lost_tasker(host)
             }
             _ => {}
@@ -223,9 +227,9 @@ impl Machine {
         };
         master
             .checkpoints
-            .update_after_event(now, host, &kind, spontaneous);
-        let batchable = super::rm_batching::is_batchable(&kind);
-        let (number, body) = match master.events.append(host, at, kind) {
+            .update_after_event(now, host, &kind, is_spontaneous);
+        let may_be_batched = super::rm_batching::is_batchable(&kind);
+        let (number, body) = match master.events.append_entry(host, at, kind) {
             Ok(entry) => entry,
             Err(why) => {
                 return self.log_warning(format!(
@@ -234,22 +238,22 @@ impl Machine {
             }
         };
         for dst in master.events.subscriber_tids() {
-            if batchable && self.is_batching_for(dst) {
-                self.batch_event(dst, number);
-            } else if let Some(item) = self.to_subscriber(dst, body.clone()) {
+            if may_be_batched && self.is_batching_for(dst) {
+                self.add_event_to_batch(dst, number);
+            } else if let Some(item) = self.subscriber_message(dst, body.clone()) {
                 self.deliver(dst, item);
             }
         }
     }
 
-    /// Returns the message by which a subscriber receives an entry. `None` if the log has dropped
+    /// Returns the message by which a subscriber receives an entry; `None` if the log has dropped
     /// the entry or the task is not subscribed.
-    pub(super) fn event_for_subscriber(&self, dst: Tid, number: u64) -> Option<ToTask> {
-        let packed = self.master.as_ref()?.events.packed_entry(number)?;
-        self.to_subscriber(dst, Bytes::copy_from_slice(packed))
+    pub(super) fn event_for_subscriber(&self, dst: Tid, event_number: u64) -> Option<ToTask> {
+        let packed = self.master.as_ref()?.events.packed_entry(event_number)?;
+        self.subscriber_message(dst, Bytes::copy_from_slice(packed))
     }
 
-    fn to_subscriber(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
+    fn subscriber_message(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
         let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
         let message = Message {
             src: self.daemon_address_for(dst),
@@ -291,8 +295,8 @@ mod tests {
         }
     }
 
-    fn numbers(log: &EventLog, from: u64, limit: u32) -> Vec<u64> {
-        log.entries_since(from, limit)
+    fn event_numbers(log: &EventLog, first_number: u64, limit: u32) -> Vec<u64> {
+        log.entries_since(first_number, limit)
             .iter()
             .map(|event| event.number)
             .collect()
@@ -305,23 +309,35 @@ mod tests {
         assert!(
             log.entries_since(0, 10).is_empty() && log.entries_since(u64::MAX, u32::MAX).is_empty()
         );
-        let all = EVENTS_MAX as u64 + 10_000;
-        for number in 1..=all {
+        let event_count = EVENTS_MAX as u64 + 10_000;
+        for number in 1..=event_count {
             let at = Micros::from_secs(number);
-            let (given, body) = log
-                .append(HostId::MASTER, at, note(&number.to_string()))
+            let (appended_number, body) = log
+                .append_entry(HostId::MASTER, at, note(&number.to_string()))
                 .expect("it is short");
-            assert_eq!((given, log.packed_entry(number)), (number, Some(&body[..])));
+            assert_eq!(
+                (appended_number, log.packed_entry(number)),
+                (number, Some(&body[..]))
+            );
         }
-        let oldest = all - EVENTS_MAX as u64 + 1;
-        assert_eq!(numbers(&log, 0, 2), [oldest, oldest + 1]);
-        assert_eq!(numbers(&log, all - 1, 10), [all - 1, all]);
-        assert!(numbers(&log, all + 1, 10).is_empty() && numbers(&log, oldest, 0).is_empty());
+        let oldest_number = event_count - EVENTS_MAX as u64 + 1;
+        assert_eq!(
+            event_numbers(&log, 0, 2),
+            [oldest_number, oldest_number + 1]
+        );
+        assert_eq!(
+            event_numbers(&log, event_count - 1, 10),
+            [event_count - 1, event_count]
+        );
+        assert!(
+            event_numbers(&log, event_count + 1, 10).is_empty()
+                && event_numbers(&log, oldest_number, 0).is_empty()
+        );
         assert_eq!(
             log.entries_since(0, u32::MAX).len(),
             EVENTS_PER_REPLY_MAX as usize
         );
-        for event in log.entries_since(oldest + 700, 3000) {
+        for event in log.entries_since(oldest_number + 700, 3000) {
             let (number, at, kind) = (event.number, event.at, event.kind);
             assert_eq!(
                 (at, kind),
@@ -330,45 +346,50 @@ mod tests {
         }
         assert_eq!(
             (
-                log.packed_entry(oldest - 1),
-                log.packed_entry(all + 1),
+                log.packed_entry(oldest_number - 1),
+                log.packed_entry(event_count + 1),
                 log.packed_entry(0)
             ),
             (None, None, None)
         );
-        let kept: usize = log.blocks.iter().map(|block| block.entry_ends.len()).sum();
-        let of_oldest = log.blocks[0].entry_ends.len();
+        let stored_count: usize = log.blocks.iter().map(|block| block.entry_ends.len()).sum();
+        let oldest_block_count = log.blocks[0].entry_ends.len();
         assert!(
-            (EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept),
-            "{kept} entries are kept"
+            (EVENTS_MAX..EVENTS_MAX + oldest_block_count).contains(&stored_count),
+            "{stored_count} entries are kept"
         );
     }
 
-    /// Long entries are kept up to a total size. An entry that is too long is refused and gets no
-    /// number.
+    /// The log stores long entries up to a total size. An entry that is too long is refused and
+    /// gets no number.
     #[test]
     fn log_limits_bytes_and_refuses_long_entries() {
         let mut log = EventLog::default();
-        let (long, too_long) = (
+        let (long_text, too_long_text) = (
             "x".repeat(EVENT_BYTES_MAX - 100),
             "x".repeat(EVENT_BYTES_MAX + 1),
         );
-        let fit = (EVENTS_BYTES_MAX / long.len()) as u64;
-        for number in 1..=fit + 20 {
-            let given = log
-                .append(HostId::MASTER, Micros(0), note(&long))
-                .map(|(given, _)| given);
-            assert_eq!(given, Ok(number));
+        let fitting_count = (EVENTS_BYTES_MAX / long_text.len()) as u64;
+        for number in 1..=fitting_count + 20 {
+            let appended_number = log
+                .append_entry(HostId::MASTER, Micros(0), note(&long_text))
+                .map(|(appended_number, _)| appended_number);
+            assert_eq!(appended_number, Ok(number));
             assert!(
-                log.append(HostId::MASTER, Micros(0), note(&too_long))
+                log.append_entry(HostId::MASTER, Micros(0), note(&too_long_text))
                     .is_err()
             );
         }
-        let kept = numbers(&log, 0, u32::MAX);
-        assert!(log.bytes <= EVENTS_BYTES_MAX, "{} bytes", log.bytes);
+        let stored_numbers = event_numbers(&log, 0, u32::MAX);
         assert!(
-            kept.len() as u64 >= fit - 1 && kept.last() == Some(&(fit + 20)),
-            "{kept:?}"
+            log.packed_bytes <= EVENTS_BYTES_MAX,
+            "{} bytes",
+            log.packed_bytes
+        );
+        assert!(
+            stored_numbers.len() as u64 >= fitting_count - 1
+                && stored_numbers.last() == Some(&(fitting_count + 20)),
+            "{stored_numbers:?}"
         );
         assert!(
             to_bytes(&log.entries_since(0, u32::MAX)).is_ok(),

@@ -1,21 +1,21 @@
-//! The group service (`pvm_joingroup` and the other group functions), kept by the master.
+//! The group service (`pvm_joingroup` and the other group functions), provided by the master.
 //!
-//! [`Groups`] is a pure value: its inputs are requests and exits of tasks, its outputs are replies.
-//! A barrier or a freeze is a request that stays open until enough members have arrived. It fails
-//! if a member exits and the remaining ones are too few. A member that leaves the group by
-//! `pvm_lvgroup` does not affect a barrier, because another task may join in its place.
+//! [`Groups`] does no I/O: its inputs are requests and exits of tasks, its outputs are replies. A
+//! barrier or a freeze is a request that stays open until enough members have arrived. It fails if
+//! a member exits and too few members remain. A member that leaves the group by `pvm_lvgroup` does
+//! not affect a barrier, because another task may join in its place.
 
 use super::Machine;
 use super::rpc::RpcPurpose;
 use sempa_proto::checkpoint::SavedGroup;
 use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait};
 use sempa_proto::host::HostRequest;
-use sempa_proto::task::{NAME_BYTES_MAX, Reply};
+use sempa_proto::task::{Reply, TEXT_FIELD_BYTES_MAX};
 use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-/// Largest number of memberships: sum over all groups of their members.
+/// Largest number of memberships, that is, the sum of the member counts of all groups.
 pub(super) const MEMBERSHIPS_MAX: usize = 1 << 20;
 /// Largest total size of all group names, in bytes.
 pub(super) const NAMES_BYTES_MAX: usize = 16 << 20;
@@ -23,7 +23,7 @@ pub(super) const NAMES_BYTES_MAX: usize = 16 << 20;
 type GroupError = (PvmError, String);
 type GroupName = Arc<[u8]>;
 
-/// The reply to a group request.
+/// The reply to a group request of a task.
 #[derive(Debug, PartialEq)]
 pub(super) struct GroupAnswer {
     pub(super) tid: Tid,
@@ -34,23 +34,23 @@ pub(super) struct GroupAnswer {
 /// Members that wait for each other in a barrier or a freeze.
 #[derive(Debug)]
 struct Rendezvous {
-    required: usize,
-    /// True for a barrier of all current members: it does not wait for a member that leaves the
-    /// group.
-    all_members: bool,
-    waiting: BTreeMap<Tid, RequestId>,
+    required_count: usize,
+    /// True for a barrier of all current members. The barrier does not wait for a member that
+    /// leaves the group.
+    includes_all_members: bool,
+    waiting_requests: BTreeMap<Tid, RequestId>,
 }
 
 impl Rendezvous {
-    fn info(&self) -> GroupWait {
+    fn group_wait(&self) -> GroupWait {
         GroupWait {
-            required: self.required as u32,
-            waiting: self.waiting.keys().copied().collect(),
+            required_members: self.required_count as u32,
+            waiting_members: self.waiting_requests.keys().copied().collect(),
         }
     }
 }
 
-/// The two requests in which members wait for each other.
+/// The two kinds of requests in which members wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RendezvousKind {
     Barrier,
@@ -79,7 +79,7 @@ impl Group {
         }
     }
 
-    fn add(&mut self, tid: Tid) -> usize {
+    fn add_member(&mut self, tid: Tid) -> usize {
         let instance = self
             .free_instances
             .pop_first()
@@ -94,7 +94,7 @@ impl Group {
     }
 
     /// Removes a member. A frozen group keeps its instance numbers and becomes broken.
-    fn remove(&mut self, tid: Tid) {
+    fn remove_member(&mut self, tid: Tid) {
         let Some(instance) = self.instances.remove(&tid) else {
             return;
         };
@@ -111,7 +111,7 @@ impl Group {
     }
 
     /// Returns the number of members; for a frozen group, the number at the time of the freeze.
-    fn size(&self) -> usize {
+    fn member_count(&self) -> usize {
         if self.state == GroupState::Dynamic {
             self.instances.len()
         } else {
@@ -124,8 +124,8 @@ impl Group {
             name: name.to_vec(),
             state: self.state,
             members: self.members.clone(),
-            barrier: self.barrier.as_ref().map(Rendezvous::info),
-            freeze: self.freeze.as_ref().map(Rendezvous::info),
+            barrier: self.barrier.as_ref().map(Rendezvous::group_wait),
+            freeze: self.freeze.as_ref().map(Rendezvous::group_wait),
         }
     }
 }
@@ -134,69 +134,84 @@ impl Group {
 pub(super) struct Groups {
     groups: BTreeMap<GroupName, Group>,
     groups_of_task: BTreeMap<Tid, BTreeSet<GroupName>>,
-    memberships: usize,
+    membership_count: usize,
     names_bytes: usize,
     replies: VecDeque<GroupAnswer>,
 }
 
 impl Groups {
-    /// Returns all tasks that are in a group.
-    pub(super) fn members(&self) -> impl Iterator<Item = Tid> {
+    /// Returns all tasks that are members of a group.
+    pub(super) fn all_members(&self) -> impl Iterator<Item = Tid> {
         self.groups_of_task.keys().copied()
     }
 
     /// Returns the groups of these tasks, for a checkpoint. Waiting barriers and freezes are not
     /// included, because the tasks repeat these requests after a restart.
-    pub(super) fn save(&self, tasks: &[Tid]) -> Vec<SavedGroup> {
-        let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
-        let member = |tid: &Tid| if tasks.contains(tid) { *tid } else { Tid::NONE };
-        let save = |(name, group): (&GroupName, &Group)| SavedGroup {
+    pub(super) fn saved_groups(&self, member_tids: &[Tid]) -> Vec<SavedGroup> {
+        let member_tids: BTreeSet<Tid> = member_tids.iter().copied().collect();
+        let saved_member = |tid: &Tid| {
+            if member_tids.contains(tid) {
+                *tid
+            } else {
+                Tid::NONE
+            }
+        };
+        let saved_group = |(name, group): (&GroupName, &Group)| SavedGroup {
             name: name.to_vec(),
             state: group.state,
             frozen_size: u32::try_from(group.frozen_size).unwrap_or(u32::MAX),
-            members: group.members.iter().map(member).collect(),
+            members: group.members.iter().map(saved_member).collect(),
         };
         let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
-        self.groups.iter().map(save).filter(has_some).collect()
+        self.groups
+            .iter()
+            .map(saved_group)
+            .filter(has_some)
+            .collect()
     }
 
-    /// Returns the requests that wait for other members.
+    /// Returns the requests that wait for other members of a group.
     pub(super) fn open_requests(&self) -> impl Iterator<Item = (Tid, RequestId)> {
-        let meetings = self
+        let rendezvous_list = self
             .groups
             .values()
             .flat_map(|group| [&group.barrier, &group.freeze])
             .flatten();
-        meetings.flat_map(|meeting| meeting.waiting.iter().map(|(tid, id)| (*tid, *id)))
+        rendezvous_list.flat_map(|rendezvous| {
+            rendezvous
+                .waiting_requests
+                .iter()
+                .map(|(tid, id)| (*tid, *id))
+        })
     }
 
-    /// Returns the names of those saved groups that already exist. Their saved members could not
-    /// get their instance numbers again.
-    pub(super) fn existing_names(&self, saved: &[SavedGroup]) -> Vec<String> {
-        let taken = saved
+    /// Returns the names of the saved groups that already exist. A restart could not assign the
+    /// saved instance numbers in these groups again.
+    pub(super) fn existing_names(&self, saved_groups: &[SavedGroup]) -> Vec<String> {
+        let existing = saved_groups
             .iter()
             .filter(|group| self.groups.contains_key(&group.name[..]));
-        taken.map(|group| display_name(&group.name)).collect()
+        existing.map(|group| display_name(&group.name)).collect()
     }
 
-    /// Creates groups as they were saved. A group that already exists is left unchanged.
-    pub(super) fn restore(&mut self, saved: &[SavedGroup]) {
+    /// Creates saved groups again. A group that already exists is not changed.
+    pub(super) fn restore_groups(&mut self, saved_groups: &[SavedGroup]) {
         for SavedGroup {
             name,
             state,
-            frozen_size: frozen,
+            frozen_size,
             members,
-        } in saved
+        } in saved_groups
         {
-            let count = members.iter().filter(|tid| **tid != Tid::NONE).count();
-            let fits =
-                self.memberships + count <= MEMBERSHIPS_MAX && !self.groups.contains_key(&name[..]);
-            let Some(name) = fits.then(|| self.reserve_name(name).ok()).flatten() else {
+            let member_count = members.iter().filter(|tid| **tid != Tid::NONE).count();
+            let fits_limits = self.membership_count + member_count <= MEMBERSHIPS_MAX
+                && !self.groups.contains_key(&name[..]);
+            let Some(name) = fits_limits.then(|| self.reserve_name(name).ok()).flatten() else {
                 continue;
             };
             let mut group = Group {
                 state: *state,
-                frozen_size: *frozen as usize,
+                frozen_size: *frozen_size as usize,
                 ..Group::default()
             };
             for (instance, tid) in members.iter().enumerate() {
@@ -215,13 +230,13 @@ impl Groups {
                 group.members.pop();
                 group.free_instances.remove(&group.members.len());
             }
-            self.memberships += count;
+            self.membership_count += member_count;
             self.groups.insert(name, group);
         }
     }
 
-    /// Handles a request of a task. The reply comes from [`Groups::poll`], immediately or later.
-    pub(super) fn handle(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+    /// Handles a request of a task. [`Groups::poll`] returns the reply, immediately or later.
+    pub(super) fn handle_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let result = match request {
             GroupRequest::Join { group } => self.join(tid, &group),
             GroupRequest::Leave { group } => self.leave(tid, &group),
@@ -229,29 +244,35 @@ impl Groups {
                 self.leave_all(tid, None);
                 Ok(GroupReply::Number(0))
             }
-            GroupRequest::Barrier { group, count } => {
+            GroupRequest::Barrier {
+                group,
+                required_members: count,
+            } => {
                 return self.enter_rendezvous(RendezvousKind::Barrier, (tid, id), &group, count);
             }
-            GroupRequest::Freeze { group, count } => {
+            GroupRequest::Freeze {
+                group,
+                required_members: count,
+            } => {
                 return self.enter_rendezvous(RendezvousKind::Freeze, (tid, id), &group, count);
             }
-            GroupRequest::Instance { group, tid } => self.instance(tid, &group),
-            GroupRequest::Member { group, instance } => self.member(instance, &group),
+            GroupRequest::Instance { group, tid } => self.instance_of(tid, &group),
+            GroupRequest::Member { group, instance } => self.member_with_instance(instance, &group),
             GroupRequest::Size { group } => self
-                .get(&group)
-                .map(|(_, g)| GroupReply::Number(g.size() as i32)),
+                .find_group(&group)
+                .map(|(_, g)| GroupReply::Number(g.member_count() as i32)),
             GroupRequest::Members { group } => self
-                .get(&group)
+                .find_group(&group)
                 .map(|(_, g)| GroupReply::Members(g.members.clone())),
             GroupRequest::List => Ok(GroupReply::Groups(
                 self.groups.iter().map(|(name, g)| g.info(name)).collect(),
             )),
         };
-        self.answer(tid, id, result);
+        self.queue_reply(tid, id, result);
     }
 
-    /// Returns the next reply, or `None`.
-    pub(super) fn poll(&mut self) -> Option<GroupAnswer> {
+    /// Returns the next reply; `None` if no reply is due.
+    pub(super) fn next_reply(&mut self) -> Option<GroupAnswer> {
         self.replies.pop_front()
     }
 
@@ -263,11 +284,11 @@ impl Groups {
         );
     }
 
-    fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, GroupError>) {
+    fn queue_reply(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, GroupError>) {
         self.replies.push_back(GroupAnswer { tid, id, result });
     }
 
-    fn get(&self, name: &[u8]) -> Result<(&GroupName, &Group), GroupError> {
+    fn find_group(&self, name: &[u8]) -> Result<(&GroupName, &Group), GroupError> {
         self.groups.get_key_value(name).ok_or_else(|| {
             if name.is_empty() {
                 (PvmError::NullGroup, "a group needs a name".to_string())
@@ -281,12 +302,12 @@ impl Groups {
     }
 
     fn join(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
-        let known = match self.get(name) {
+        let existing_group = match self.find_group(name) {
             Ok((name, group)) => Some((name.clone(), group)),
             Err((PvmError::NoGroup, _)) => None,
-            Err(failed) => return Err(failed),
+            Err(error) => return Err(error),
         };
-        if let Some((_, group)) = &known {
+        if let Some((_, group)) = &existing_group {
             if group.state != GroupState::Dynamic {
                 return Err((
                     PvmError::NotInGroup,
@@ -300,31 +321,31 @@ impl Groups {
                 ));
             }
         }
-        if self.memberships >= MEMBERSHIPS_MAX {
+        if self.membership_count >= MEMBERSHIPS_MAX {
             return Err((
                 PvmError::OutOfRes,
                 format!("all groups together have {MEMBERSHIPS_MAX} members at most"),
             ));
         }
-        let name = match known {
+        let name = match existing_group {
             Some((name, _)) => name,
             None => self.reserve_name(name)?,
         };
-        self.memberships += 1;
+        self.membership_count += 1;
         self.groups_of_task
             .entry(tid)
             .or_default()
             .insert(name.clone());
-        let instance = self.groups.entry(name).or_default().add(tid);
+        let instance = self.groups.entry(name).or_default().add_member(tid);
         Ok(GroupReply::Number(instance as i32))
     }
 
     /// Checks the name of a new group against the limits and reserves its bytes.
     fn reserve_name(&mut self, name: &[u8]) -> Result<GroupName, GroupError> {
-        if name.len() > NAME_BYTES_MAX {
+        if name.len() > TEXT_FIELD_BYTES_MAX {
             return Err((
                 PvmError::OutOfRes,
-                format!("the name of a group has {NAME_BYTES_MAX} bytes at most"),
+                format!("the name of a group has {TEXT_FIELD_BYTES_MAX} bytes at most"),
             ));
         }
         if self.names_bytes + name.len() > NAMES_BYTES_MAX {
@@ -337,28 +358,29 @@ impl Groups {
     }
 
     fn leave(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
-        let (name, group) = self.get(name)?;
+        let (name, group) = self.find_group(name)?;
         if !group.instances.contains_key(&tid) {
             return Err(not_in_group(tid, name));
         }
         let name = name.clone();
-        self.remove(tid, &name, None);
+        self.remove_from_group(tid, &name, None);
         Ok(GroupReply::Number(0))
     }
 
-    fn leave_all(&mut self, tid: Tid, ended: Option<&str>) {
+    fn leave_all(&mut self, tid: Tid, end_reason: Option<&str>) {
         for name in self.groups_of_task.get(&tid).cloned().unwrap_or_default() {
-            self.remove(tid, &name, ended);
+            self.remove_from_group(tid, &name, end_reason);
         }
     }
 
-    /// Removes a member. `ended` describes how it ended; `None` if it left the group by request.
-    fn remove(&mut self, tid: Tid, name: &GroupName, ended: Option<&str>) {
+    /// Removes a member from a group. `end_reason` describes how the member ended; `None` if it left the
+    /// group by request.
+    fn remove_from_group(&mut self, tid: Tid, name: &GroupName, end_reason: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
-        group.remove(tid);
-        self.memberships -= 1;
+        group.remove_member(tid);
+        self.membership_count -= 1;
         if let Some(names) = self.groups_of_task.get_mut(&tid) {
             names.remove(name);
             if names.is_empty() {
@@ -366,7 +388,7 @@ impl Groups {
             }
         }
         for kind in [RendezvousKind::Barrier, RendezvousKind::Freeze] {
-            self.update_rendezvous(tid, name, kind, ended);
+            self.update_rendezvous(tid, name, kind, end_reason);
         }
         if self
             .groups
@@ -384,52 +406,53 @@ impl Groups {
         tid: Tid,
         name: &GroupName,
         kind: RendezvousKind,
-        ended: Option<&str>,
+        end_reason: Option<&str>,
     ) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
-        let (broken, left) = (group.state == GroupState::Broken, group.instances.len());
-        let Some(meeting) = group.rendezvous(kind) else {
+        let (is_broken, remaining_count) =
+            (group.state == GroupState::Broken, group.instances.len());
+        let Some(rendezvous) = group.rendezvous(kind) else {
             return;
         };
-        let own_request = meeting.waiting.remove(&tid);
-        if meeting.all_members && ended.is_none() {
-            meeting.required = meeting.required.min(left);
+        let own_request = rendezvous.waiting_requests.remove(&tid);
+        if rendezvous.includes_all_members && end_reason.is_none() {
+            rendezvous.required_count = rendezvous.required_count.min(remaining_count);
         }
-        let wanted = meeting.required;
+        let required_count = rendezvous.required_count;
         // A task that has ended needs no reply.
-        if let (Some(id), None) = (own_request, ended) {
-            self.answer(tid, id, Err(not_in_group(tid, name)));
+        if let (Some(id), None) = (own_request, end_reason) {
+            self.queue_reply(tid, id, Err(not_in_group(tid, name)));
         }
-        if broken || (ended.is_some() && left < wanted) {
-            let what = ended.map_or_else(
+        if is_broken || (end_reason.is_some() && remaining_count < required_count) {
+            let cause = end_reason.map_or_else(
                 || format!("{tid} has left the frozen group"),
                 str::to_string,
             );
             let reason = format!(
-                "group {}: {what}; {left} of the {wanted} required members remain",
+                "group {}: {cause}; {remaining_count} of the {required_count} required members remain",
                 display_name(name)
             );
-            self.finish(name, kind, &Err((PvmError::NoGroup, reason)));
+            self.finish_rendezvous(name, kind, &Err((PvmError::NoGroup, reason)));
         } else {
             self.finish_if_complete(name, kind);
             self.remove_if_empty(name, kind);
         }
     }
 
-    /// Removes a barrier or a freeze without waiting members, so that the next one may require
-    /// another number.
+    /// Removes a barrier or a freeze that has no waiting members, so that the next barrier or
+    /// freeze may require another number of members.
     fn remove_if_empty(&mut self, name: &GroupName, kind: RendezvousKind) {
         if let Some(group) = self.groups.get_mut(name) {
             group
                 .rendezvous(kind)
-                .take_if(|meeting| meeting.waiting.is_empty());
+                .take_if(|rendezvous| rendezvous.waiting_requests.is_empty());
         }
     }
 
-    fn instance(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
-        let (name, group) = self.get(name)?;
+    fn instance_of(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
+        let (name, group) = self.find_group(name)?;
         let instance = group
             .instances
             .get(&tid)
@@ -437,8 +460,8 @@ impl Groups {
         Ok(GroupReply::Number(*instance as i32))
     }
 
-    fn member(&self, instance: i32, name: &[u8]) -> Result<GroupReply, GroupError> {
-        let (name, group) = self.get(name)?;
+    fn member_with_instance(&self, instance: i32, name: &[u8]) -> Result<GroupReply, GroupError> {
+        let (name, group) = self.find_group(name)?;
         let member = usize::try_from(instance)
             .ok()
             .and_then(|i| group.members.get(i))
@@ -452,7 +475,7 @@ impl Groups {
         Ok(GroupReply::Number(tid.raw()))
     }
 
-    /// Adds a member to a barrier or a freeze.
+    /// Adds a member to a barrier or a freeze, and completes it if enough members wait.
     fn enter_rendezvous(
         &mut self,
         kind: RendezvousKind,
@@ -462,7 +485,7 @@ impl Groups {
     ) {
         match self.add_waiter(kind, (tid, id), name, count) {
             Ok(name) => self.finish_if_complete(&name, kind),
-            Err(failed) => self.answer(tid, id, Err(failed)),
+            Err(error) => self.queue_reply(tid, id, Err(error)),
         }
     }
 
@@ -473,7 +496,7 @@ impl Groups {
         name: &[u8],
         count: i32,
     ) -> Result<GroupName, GroupError> {
-        let (name, group) = self.get(name)?;
+        let (name, group) = self.find_group(name)?;
         let name = name.clone();
         if !group.instances.contains_key(&tid) {
             return Err(not_in_group(tid, &name));
@@ -497,9 +520,9 @@ impl Groups {
             _ => {}
         }
         let all_members = kind == RendezvousKind::Barrier && count == ALL_MEMBERS;
-        let size = group.instances.len();
-        let wanted = if all_members {
-            Some(size)
+        let member_count = group.instances.len();
+        let valid_count = if all_members {
+            Some(member_count)
         } else {
             usize::try_from(count).ok().filter(|count| *count > 0)
         };
@@ -509,26 +532,29 @@ impl Groups {
                 format!("group {}: {reason}", display_name(&name)),
             )
         };
-        let required = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
+        let required =
+            valid_count.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
         let group = self.groups.get_mut(&name).expect("just found");
-        let meeting = group.rendezvous(kind).get_or_insert(Rendezvous {
-            required,
-            all_members,
-            waiting: BTreeMap::new(),
+        let rendezvous = group.rendezvous(kind).get_or_insert(Rendezvous {
+            required_count: required,
+            includes_all_members: all_members,
+            waiting_requests: BTreeMap::new(),
         });
-        if meeting.waiting.contains_key(&tid) {
+        if rendezvous.waiting_requests.contains_key(&tid) {
             return Err((
                 PvmError::Already,
                 format!("{tid} waits in group {} already", display_name(&name)),
             ));
         }
-        if meeting.required != required && !(all_members && meeting.all_members) {
+        if rendezvous.required_count != required
+            && !(all_members && rendezvous.includes_all_members)
+        {
             return Err(mismatch(format!(
                 "{} members are waited for, not {required}",
-                meeting.required
+                rendezvous.required_count
             )));
         }
-        meeting.waiting.insert(tid, id);
+        rendezvous.waiting_requests.insert(tid, id);
         Ok(name)
     }
 
@@ -536,39 +562,39 @@ impl Groups {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
-        let Some(meeting) = group
+        let Some(rendezvous) = group
             .rendezvous(kind)
             .as_ref()
-            .filter(|m| m.waiting.len() >= m.required)
+            .filter(|m| m.waiting_requests.len() >= m.required_count)
         else {
             return;
         };
-        let number = match kind {
+        let reply_number = match kind {
             RendezvousKind::Barrier => 0,
-            RendezvousKind::Freeze => meeting.required as i32,
+            RendezvousKind::Freeze => rendezvous.required_count as i32,
         };
         if kind == RendezvousKind::Freeze {
             (group.state, group.frozen_size) = (GroupState::Static, group.instances.len());
         }
-        self.finish(name, kind, &Ok(GroupReply::Number(number)));
+        self.finish_rendezvous(name, kind, &Ok(GroupReply::Number(reply_number)));
     }
 
-    /// Replies to all members that wait.
-    fn finish(
+    /// Completes a barrier or a freeze: sends `result` to all members that wait.
+    fn finish_rendezvous(
         &mut self,
         name: &GroupName,
         kind: RendezvousKind,
         result: &Result<GroupReply, GroupError>,
     ) {
-        let Some(meeting) = self
+        let Some(rendezvous) = self
             .groups
             .get_mut(name)
             .and_then(|group| group.rendezvous(kind).take())
         else {
             return;
         };
-        for (tid, id) in meeting.waiting {
-            self.answer(tid, id, result.clone());
+        for (tid, id) in rendezvous.waiting_requests {
+            self.queue_reply(tid, id, result.clone());
         }
     }
 }
@@ -586,15 +612,15 @@ fn not_in_group(tid: Tid, name: &[u8]) -> GroupError {
 
 impl Machine {
     /// Master: handles a request to the group service.
-    pub(super) fn group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+    pub(super) fn handle_group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let Some(master) = &mut self.master else {
             return;
         };
-        let joins = matches!(request, GroupRequest::Join { .. });
-        master.groups.handle(tid, id, request);
+        let is_join = matches!(request, GroupRequest::Join { .. });
+        master.groups.handle_request(tid, id, request);
         self.send_group_replies();
-        if joins {
-            // The notice of the task's exit comes on another channel and may have overtaken this
+        if is_join {
+            // The exit notice of the task arrives on another channel and may have overtaken this
             // request.
             self.call_host_of_task(
                 tid,
@@ -615,7 +641,7 @@ impl Machine {
 
     fn send_group_replies(&mut self) {
         while let Some(GroupAnswer { tid, id, result }) =
-            self.master.as_mut().and_then(|m| m.groups.poll())
+            self.master.as_mut().and_then(|m| m.groups.next_reply())
         {
             match result {
                 Ok(reply) => self.reply(tid, id, Reply::Group(reply)),

@@ -1,7 +1,7 @@
 //! Pauses the guest tasks of this host while its owner needs the machine.
 //!
-//! The host's load watcher decides; no other host is asked. Tasks that a user suspends pause the
-//! same way (see `suspension`).
+//! The host's load watcher decides; no other host is asked. Tasks that a user suspends are paused
+//! in the same way (see `suspension`).
 //!
 //! A stopped process cannot close its rings, routes and daemon socket, and CRIU cannot dump it
 //! while they are open. Each guest is therefore paused in this order:
@@ -9,15 +9,15 @@
 //! 1. The daemon asks the task's library to quiesce. The library has [`QUIESCE_TIMEOUT`], at a
 //!    priority below all other processes of the host.
 //! 2. The task is stopped when it has quiesced or the timeout has expired.
-//! 3. The task stays stopped, even if a migration of it fails. If it has quiesced, its next
-//!    location is written into its memory ([`Redirect`]). If it has not, it runs for at most
-//!    [`RESUME_TO_QUIESCE_TIMEOUT`] when it must migrate: first only the library's threads, then
-//!    the whole program.
+//! 3. The task stays stopped, even if a migration of it fails. If the task has quiesced, the paths
+//!    of further resume tokens are written into its memory ([`Redirect`]). If it has not quiesced,
+//!    it runs for at most [`RESUME_TO_QUIESCE_TIMEOUT`] when it must migrate: first only the
+//!    library's threads, then the whole program.
 //! 4. When the load watcher reports that guests are welcome, or its last directive has expired (see
 //!    `owner_agent`), all guests resume except those that a user suspended.
 //!
-//! A task has one quiesce timeout per pause. If it was still reconnecting after an earlier pause or
-//! migration when the timeout expired, it quiesces when its next migration needs it.
+//! A task has one quiesce timeout per pause. If the task was still reconnecting after an earlier
+//! pause or migration when the timeout expired, it quiesces when its next migration requires this.
 
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
@@ -40,7 +40,7 @@ use thiserror::Error;
 /// A limit of the owner that does not permit another guest.
 #[derive(Debug, Error)]
 enum OwnerLimit {
-    /// The pattern that the program matches.
+    /// The owner does not allow the program. Contains the pattern that the program matches.
     #[error("its owner does not allow {0}")]
     BlockedProgram(String),
     #[error("its owner allows no tasks")]
@@ -54,11 +54,11 @@ enum OwnerLimit {
 /// Time limit for a guest to quiesce before it is stopped. The other 25 ms of the 50 ms within
 /// which guests must stop for an owner are for detection and delivery.
 const QUIESCE_TIMEOUT: Micros = Micros::from_millis(25);
-/// Time limit for a suspended task to quiesce before it is stopped. It is longer than that of a
-/// guest, because nothing waits for the task to stop.
+/// Time limit for a suspended task to quiesce before it is stopped. The limit is longer than for a
+/// guest, because nobody waits until the task has stopped.
 pub(super) const SUSPEND_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
-/// Time limit for a task to quiesce when it migrates, if it was stopped before it had quiesced. The
-/// task is resumed for that.
+/// Time limit for a task that was stopped before it had quiesced: it may run for this time to
+/// quiesce for a migration.
 const RESUME_TO_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
 /// Part of [`RESUME_TO_QUIESCE_TIMEOUT`] during which only the library's threads run, so that a
 /// computing program does not delay them.
@@ -71,14 +71,14 @@ const SIGKILL: i32 = 9;
 /// index and a counter.
 const PAUSE_ID_BIT: u64 = 1 << 63;
 
-/// Progress of pausing one task.
+/// State of the pause of one task.
 #[derive(Debug, Default)]
 pub(super) struct Pause {
     /// Ids under which the quiesced library may be resumed. Empty if no quiesce was requested.
     resume_ids: Vec<MigrationId>,
-    /// A migration that waits until the task has quiesced, and the paths of its resume tokens.
+    /// A migration that waits until the task has quiesced, with the paths of its resume tokens.
     pending_migration: Option<(MigrationId, Vec<PathBuf>)>,
-    /// True if a resume was sent and the library has not reconnected yet.
+    /// True if a resume token was written and the library has not reconnected yet.
     pub(super) is_resuming: bool,
 }
 
@@ -92,16 +92,16 @@ struct ActiveDirective {
     guests: Vec<Tid>,
     /// Members of `guests` that are not stopped yet.
     running_guests: BTreeSet<Tid>,
-    /// True if the event log contains that all guests are paused.
-    pause_reported: bool,
+    /// True if the event log reports that all guests are paused.
+    is_pause_reported: bool,
     /// True if the guests were asked to exit.
-    exit_requested: bool,
+    is_exit_requested: bool,
 }
 
 /// State by which the owner controls the guests of this host.
 #[derive(Debug, Default)]
 pub(super) struct OwnerControl {
-    /// `None` while guests are welcome.
+    /// Directive that pauses the guests; `None` while guests are welcome.
     active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
     last_pause_number: u64,
@@ -113,11 +113,11 @@ impl OwnerControl {
         self.active_directive.is_some()
     }
 
-    /// True if guests are paused by a directive of this task.
-    pub(super) fn is_sent_by(&self, tid: Tid) -> bool {
+    /// True if this task has sent the directive that pauses the guests.
+    pub(super) fn is_directive_sender(&self, tid: Tid) -> bool {
         self.active_directive
             .as_ref()
-            .is_some_and(|said| said.sender == tid)
+            .is_some_and(|directive| directive.sender == tid)
     }
 }
 
@@ -135,15 +135,16 @@ impl Task {
 
     /// True if the task's library has quiesced and waits to be resumed.
     pub(super) fn is_quiesced(&self) -> bool {
-        let waits = |still: &Pause| !still.resume_ids.is_empty() && !still.is_resuming;
-        self.phase == ConnectionPhase::Detached && self.pause.as_ref().is_some_and(waits)
+        let awaits_resume = |pause: &Pause| !pause.resume_ids.is_empty() && !pause.is_resuming;
+        self.connection_phase == ConnectionPhase::Detached
+            && self.pause.as_ref().is_some_and(awaits_resume)
     }
 
-    /// True if the task's library may be resumed under this id.
+    /// True if this id is one of those under which the task's library may be resumed.
     pub(super) fn has_resume_id(&self, id: MigrationId) -> bool {
         self.pause
             .as_ref()
-            .is_some_and(|still| still.resume_ids.contains(&id))
+            .is_some_and(|pause| pause.resume_ids.contains(&id))
     }
 }
 
@@ -151,22 +152,22 @@ impl Machine {
     /// Returns the time at which a task of this host must be stopped even if it has not quiesced;
     /// `None` if it need not be paused.
     fn pause_deadline(&self, task: &Task) -> Option<Micros> {
-        let owner = self
+        let owner_deadline = self
             .owner_control
             .active_directive
             .as_ref()
             .filter(|_| task.is_guest())
-            .map(|said| said.received_at + QUIESCE_TIMEOUT);
-        owner
+            .map(|active_directive| active_directive.received_at + QUIESCE_TIMEOUT);
+        owner_deadline
             .into_iter()
             .chain(
                 task.suspension
-                    .map(|suspended| suspended.since + SUSPEND_QUIESCE_TIMEOUT),
+                    .map(|suspension| suspension.suspended_at + SUSPEND_QUIESCE_TIMEOUT),
             )
             .min()
     }
 
-    /// True if a task that is on this host, or arriving, must be paused.
+    /// True if a task of this host, or a task that is arriving, must be paused.
     pub(super) fn must_pause(&self, tid: Tid) -> bool {
         match self.tasks.get(tid) {
             Some(task) => self.pause_deadline(task).is_some(),
@@ -185,52 +186,54 @@ impl Machine {
     /// started from a command line.
     pub(super) fn handle_guest_directive(
         &mut self,
-        by: Tid,
+        sender: Tid,
         id: RequestId,
         mut directive: GuestDirective,
     ) {
         if self
             .tasks
-            .get(by)
+            .get(sender)
             .is_some_and(|task| task.is_spawned() && !task.is_service)
         {
             let reason = "only a load watcher that the resource manager has started, or a program from a command \
                           line, may send directives about guests on this host";
-            return self.reply_error(by, id, PvmError::Denied, reason);
+            return self.reply_error(sender, id, PvmError::Denied, reason);
         }
         directive
             .reason
             .truncate(truncate(&directive.reason, REASON_BYTES_MAX).len());
-        self.apply_directive(by, directive);
-        self.reply(by, id, Reply::Done);
+        self.apply_directive(sender, directive);
+        self.reply(sender, id, Reply::Done);
     }
 
-    /// Makes a directive the one in force: resumes the guests, or pauses them and sets the time of
-    /// their eviction.
-    pub(super) fn apply_directive(&mut self, by: Tid, word: GuestDirective) {
-        let watches = self
+    /// Puts a directive into force: resumes the guests, or pauses them and sets a timer for their
+    /// eviction.
+    pub(super) fn apply_directive(&mut self, sender: Tid, directive: GuestDirective) {
+        let is_from_watcher = self
             .tasks
-            .get(by)
+            .get(sender)
             .is_some_and(|task| task.is_service && is_load_watcher(&task.name));
         self.owner_control
             .owner_agents
-            .record_directive(by, &word, watches);
-        match word.access {
-            GuestAccess::Welcome => self.resume_guests(&word.reason),
-            GuestAccess::Paused {
-                evict_at: leave_at, ..
-            } => {
-                let said = self
+            .record_directive(sender, &directive, is_from_watcher);
+        match directive.access {
+            GuestAccess::Welcome => self.resume_guests(&directive.reason),
+            GuestAccess::Paused { evict_at, .. } => {
+                let active_directive = self
                     .owner_control
                     .active_directive
                     .as_ref()
-                    .map(|said| said.directive.access);
-                if let Some(at) = leave_at.filter(|_| said != Some(word.access)) {
-                    self.set_timer(at.since(self.unix_time), Timer::Eviction);
+                    .map(|active_directive| active_directive.directive.access);
+                if let Some(eviction_time) =
+                    evict_at.filter(|_| active_directive != Some(directive.access))
+                {
+                    self.set_timer(eviction_time.since(self.unix_time), Timer::EvictionDue);
                 }
                 match &mut self.owner_control.active_directive {
-                    Some(said) => (said.sender, said.directive) = (by, word),
-                    None => self.pause_guests(by, word),
+                    Some(active_directive) => {
+                        (active_directive.sender, active_directive.directive) = (sender, directive)
+                    }
+                    None => self.pause_guests(sender, directive),
                 }
             }
         }
@@ -239,35 +242,35 @@ impl Machine {
     fn pause_guests(&mut self, sender: Tid, directive: GuestDirective) {
         self.log(format!("guests are paused: {}", directive.reason));
         let why = directive.reason.clone();
-        let here: Vec<Tid> = self
+        let local_guests: Vec<Tid> = self
             .tasks
-            .live
+            .live_tasks
             .values()
             .filter(|t| t.is_guest())
             .map(|t| t.tid)
             .collect();
         // Tasks that have just arrived are not in the task table yet.
-        let arriving = self
+        let arriving_guests = self
             .migrations
             .arrivals
             .values()
             .filter(|a| a.run_ordered && !a.pause_ordered);
-        let arriving: Vec<Tid> = arriving.map(|a| a.tid).collect();
-        let guests = [&here[..], &arriving].concat();
-        let running = guests.iter().copied().collect();
+        let arriving_guests: Vec<Tid> = arriving_guests.map(|a| a.tid).collect();
+        let guests = [&local_guests[..], &arriving_guests].concat();
+        let running_guests = guests.iter().copied().collect();
         self.owner_control.active_directive = Some(ActiveDirective {
             sender,
             directive,
             received_at: self.now,
             guests,
-            running_guests: running,
-            pause_reported: false,
-            exit_requested: false,
+            running_guests,
+            is_pause_reported: false,
+            is_exit_requested: false,
         });
-        for tid in here {
+        for tid in local_guests {
             self.pause_guest(tid);
         }
-        for tid in arriving {
+        for tid in arriving_guests {
             self.pause_arrival(tid, QUIESCE_TIMEOUT);
         }
         self.cancel_pre_copies(&why);
@@ -276,35 +279,35 @@ impl Machine {
     }
 
     fn resume_guests(&mut self, why: &str) {
-        let Some(said) = self.owner_control.active_directive.take() else {
+        let Some(ended_directive) = self.owner_control.active_directive.take() else {
             return;
         };
         self.log(format!("guests resume: {why}"));
-        let resumes =
+        let must_resume =
             |t: &&Task| (t.pause.is_some() || t.graceful_exit.is_some()) && t.suspension.is_none();
-        let still: Vec<Tid> = self
+        let paused_guests: Vec<Tid> = self
             .tasks
-            .live
+            .live_tasks
             .values()
-            .filter(resumes)
+            .filter(must_resume)
             .map(|t| t.tid)
             .collect();
-        for tid in still {
+        for tid in paused_guests {
             self.resume_guest(tid);
         }
-        let held = self
+        let paused_arrivals = self
             .migrations
             .arrivals
             .values()
             .filter(|a| a.pause_ordered && a.suspension.is_none());
-        for tid in held.map(|a| a.tid).collect::<Vec<Tid>>() {
+        for tid in paused_arrivals.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.resume_arrival(tid);
         }
-        let guests = said.guests.into_iter();
+        let guests = ended_directive.guests.into_iter();
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspension.is_none()))
             .collect();
-        self.record(EventKind::GuestsResumed {
+        self.record_event(EventKind::GuestsResumed {
             host: self.config.host,
             guests,
             why: why.to_string(),
@@ -318,46 +321,48 @@ impl Machine {
     }
 
     fn mark_paused(&mut self, tid: Tid) {
-        if let Some(said) = &mut self.owner_control.active_directive {
-            said.running_guests.remove(&tid);
+        if let Some(directive) = &mut self.owner_control.active_directive {
+            directive.running_guests.remove(&tid);
         }
     }
 
     fn report_if_all_paused(&mut self) {
         let (host, now) = (self.config.host, self.now);
-        let is_there = |tid: &Tid| {
+        let is_on_host = |tid: &Tid| {
             self.tasks.get(*tid).is_some() || self.migrations.arrivals.contains_key(tid)
         };
-        if let Some(said) = &mut self.owner_control.active_directive {
-            said.running_guests.retain(is_there);
+        if let Some(directive) = &mut self.owner_control.active_directive {
+            directive.running_guests.retain(is_on_host);
         }
-        let Some(said) = self
+        let Some(directive) = self
             .owner_control
             .active_directive
             .as_mut()
-            .filter(|said| said.running_guests.is_empty() && !said.pause_reported)
+            .filter(|directive| {
+                directive.running_guests.is_empty() && !directive.is_pause_reported
+            })
         else {
             return;
         };
-        said.pause_reported = true;
-        let (guests, took, why) = (
-            said.guests.clone(),
-            now.since(said.received_at),
-            said.directive.reason.clone(),
+        directive.is_pause_reported = true;
+        let (guests, duration, why) = (
+            directive.guests.clone(),
+            now.since(directive.received_at),
+            directive.directive.reason.clone(),
         );
-        self.record(EventKind::GuestsPaused {
+        self.record_event(EventKind::GuestsPaused {
             host,
             guests,
-            duration: took,
+            duration,
             why,
         });
     }
 
-    /// Removes a task that has ended or migrated away from the current pause.
+    /// Removes the pause of a task that has ended or has migrated away, with its resume tokens.
     pub(super) fn forget_guest(&mut self, task: &Task) {
-        for id in task.pause.iter().flat_map(|still| &still.resume_ids) {
+        for id in task.pause.iter().flat_map(|pause| &pause.resume_ids) {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.resume_token(*id),
+                path: self.config.paths.resume_token_path(*id),
             });
         }
         self.mark_paused(task.tid);
@@ -366,25 +371,31 @@ impl Machine {
 
     // ---- Eviction of guests
 
-    /// Asks guests to exit if their eviction is due and the owner wants them killed. If the owner
-    /// wants them migrated, the resource manager migrates them.
+    /// Asks guests to exit if their eviction is due and the owner requests that they are killed. If
+    /// the owner requests that they migrate, the resource manager migrates them.
     pub(super) fn evict_guests(&mut self) {
-        let unix = self.unix_time;
-        let due = |said: &&mut ActiveDirective| match said.directive.access {
-            GuestAccess::Paused {
-                evict_at: Some(at),
-                eviction: EvictionMode::Kill,
-            } => at <= unix && !said.exit_requested,
-            _ => false,
-        };
-        let Some(said) = self.owner_control.active_directive.as_mut().filter(due) else {
+        let unix_time = self.unix_time;
+        let must_evict =
+            |active_directive: &&mut ActiveDirective| match active_directive.directive.access {
+                GuestAccess::Paused {
+                    evict_at: Some(evict_at),
+                    eviction: EvictionMode::Kill,
+                } => evict_at <= unix_time && !active_directive.is_exit_requested,
+                _ => false,
+            };
+        let Some(active_directive) = self
+            .owner_control
+            .active_directive
+            .as_mut()
+            .filter(must_evict)
+        else {
             return;
         };
-        said.exit_requested = true;
-        let why = said.directive.reason.clone();
+        active_directive.is_exit_requested = true;
+        let why = active_directive.directive.reason.clone();
         let guests: Vec<Tid> = self
             .tasks
-            .live
+            .live_tasks
             .values()
             .filter(|t| t.is_guest())
             .map(|t| t.tid)
@@ -397,8 +408,8 @@ impl Machine {
                 });
             }
         }
-        self.set_timer(EVICTION_GRACE_TIMEOUT, Timer::GuestKill);
-        self.record(EventKind::GuestsEnded {
+        self.set_timer(EVICTION_GRACE_TIMEOUT, Timer::GuestKillDue);
+        self.record_event(EventKind::GuestsEnded {
             host: self.config.host,
             guests,
             why,
@@ -411,16 +422,16 @@ impl Machine {
             .owner_control
             .active_directive
             .as_ref()
-            .is_some_and(|said| said.exit_requested)
+            .is_some_and(|directive| directive.is_exit_requested)
         {
-            let left: Vec<Tid> = self
+            let remaining_guests: Vec<Tid> = self
                 .tasks
-                .live
+                .live_tasks
                 .values()
                 .filter(|t| t.is_guest())
                 .map(|t| t.tid)
                 .collect();
-            for tid in left {
+            for tid in remaining_guests {
                 if !self.signal_without_process(tid, SIGKILL) {
                     self.send_to_tasker(ToTasker::Kill { tid });
                 }
@@ -432,32 +443,32 @@ impl Machine {
 
     /// Quiesces and stops a task that must be paused.
     pub(super) fn pause_guest(&mut self, tid: Tid) {
-        if let Some(ending) = self
+        if let Some(graceful_exit) = self
             .tasks
             .get_mut(tid)
             .and_then(|task| task.graceful_exit.as_mut())
         {
-            ending.was_paused = true;
+            graceful_exit.was_paused = true;
         }
-        // A task that was asked to exit gets its grace period first. If it still runs afterwards,
-        // it is paused.
+        // A task that was asked to exit may run until its time limit has expired. If it still runs
+        // afterwards, it is paused.
         if self.tasks.get(tid).is_some_and(Task::is_exiting) {
             return;
         }
-        let leaving = self
+        let departing_migration = self
             .controlling_migration(tid)
             .map(|source| (source.migration().id, source.awaits_reconnect()));
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        match (&task.pause, leaving) {
+        match (&task.pause, departing_migration) {
             // A quiesce request is already outstanding.
             (Some(_), _) => {}
-            (None, Some((id, resuming))) => {
+            (None, Some((id, is_resuming))) => {
                 task.pause = Some(Pause {
                     resume_ids: vec![id],
                     pending_migration: None,
-                    is_resuming: resuming,
+                    is_resuming,
                 })
             }
             (None, None) => {
@@ -468,35 +479,40 @@ impl Machine {
         let Some(task) = self.tasks.get(tid) else {
             return;
         };
-        let quiescing =
-            task.conn().is_some() || task.pause.as_ref().is_some_and(|still| still.is_resuming);
-        self.stop_after_quiesce(tid, quiescing);
+        let is_quiescing =
+            task.conn().is_some() || task.pause.as_ref().is_some_and(|pause| pause.is_resuming);
+        self.stop_after_quiesce(tid, is_quiescing);
     }
 
     /// Stops a task: immediately, or at the end of its quiesce timeout if it is quiescing.
-    fn stop_after_quiesce(&mut self, tid: Tid, quiescing: bool) {
-        let by = self
+    fn stop_after_quiesce(&mut self, tid: Tid, is_quiescing: bool) {
+        let deadline = self
             .tasks
             .get(tid)
-            .filter(|_| quiescing)
+            .filter(|_| is_quiescing)
             .and_then(|task| self.pause_deadline(task));
-        let left = by.map(|by| by.since(self.now));
+        let remaining_time = deadline.map(|deadline| deadline.since(self.now));
         self.send_to_tasker(ToTasker::Pause {
             tid,
-            run_for: left.unwrap_or_default(),
+            run_time: remaining_time.unwrap_or_default(),
         });
     }
 
-    /// Asks the library of a guest to quiesce, for a waiting migration if there is one.
-    fn request_quiesce(&mut self, tid: Tid, waiting: Option<(MigrationId, Vec<PathBuf>)>) {
-        let (migration, tokens) = waiting.unwrap_or_else(|| {
+    /// Asks the library of a guest to quiesce: for the migration `waiting_migration`, or, if that is `None`,
+    /// for a pause.
+    fn request_quiesce(
+        &mut self,
+        tid: Tid,
+        waiting_migration: Option<(MigrationId, Vec<PathBuf>)>,
+    ) {
+        let (migration, tokens) = waiting_migration.unwrap_or_else(|| {
             self.owner_control.last_pause_number += 1;
             let id = MigrationId(
                 PAUSE_ID_BIT
                     | u64::from(self.config.host.index()) << 40
                     | self.owner_control.last_pause_number,
             );
-            (id, vec![self.config.paths.resume_token(id)])
+            (id, vec![self.config.paths.resume_token_path(id)])
         });
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -508,30 +524,33 @@ impl Machine {
             pending_migration: None,
             is_resuming: false,
         });
-        self.outputs.push_back(Output::ToTask {
+        self.outputs.push_back(Output::SendToTask {
             conn,
-            message: ToTask::Quiesce { migration, tokens },
+            message: ToTask::Quiesce {
+                migration,
+                token_paths: tokens,
+            },
         });
     }
 
     /// Resumes a paused task, unless a migration controls it.
     pub(super) fn resume_guest(&mut self, tid: Tid) {
-        let moving = self.controlling_migration(tid).is_some();
+        let is_migrating = self.controlling_migration(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let Some(still) = &mut task.pause else {
+        let Some(pause) = &mut task.pause else {
             if task.graceful_exit.is_some() {
-                // The task was only allowed to run for a limited time, to exit.
+                // The task was allowed to run only for a limited time, to exit.
                 self.send_to_tasker(ToTasker::Resume { tid });
             }
             return;
         };
-        if task.phase == ConnectionPhase::Left || still.resume_ids.is_empty() {
+        if task.connection_phase == ConnectionPhase::Left || pause.resume_ids.is_empty() {
             task.pause = None;
-        } else if !moving {
-            still.is_resuming = true;
-            let ids = still.resume_ids.clone();
+        } else if !is_migrating {
+            pause.is_resuming = true;
+            let ids = pause.resume_ids.clone();
             ids.into_iter().for_each(|id| self.write_resume_token(id));
         }
         // A task that a migration controls stays stopped.
@@ -549,8 +568,9 @@ impl Machine {
         self.send_to_tasker(ToTasker::Resume { tid });
     }
 
-    /// Stops an arriving task, which may already run, when the time `after` has passed.
-    pub(super) fn pause_arrival(&mut self, tid: Tid, after: Micros) {
+    /// Stops an arriving task, which may already run, after the time `delay`. Has no effect if the
+    /// task was not ordered to run, or was already ordered to pause.
+    pub(super) fn pause_arrival(&mut self, tid: Tid, delay: Micros) {
         if let Some(arrival) = self
             .migrations
             .arrivals
@@ -560,12 +580,13 @@ impl Machine {
             arrival.pause_ordered = true;
             self.send_to_tasker(ToTasker::Pause {
                 tid,
-                run_for: after,
+                run_time: delay,
             });
         }
     }
 
-    /// Returns the migration that controls this task, if there is one.
+    /// Returns the source of the migration that controls this task; `None` if there is no such
+    /// migration.
     fn controlling_migration(&self, tid: Tid) -> Option<&Source> {
         self.migrations
             .sources
@@ -583,29 +604,29 @@ impl Machine {
     /// Handles the reconnection of a library that had quiesced. The task already uses the new
     /// connection.
     pub(super) fn handle_guest_reconnected(&mut self, tid: Tid) {
-        let stopped = self.must_pause(tid);
-        let ending = self.tasks.get(tid).is_some_and(Task::is_exiting);
+        let must_pause = self.must_pause(tid);
+        let is_exiting = self.tasks.get(tid).is_some_and(Task::is_exiting);
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let Some(still) = task.pause.take() else {
+        let Some(pause) = task.pause.take() else {
             return;
         };
-        for id in &still.resume_ids {
+        for id in &pause.resume_ids {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.resume_token(*id),
+                path: self.config.paths.resume_token_path(*id),
             });
         }
-        if ending {
+        if is_exiting {
             return self.request_handoff(tid);
         }
-        if let Some(waiting) = still.pending_migration {
-            // A migration waits for the task, so its library quiesces again, for that migration.
-            self.request_quiesce(tid, Some(waiting));
-            if !stopped && let Some(task) = self.tasks.get_mut(tid) {
+        if let Some(waiting_migration) = pause.pending_migration {
+            // A migration waits for the task, so the library quiesces again, for that migration.
+            self.request_quiesce(tid, Some(waiting_migration));
+            if !must_pause && let Some(task) = self.tasks.get_mut(tid) {
                 task.pause = None;
             }
-        } else if stopped {
+        } else if must_pause {
             self.request_quiesce(tid, None);
             // The task may have been allowed to run so that it could reconnect, for a migration
             // that was aborted meanwhile.
@@ -616,8 +637,8 @@ impl Machine {
         self.start_queued_migration(tid);
     }
 
-    /// Sets the pause state of a task that has arrived from another host. `resume_id` is set if its
-    /// library is still quiesced.
+    /// Sets the pause state of a task that has arrived from another host. `resume_id` is the id
+    /// under which the task's library is quiesced; `None` if it is not quiesced.
     pub(super) fn adopt_arrived_guest(&mut self, tid: Tid, resume_id: Option<MigrationId>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -638,11 +659,11 @@ impl Machine {
 
     /// Resumes a quiesced library whose program must exit, so that it can report its link states.
     pub(super) fn resume_to_exit(&mut self, tid: Tid) {
-        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
+        let Some(pause) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
             return;
         };
-        still.is_resuming |= !still.resume_ids.is_empty();
-        let ids = still.resume_ids.clone();
+        pause.is_resuming |= !pause.resume_ids.is_empty();
+        let ids = pause.resume_ids.clone();
         ids.into_iter().for_each(|id| self.write_resume_token(id));
     }
 
@@ -650,10 +671,10 @@ impl Machine {
     /// resume tokens of the pause are removed.
     pub(super) fn end_pause(&mut self, tid: Tid) {
         self.mark_paused(tid);
-        let still = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
-        for id in still.into_iter().flat_map(|still| still.resume_ids) {
+        let pause = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
+        for id in pause.into_iter().flat_map(|pause| pause.resume_ids) {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.resume_token(id),
+                path: self.config.paths.resume_token_path(id),
             });
         }
         self.report_if_all_paused();
@@ -686,32 +707,32 @@ impl Machine {
         {
             self.send_to_tasker(ToTasker::Pause {
                 tid,
-                run_for: Micros::default(),
+                run_time: Micros::default(),
             });
             // A migration may have waited until the task was quiesced.
             self.start_queued_migration(tid);
         }
     }
 
-    /// Handles a migration's order to quiesce a task. True if the task is already quiescing for a
-    /// pause, which then serves the migration, too.
+    /// Handles a migration's order to quiesce a task that may be paused. Returns true if the task
+    /// is paused: the quiesce of the pause then serves the migration, too.
     pub(super) fn quiesce_paused_guest(
         &mut self,
         id: MigrationId,
         tid: Tid,
         tokens: &[PathBuf],
     ) -> bool {
-        let stopped = self.must_pause(tid);
+        let must_pause = self.must_pause(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let Some(still) = &mut task.pause else {
+        let Some(pause) = &mut task.pause else {
             return false;
         };
-        still.pending_migration = Some((id, tokens.to_vec()));
+        pause.pending_migration = Some((id, tokens.to_vec()));
         if task.is_quiesced() {
-            self.source_event(id, SourceEvent::Quiesced);
-        } else if stopped {
+            self.pass_to_source(id, SourceEvent::Quiesced);
+        } else if must_pause {
             self.resume_to_quiesce(tid);
         }
         true
@@ -722,18 +743,22 @@ impl Machine {
         if self.must_pause(tid) {
             self.send_to_tasker(ToTasker::ResumeToQuiesce {
                 tid,
-                library_only_for: LIBRARY_ONLY_TIMEOUT,
-                run_for: RESUME_TO_QUIESCE_TIMEOUT,
+                library_run_time: LIBRARY_ONLY_TIMEOUT,
+                run_time: RESUME_TO_QUIESCE_TIMEOUT,
             });
         }
     }
 
-    /// Stops a task for a migration. A library that has already quiesced for a pause learns the
-    /// migration's tokens from its memory.
+    /// Stops a task for a migration. If the task's library has already quiesced for a pause, the
+    /// paths of the migration's resume tokens are written into the task's memory.
     pub(super) fn stop_for_migration(&mut self, id: MigrationId, tid: Tid) {
         let memory_write = self.tasks.get(tid).and_then(|task| {
             let (migration, tokens) = task.pause.as_ref()?.pending_migration.clone()?;
-            let bytes = Redirect { migration, tokens }.encode();
+            let bytes = Redirect {
+                migration,
+                token_paths: tokens,
+            }
+            .encode();
             Some(bytes.map(|bytes| MemoryWrite {
                 address: task.redirect_address,
                 bytes,
@@ -745,11 +770,12 @@ impl Machine {
                 tid,
                 memory_write,
             }),
-            Err(why) => self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
+            Err(why) => self.pass_to_source(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
         }
     }
 
-    /// Handles the tasker's report that it has stopped a task for a migration, or could not.
+    /// Handles the tasker's report on the order to stop a task for a migration. `Err` means that
+    /// the task was not stopped.
     pub(super) fn handle_stopped_for_migration(
         &mut self,
         id: MigrationId,
@@ -767,42 +793,43 @@ impl Machine {
             // The tasker sends no other report for a guest that a migration has stopped.
             self.handle_guest_paused(tid);
         }
-        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
+        let Some(pause) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
             return;
         };
-        if still
+        if pause
             .pending_migration
-            .take_if(|(of, _)| *of == id)
+            .take_if(|(pending_id, _)| *pending_id == id)
             .is_some()
         {
             if result.is_ok() {
-                still.resume_ids.clear();
+                pause.resume_ids.clear();
             }
-            still.resume_ids.push(id);
+            pause.resume_ids.push(id);
         }
     }
 
-    /// Resumes the library of a task after an aborted migration. True if the task had quiesced for
-    /// a pause: it then resumes under the ids of that pause, now or when the pause ends.
+    /// Resumes the library of a task after an aborted migration. Returns true if the task had
+    /// quiesced for a pause: the library then resumes under the ids of that pause, now or when the
+    /// pause ends.
     pub(super) fn resume_after_abort(&mut self, id: MigrationId, tid: Tid) -> bool {
-        let stopped = self.must_pause(tid);
+        let must_pause = self.must_pause(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let Some(still) = &mut task.pause else {
+        let Some(pause) = &mut task.pause else {
             return false;
         };
-        still.pending_migration = None;
-        if stopped {
+        pause.pending_migration = None;
+        if must_pause {
             self.send_to_tasker(ToTasker::Pause {
                 tid,
-                run_for: Micros::default(),
+                run_time: Micros::default(),
             });
-            // Nothing remains to be done for the migration.
-            self.source_event(id, SourceEvent::Reconnected);
+            // The task stays paused, so the migration need not wait for its library.
+            self.pass_to_source(id, SourceEvent::Reconnected);
         } else {
-            still.is_resuming = true;
-            let ids = still.resume_ids.clone();
+            pause.is_resuming = true;
+            let ids = pause.resume_ids.clone();
             ids.into_iter().for_each(|id| self.write_resume_token(id));
         }
         true
@@ -814,17 +841,17 @@ impl Machine {
         self.free_slots_for(tid, program).err()
     }
 
-    /// Returns the number of further guests that this host accepts, at least one. Guests that are
-    /// here or arriving count, except `tid`.
+    /// Returns the number of further guests that this host accepts; at least 1. Guests on this host
+    /// and arriving guests are counted, except `tid`.
     ///
     /// # Errors
     /// The reason why this host accepts no guest.
     pub(super) fn free_slots_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
         let host = self.config.host;
         match &self.owner_control.active_directive {
-            Some(said) => Err(Refusal::OwnerPresent {
+            Some(directive) => Err(Refusal::OwnerPresent {
                 host,
-                why: said.directive.reason.clone(),
+                why: directive.directive.reason.clone(),
             }),
             None => self
                 .free_slots_by_limits(tid, program)
@@ -836,7 +863,7 @@ impl Machine {
     }
 
     /// Returns the number of further guests within the owner's limits, while guests are welcome.
-    /// Tasks that are leaving or suspended do not count, because they need no processor.
+    /// Departing and suspended tasks are not counted, because they need no processor.
     fn free_slots_by_limits(&self, tid: Tid, program: &str) -> Result<usize, OwnerLimit> {
         if let Some(pattern) = self
             .owner_control
@@ -846,7 +873,7 @@ impl Machine {
         {
             return Err(OwnerLimit::BlockedProgram(pattern.to_string()));
         }
-        let Some(max_cores) = self
+        let Some(guests_max) = self
             .owner_control
             .owner_agents
             .limits()
@@ -855,53 +882,58 @@ impl Machine {
         else {
             return Ok(usize::MAX);
         };
-        // A task that is dumped for a checkpoint does not leave.
-        let leaves = |source: &&Source| {
+        // A task that is dumped for a checkpoint does not depart.
+        let is_departing = |source: &&Source| {
             source.buffers_incoming() && source.migration().cause != MigrationCause::Checkpoint
         };
-        let leaving: BTreeSet<Tid> = self
+        let departing_tids: BTreeSet<Tid> = self
             .migrations
             .sources
             .values()
-            .filter(leaves)
+            .filter(is_departing)
             .map(|source| source.migration().tid)
             .collect();
         let is_counted_task = |task: &&Task| {
-            let counts =
+            let is_counted =
                 task.tid != tid && task.is_guest() && !task.pinned && task.suspension.is_none();
-            counts && !leaving.contains(&task.tid)
+            is_counted && !departing_tids.contains(&task.tid)
         };
         let is_counted_arrival =
             |arrival: &&ArrivingTask| arrival.tid != tid && arrival.suspension.is_none();
-        let here = self.tasks.live.values().filter(is_counted_task).count();
-        let coming = self
+        let local_count = self
+            .tasks
+            .live_tasks
+            .values()
+            .filter(is_counted_task)
+            .count();
+        let arriving_count = self
             .migrations
             .arrivals
             .values()
             .filter(is_counted_arrival)
             .count();
-        match usize::try_from(max_cores)
+        match usize::try_from(guests_max)
             .unwrap_or(usize::MAX)
-            .saturating_sub(here + coming)
+            .saturating_sub(local_count + arriving_count)
         {
-            0 => Err(match max_cores {
+            0 => Err(match guests_max {
                 0 => OwnerLimit::NoTasks,
                 1 => OwnerLimit::OneTask,
-                _ => OwnerLimit::Tasks(max_cores),
+                _ => OwnerLimit::Tasks(guests_max),
             }),
-            places => Ok(places),
+            free_slots => Ok(free_slots),
         }
     }
 
-    /// Writes the token that resumes the library that quiesced under this id.
+    /// Writes the resume token for a library that quiesced under this id.
     pub(super) fn write_resume_token(&mut self, migration: MigrationId) {
-        let place = &self.config.paths;
+        let paths = &self.config.paths;
         let token = ResumeToken {
             migration,
-            socket: place.daemon_socket(),
+            socket_path: paths.daemon_socket_path(),
         };
         self.outputs.push_back(Output::WriteToken {
-            path: place.resume_token(migration),
+            path: paths.resume_token_path(migration),
             token,
         });
     }

@@ -1,12 +1,13 @@
 //! Orderly shutdown: of the virtual machine, of a deleted host, or of a daemon that receives a
 //! signal.
 //!
-//! 1. Tasks are asked to exit. Those that remain after [`EXIT_GRACE_TIMEOUT`] are killed.
-//! 2. A slave that has no tasks left reports that to the master and waits for the order to exit.
+//! 1. Tasks are asked to exit. Tasks that remain after [`EXIT_GRACE_TIMEOUT`] are killed.
+//! 2. A slave whose tasks have all ended reports this to the master and waits for the order to
+//!    exit.
 //! 3. The master waits for all slaves, but not longer than [`STOP_TIMEOUT`].
 //!
-//! Programs that were started from a command line are asked once, as PVM does it. The daemon did
-//! not start them, so it does not wait for them or kill them.
+//! Programs that were started from a command line are asked once, as in PVM. The daemon did not
+//! start them, so it does not wait for them or kill them.
 
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
@@ -18,7 +19,8 @@ use std::collections::BTreeSet;
 
 /// Time for tasks to exit before they are killed.
 const EXIT_GRACE_TIMEOUT: Micros = Micros::from_millis(500);
-/// Time after which a daemon exits in any case. Its tasker then kills the remaining processes.
+/// Time after which a daemon exits even if tasks or hosts remain. Its tasker then kills the
+/// remaining processes.
 const STOP_TIMEOUT: Micros = Micros::from_secs(5);
 const SIGTERM: i32 = 15;
 
@@ -26,44 +28,44 @@ const SIGTERM: i32 = 15;
 #[derive(Debug)]
 pub(super) struct ShutdownState {
     why: String,
-    /// Master: hosts that have not reported that they have no tasks left.
+    /// Master: hosts that have not reported that all their tasks have ended.
     awaited_hosts: BTreeSet<HostId>,
-    /// Slave: true if this daemon has reported that it has no tasks left.
-    no_tasks_reported: bool,
+    /// Slave: true if this daemon has reported that all its tasks have ended.
+    has_reported_end: bool,
     is_done: bool,
 }
 
 impl Machine {
-    /// Handles a stop request from outside, for example a signal. On the master it ends the virtual
-    /// machine.
+    /// Handles a request to stop this daemon that comes from outside the virtual machine, for
+    /// example a signal. On the master it ends the virtual machine.
     pub(super) fn handle_stop_request(&mut self, why: &str) {
         if self.master.is_some() {
-            self.halt(why)
+            self.halt_vm(why)
         } else {
             self.shut_down_orderly(why)
         }
     }
 
     /// Master: ends the virtual machine.
-    pub(super) fn halt(&mut self, why: &str) {
+    pub(super) fn halt_vm(&mut self, why: &str) {
         if self.shutdown.is_some() {
             return;
         }
         self.log(format!("the virtual machine is being halted: {why}"));
-        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
+        let mut awaited_hosts: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
         if let Some(master) = &self.master {
-            waiting.extend(master.host_changes.hosts_outside_table());
+            awaited_hosts.extend(master.host_changes.hosts_outside_table());
         }
-        for host in &waiting {
+        for host in &awaited_hosts {
             self.send_to_host(
                 *host,
                 HostMsg::Halt {
-                    why: why.to_string(),
+                    reason: why.to_string(),
                 },
             );
         }
         self.abandon_starts();
-        self.begin_stop(why, waiting);
+        self.begin_stop(why, awaited_hosts);
     }
 
     /// Shuts this daemon down in an orderly way.
@@ -78,11 +80,11 @@ impl Machine {
         self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts,
-            no_tasks_reported: false,
+            has_reported_end: false,
             is_done: false,
         });
-        self.set_timer(EXIT_GRACE_TIMEOUT, Timer::ExitGrace);
-        self.set_timer(STOP_TIMEOUT, Timer::DaemonStop);
+        self.set_timer(EXIT_GRACE_TIMEOUT, Timer::ExitGraceTimeout);
+        self.set_timer(STOP_TIMEOUT, Timer::DaemonStopTimeout);
         for tid in self.spawned_processes() {
             self.send_to_tasker(ToTasker::Signal {
                 tid,
@@ -93,21 +95,21 @@ impl Machine {
         self.advance_stop();
     }
 
-    /// Sends SIGTERM to the tasks that this daemon's tasker has not started, except those that want
-    /// their calls to fail instead.
+    /// Sends SIGTERM to the tasks that this daemon's tasker has not started, except those whose
+    /// calls must fail instead.
     fn signal_unspawned_tasks(&mut self) {
-        let wants = |t: &&Task| {
+        let must_be_signaled = |t: &&Task| {
             !t.is_spawned() && (t.tasker.is_some() || t.on_daemon_exit == OnDaemonExit::Terminate)
         };
         let conns: Vec<_> = self
             .tasks
-            .live
+            .live_tasks
             .values()
-            .filter(wants)
+            .filter(must_be_signaled)
             .filter_map(Task::conn)
             .collect();
         for conn in conns {
-            self.outputs.push_back(Output::Signal {
+            self.outputs.push_back(Output::SendSignal {
                 conn,
                 signal: SIGTERM,
             });
@@ -117,7 +119,7 @@ impl Machine {
     /// Returns the tasks whose processes this daemon's tasker has started.
     fn spawned_processes(&self) -> Vec<Tid> {
         self.tasks
-            .live
+            .live_tasks
             .values()
             .filter(|t| t.is_spawned() && t.exit_report.is_none() && !t.is_respawning())
             .map(|t| t.tid)
@@ -133,32 +135,32 @@ impl Machine {
         }
     }
 
-    /// Takes the next step of the shutdown when no task and no host is awaited any more.
+    /// Continues the shutdown when the daemon waits for no task and no host any more.
     pub(super) fn advance_stop(&mut self) {
-        let tasks_left = !self.tasker_gone && !self.spawned_processes().is_empty();
-        let Some(stop) = &mut self.shutdown else {
+        let has_tasks = !self.tasker_has_ended && !self.spawned_processes().is_empty();
+        let Some(shutdown) = &mut self.shutdown else {
             return;
         };
-        if tasks_left || stop.is_done {
+        if has_tasks || shutdown.is_done {
             return;
         }
         if self.master.is_none() {
-            if !std::mem::replace(&mut stop.no_tasks_reported, true) {
-                let why = stop.why.clone();
-                self.send_to_host(HostId::MASTER, HostMsg::Leaving { why });
+            if !std::mem::replace(&mut shutdown.has_reported_end, true) {
+                let why = shutdown.why.clone();
+                self.send_to_host(HostId::MASTER, HostMsg::Leaving { reason: why });
             }
-        } else if stop.awaited_hosts.is_empty() {
+        } else if shutdown.awaited_hosts.is_empty() {
             self.shut_down_now("all hosts have ended their tasks");
         }
     }
 
-    /// Handles the report of a host that it has no tasks left and shuts down.
+    /// Handles the report of a host that all its tasks have ended and that it shuts down.
     pub(super) fn handle_host_leaving(&mut self, host: HostId, why: &str) {
         if self.master.is_none() {
             return;
         }
-        if let Some(stop) = &mut self.shutdown {
-            stop.awaited_hosts.remove(&host);
+        if let Some(shutdown) = &mut self.shutdown {
+            shutdown.awaited_hosts.remove(&host);
             return self.advance_stop();
         }
         self.send_to_host(host, HostMsg::Shutdown);
@@ -171,18 +173,25 @@ impl Machine {
 
     /// Master: stops waiting for a host that was lost.
     pub(super) fn stop_awaiting_host(&mut self, host: HostId) {
-        if let Some(stop) = &mut self.shutdown {
-            stop.awaited_hosts.remove(&host);
+        if let Some(shutdown) = &mut self.shutdown {
+            shutdown.awaited_hosts.remove(&host);
             self.advance_stop();
         }
     }
 
     /// Exits although hosts or processes remain. The tasker kills the processes.
     pub(super) fn handle_stop_timeout(&mut self) {
-        if let Some(stop) = self.shutdown.as_ref().filter(|s| !s.is_done) {
-            let left: Vec<String> = stop.awaited_hosts.iter().map(HostId::to_string).collect();
-            if !left.is_empty() {
-                self.log_warning(format!("no report in time from: {}", left.join(", ")));
+        if let Some(shutdown) = self.shutdown.as_ref().filter(|s| !s.is_done) {
+            let remaining_hosts: Vec<String> = shutdown
+                .awaited_hosts
+                .iter()
+                .map(HostId::to_string)
+                .collect();
+            if !remaining_hosts.is_empty() {
+                self.log_warning(format!(
+                    "no report in time from: {}",
+                    remaining_hosts.join(", ")
+                ));
             }
             self.shut_down_now("time is up");
         }
@@ -195,7 +204,7 @@ impl Machine {
             return;
         }
         let text = format!("this daemon ends now: {why}");
-        // The end of an orderly shutdown is no fault.
+        // The end of an orderly shutdown is not logged as a warning.
         if self.shutdown.is_some() {
             self.log(text);
         } else {
@@ -214,13 +223,13 @@ impl Machine {
                 self.send_to_host(host, HostMsg::Shutdown);
             }
         }
-        for conn in self.conns.ids() {
+        for conn in self.conns.connection_ids() {
             self.outputs.push_back(Output::CloseTask { conn });
         }
         self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts: BTreeSet::new(),
-            no_tasks_reported: true,
+            has_reported_end: true,
             is_done: true,
         });
         self.outputs.push_back(Output::Shutdown);

@@ -35,32 +35,33 @@ pub(super) struct HandoffLog {
     incomplete_messages: BTreeMap<Tid, Vec<Bytes>>,
 }
 
-/// Turns deferred notifications into items for the task; each is delivered after the messages up to
-/// its watermark.
+/// Turns deferred notifications into items for the task. Each item is delivered after the messages
+/// up to its watermark.
 fn notification_items(
-    deferred: Vec<(SendWatermark, Message)>,
+    notifications: Vec<(SendWatermark, Message)>,
 ) -> impl Iterator<Item = PendingItem> {
-    deferred.into_iter().map(|(mark, message)| {
+    notifications.into_iter().map(|(watermark, message)| {
         PendingItem::Control(ToTask::Deliver {
             message,
-            deliver_after: Some(mark),
+            deliver_after: Some(watermark),
         })
     })
 }
 
 impl HandoffLog {
-    /// Appends a frame of the task to the log. Returns the frames that can be forwarded: those of a
-    /// complete message. A retransmission is forwarded, but not logged a second time.
+    /// Appends a frame of the task to the log. Returns the frames that can be forwarded: when the
+    /// last fragment of a message arrives, all frames of that message. A retransmission is
+    /// forwarded, but not logged a second time.
     fn append(&mut self, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
-        let LinkKind::Data { last } = frame.kind else {
+        let LinkKind::Data { is_last } = frame.kind else {
             return vec![bytes];
         };
         let fragments = self.incomplete_messages.entry(frame.dst).or_default();
         fragments.push(bytes);
-        if !last {
+        if !is_last {
             return Vec::new();
         }
-        let complete = self
+        let message_frames = self
             .incomplete_messages
             .remove(&frame.dst)
             .unwrap_or_default();
@@ -68,53 +69,55 @@ impl HandoffLog {
             .links
             .entry(frame.dst)
             .or_insert_with(|| LinkState::new(frame.dst, frame.incarnation));
-        if frame.seq + 1 == link.end_seq + complete.len() as u64 {
+        if frame.seq + 1 == link.end_seq + message_frames.len() as u64 {
             link.end_seq = frame.seq + 1;
-            self.unacknowledged_frames.extend(complete.iter().cloned());
+            self.unacknowledged_frames
+                .extend(message_frames.iter().cloned());
         }
-        complete
+        message_frames
     }
 
-    /// Returns the state for the next process, the items that the log contains for that process,
-    /// and the remaining items of the inbox. The items of the log must be delivered first.
+    /// Splits the log into the handoff for the next process, the items that the log contains for
+    /// that process, and the remaining items of the inbox (`inbox_items`). The items of the log must be
+    /// delivered first.
     pub(super) fn into_handoff(
         self,
-        count: u32,
-        waiting: VecDeque<PendingItem>,
+        restart_count: u32,
+        inbox_items: VecDeque<PendingItem>,
     ) -> (ProcessHandoff, Vec<PendingItem>, Vec<PendingItem>) {
-        // The process that made the requests has ended.
-        let waiting = waiting
+        // Replies are for the previous process, which made the requests.
+        let inbox_items = inbox_items
             .into_iter()
-            .filter(|held| !matches!(held, PendingItem::Control(ToTask::Reply { .. })));
-        let first = self
+            .filter(|item| !matches!(item, PendingItem::Control(ToTask::Reply { .. })));
+        let frames = self
             .unacknowledged_frames
             .into_iter()
             .chain(self.partial_messages)
             .map(PendingItem::Frame);
-        let left = first
+        let logged_items = frames
             .chain(notification_items(self.deferred_notifications))
             .collect();
         (
             ProcessHandoff {
                 incarnation: self.incarnation,
-                restart_count: count,
+                restart_count,
                 links: self.links.into_values().collect(),
             },
-            left,
-            waiting.collect(),
+            logged_items,
+            inbox_items.collect(),
         )
     }
 }
 
 impl Task {
-    /// True for an item that the old process may still receive.
-    pub(super) fn accepts_during_handoff(&self, held: &PendingItem) -> bool {
-        // A library that must reconnect first has quiesced, or is about to.
+    /// True if the old process may still receive the item.
+    pub(super) fn accepts_during_handoff(&self, item: &PendingItem) -> bool {
+        // A library that must reconnect first has quiesced, or is about to quiesce.
         let is_connected = self
             .graceful_exit
-            .is_some_and(|ending| ending.stage != ExitStage::Reconnecting)
+            .is_some_and(|graceful_exit| graceful_exit.stage != ExitStage::Reconnecting)
             && self.is_exiting();
-        is_connected && matches!(held, PendingItem::Control(ToTask::Reply { .. }))
+        is_connected && matches!(item, PendingItem::Control(ToTask::Reply { .. }))
     }
 }
 
@@ -125,11 +128,11 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let (Some(conn), Some(ending)) = (task.conn(), task.graceful_exit.as_mut()) else {
+        let (Some(conn), Some(graceful_exit)) = (task.conn(), task.graceful_exit.as_mut()) else {
             return;
         };
-        ending.stage = ExitStage::AwaitingHandoff;
-        let by = Some(ending.migration);
+        graceful_exit.stage = ExitStage::AwaitingHandoff;
+        let migration = Some(graceful_exit.migration);
         task.handoff_log = None;
         // The program must have received everything that arrived before its exit was requested.
         task.holds_items = false;
@@ -137,42 +140,45 @@ impl Machine {
         if let Some(task) = self.tasks.get_mut(tid) {
             task.holds_items = true;
         }
-        self.outputs.push_back(Output::ToTask {
+        self.outputs.push_back(Output::SendToTask {
             conn,
-            message: ToTask::PrepareExit { migration: by },
+            message: ToTask::PrepareExit { migration },
         });
     }
 
-    /// Starts the log with the state that a library has sent.
+    /// Starts the log with the incarnation, the link states and the deferred notifications that a
+    /// library has sent.
     pub(super) fn start_handoff_log(
         &mut self,
         tid: Tid,
-        by: MigrationId,
+        migration: MigrationId,
         link_states: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
     ) {
-        let (incarnation, talks, deferred_notifications) = link_states;
+        let (incarnation, link_list, deferred_notifications) = link_states;
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         if task
             .graceful_exit
-            .is_none_or(|ending| ending.migration != by || !task.is_exiting())
+            .is_none_or(|graceful_exit| graceful_exit.migration != migration || !task.is_exiting())
         {
             // The migration that requested the handoff has been aborted.
             return deferred_notifications
                 .into_iter()
-                .for_each(|(mark, message)| {
+                .for_each(|(watermark, message)| {
                     self.deliver(
                         tid,
                         ToTask::Deliver {
                             message,
-                            deliver_after: Some(mark),
+                            deliver_after: Some(watermark),
                         },
                     );
                 });
         }
-        let links: BTreeMap<Tid, LinkState> =
-            talks.into_iter().map(|talk| (talk.peer, talk)).collect();
+        let links: BTreeMap<Tid, LinkState> = link_list
+            .into_iter()
+            .map(|link| (link.peer, link))
+            .collect();
         task.handoff_log = Some(Box::new(HandoffLog {
             incarnation,
             links,
@@ -181,17 +187,17 @@ impl Machine {
         }));
     }
 
-    /// Stores a link frame that the process sends on behalf of another task: a fragment of a
-    /// partial message that the next process must receive. Returns false if the frame is not such a
-    /// fragment.
+    /// Handles a link frame that the process sends on behalf of another task. If the frame is a
+    /// fragment of a partial message that the next process must receive, stores it and returns
+    /// true.
     pub(super) fn store_partial_fragment(
         &mut self,
         tid: Tid,
         frame: &LinkFrame,
         bytes: &Bytes,
     ) -> bool {
-        let is_half = frame.dst == tid && frame.src != tid;
-        if is_half
+        let is_partial_fragment = frame.dst == tid && frame.src != tid;
+        if is_partial_fragment
             && let Some(log) = self
                 .tasks
                 .get_mut(tid)
@@ -199,11 +205,11 @@ impl Machine {
         {
             log.partial_messages.push(bytes.clone());
         }
-        is_half
+        is_partial_fragment
     }
 
-    /// Forwards a link frame of a task of this host: immediately, or, during a handoff, with the
-    /// rest of its message.
+    /// Forwards a link frame of a task of this host: immediately, or, during a handoff, when its
+    /// message is complete.
     pub(super) fn forward_or_log(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -217,8 +223,8 @@ impl Machine {
         }
     }
 
-    /// Ends a handoff because the process continues to run. The fragments that the process has sent
-    /// are forwarded to its peers.
+    /// Ends a handoff because the process continues to run. The logged fragments of incomplete
+    /// messages are forwarded to their receivers.
     pub(super) fn cancel_handoff(&mut self, tid: Tid) {
         let Some(log) = self
             .tasks
@@ -228,23 +234,23 @@ impl Machine {
             return;
         };
         let HandoffLog {
-            incomplete_messages: incomplete,
+            incomplete_messages,
             deferred_notifications,
             ..
         } = *log;
-        incomplete
+        incomplete_messages
             .into_values()
             .flatten()
             .for_each(|bytes| self.forward_logged(bytes));
         if let Some(task) = self.tasks.get_mut(tid) {
-            let waited = task.inbox.drain();
+            let inbox_items = task.inbox.drain();
             notification_items(deferred_notifications)
-                .chain(waited)
-                .for_each(|held| task.inbox.push(held));
+                .chain(inbox_items)
+                .for_each(|item| task.inbox.push(item));
         }
     }
 
-    /// Forwards a frame that was kept in the log.
+    /// Forwards a frame from the log.
     fn forward_logged(&mut self, bytes: Bytes) {
         if let Some(frame) = LinkFrame::decode(bytes.clone()) {
             self.record_and_forward(&frame, bytes);

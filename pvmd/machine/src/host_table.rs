@@ -1,8 +1,9 @@
 //! Every daemon's part in changes of the host table, and dispatch of messages from other daemons.
 //!
 //! The master changes the table in two phases: it sends the new table to all hosts, and puts it
-//! into force when all have prepared it. Each order has an epoch; older orders are refused. When a
-//! table comes into force, the daemon connects to new hosts and handles the loss of removed ones.
+//! into force when all hosts have prepared it. Each order has an epoch; orders with an older epoch
+//! are refused. When a table comes into force, the daemon connects to new hosts and handles the
+//! loss of removed hosts.
 
 use super::{Machine, Output};
 use sempa_proto::host::{HostMsg, Location};
@@ -36,12 +37,10 @@ impl Machine {
             HostMsg::TablePrepared { epoch } => self.handle_change_ack(host, epoch, false),
             HostMsg::TableCommitted { epoch } => self.handle_change_ack(host, epoch, true),
             HostMsg::TaskLocationAck { tid, epoch } => self.handle_location_ack(host, tid, epoch),
-            HostMsg::Leaving { why } => self.handle_host_leaving(host, &why),
-            HostMsg::TaskRequest {
-                tid,
-                id,
-                request: what,
-            } if self.master.is_some() => self.handle_master_request(tid, id, what),
+            HostMsg::Leaving { reason: why } => self.handle_host_leaving(host, &why),
+            HostMsg::TaskRequest { tid, id, request } if self.master.is_some() => {
+                self.handle_master_request(tid, id, request)
+            }
             HostMsg::TaskRequest { tid, .. } => {
                 self.log_warning(format!(
                     "{host} sent a request of {tid} for the master here; it was dropped"
@@ -49,13 +48,13 @@ impl Machine {
             }
             HostMsg::HostRequest {
                 id,
-                request: question,
-            } => self.serve_host_request(super::rpc::ReplyAddress { host, id }, question),
-            HostMsg::HostReply { id, reply: answer } => self.handle_host_reply(host, id, answer),
+                request: host_request,
+            } => self.serve_host_request(super::rpc::ReplyAddress { host, id }, host_request),
+            HostMsg::HostReply { id, reply } => self.handle_host_reply(host, id, reply),
             HostMsg::Message(message) => self.handle_daemon_message(message),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
             HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
-                self.log_output(tid, bytes)
+                self.log_task_output(tid, bytes)
             }
             HostMsg::TaskOutput { .. } => {}
             HostMsg::TaskLeft { tid } => self.remove_from_services(tid),
@@ -69,9 +68,9 @@ impl Machine {
             } => self.pass_suspend_to_coordinator(host, migration, id, &order),
             HostMsg::CopyStored {
                 migration,
-                checkpoint: set,
+                checkpoint,
                 result,
-            } => self.handle_copy_stored(host, migration, set, result),
+            } => self.handle_copy_stored(host, migration, checkpoint, result),
             HostMsg::EndSignalSent { tid, signal } => self.record_end_signal(tid, signal),
         }
     }
@@ -82,32 +81,34 @@ impl Machine {
                 table,
                 locations,
                 rm,
-                reserved_ids_max: spared,
-            } => self.prepare_table(table, locations, rm, spared),
+                reserved_local_max: reserved_ids_max,
+            } => self.prepare_table(table, locations, rm, reserved_ids_max),
             HostMsg::CommitTable { epoch } => self.commit_table(epoch),
             HostMsg::TaskLocation(location) => self.handle_location(location),
-            HostMsg::Halt { why } => self.shut_down_orderly(&why),
+            HostMsg::Halt { reason: why } => self.shut_down_orderly(&why),
             HostMsg::Shutdown => self.shut_down_now("by order of the master"),
             HostMsg::DropCopies { checkpoints } => self
                 .outputs
                 .push_back(Output::DropCheckpoints { checkpoints }),
-            HostMsg::Rm { rm } => self.set_vm_rm(rm),
+            HostMsg::Rm { rm } => self.handle_master_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
-            HostMsg::EndTasks { except } => self.end_tasks(&except),
+            HostMsg::EndTasks {
+                exempt_tasks: except,
+            } => self.end_tasks(&except),
             HostMsg::MigrationOrder { migration, order } => {
                 self.handle_migration_order(migration, order)
             }
             HostMsg::SuspendDecided {
                 migration,
                 id,
-                suspensions: suspended,
-            } => self.handle_suspend_decision(migration, id, suspended),
+                suspensions,
+            } => self.handle_suspend_decision(migration, id, suspensions),
             _ => {}
         }
     }
 
-    /// True if the order is newer than all earlier orders. An order with an older epoch must not be
-    /// executed.
+    /// Records the epoch of an order if it is newer than the epochs of all earlier orders. Returns
+    /// false for any other order, which must not be executed.
     fn accept_epoch(&mut self, epoch: Epoch, order: &str) -> bool {
         if epoch > self.epoch {
             self.epoch = epoch;
@@ -138,7 +139,7 @@ impl Machine {
             }
             self.locations.update(location);
         }
-        self.set_vm_rm(rm);
+        self.handle_master_rm(rm);
         self.prepared_table = Some(table);
         self.send_to_host(HostId::MASTER, HostMsg::TablePrepared { epoch });
     }
@@ -157,27 +158,27 @@ impl Machine {
 
     /// Puts a table into force: connects to new hosts and handles the loss of removed hosts.
     pub(super) fn apply_table(&mut self, table: HostTable) {
-        let old = std::mem::replace(&mut self.table, table);
-        let gone: Vec<HostId> = old
+        let old_table = std::mem::replace(&mut self.table, table);
+        let removed_hosts: Vec<HostId> = old_table
             .hosts
             .iter()
             .map(|h| h.id)
             .filter(|id| self.table.get(*id).is_none())
             .collect();
-        let new: Vec<HostEntry> = self
+        let new_hosts: Vec<HostEntry> = self
             .table
             .hosts
             .iter()
-            .filter(|h| old.get(h.id).is_none())
+            .filter(|h| old_table.get(h.id).is_none())
             .cloned()
             .collect();
-        for host in gone {
+        for host in removed_hosts {
             self.handle_host_removed(host);
         }
-        let joined = old.hosts.is_empty();
-        for entry in &new {
-            // Of two daemons, the one with the higher index connects. The session with the master
-            // exists already.
+        let has_just_joined = old_table.hosts.is_empty();
+        for entry in &new_hosts {
+            // Of two slaves, the one with the higher host index opens the session. The session with
+            // the master already exists.
             if entry.id < self.config.host && entry.id != HostId::MASTER {
                 let addresses = entry.addresses.clone();
                 self.outputs.push_back(Output::Connect {
@@ -186,17 +187,17 @@ impl Machine {
                 });
             }
         }
-        if joined {
+        if has_just_joined {
             self.outputs.push_back(Output::StartTasker);
             self.start_commands();
         }
-        let added: Vec<HostId> = new.iter().map(|h| h.id).collect();
-        if !joined && !added.is_empty() {
-            self.notify_hosts_added(&added);
+        let added_host_ids: Vec<HostId> = new_hosts.iter().map(|h| h.id).collect();
+        if !has_just_joined && !added_host_ids.is_empty() {
+            self.notify_hosts_added(&added_host_ids);
         }
     }
 
-    /// Handles the removal of a host from the table: its tasks count as dead.
+    /// Handles the removal of a host from the table. The tasks of the host count as dead.
     fn handle_host_removed(&mut self, host: HostId) {
         if self.master.is_none() {
             self.outputs.push_back(Output::Disconnect { host });
@@ -206,16 +207,16 @@ impl Machine {
         self.fail_requests_to(host);
         self.forget_migration_host(host);
         if let Some(master) = &self.master {
-            let mut involved = master.mailbox.involved_tasks();
-            involved.extend(master.events.subscriber_tids());
-            involved.extend(master.groups.members());
-            involved.sort_unstable();
-            involved.dedup();
-            let dead: Vec<Tid> = involved
+            let mut involved_tasks = master.mailbox.involved_tasks();
+            involved_tasks.extend(master.events.subscriber_tids());
+            involved_tasks.extend(master.groups.all_members());
+            involved_tasks.sort_unstable();
+            involved_tasks.dedup();
+            let dead_tasks: Vec<Tid> = involved_tasks
                 .into_iter()
                 .filter(|tid| self.location(*tid) == Some(host))
                 .collect();
-            for tid in dead {
+            for tid in dead_tasks {
                 self.remove_from_services(tid);
             }
         }
@@ -238,7 +239,7 @@ impl Machine {
             self.shut_down_now(&format!("the master is lost: {why}"));
         } else {
             self.log_warning(format!("the session with {host} broke: {why}"));
-            self.retain_forwarded_for(host);
+            self.retain_forwarded_items(host);
         }
     }
 }

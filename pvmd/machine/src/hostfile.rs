@@ -4,7 +4,7 @@
 //! | Prefix | Meaning |
 //! | --- | --- |
 //! | `*` | the line sets defaults for the following lines |
-//! | `&` | the host is not started now; its options apply when it is added later |
+//! | `&` | the daemon is not started now; the options apply when the host is added later |
 //! | `$` | accepted, without effect |
 
 use super::HostPlan;
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 /// Largest number of bytes in one line.
 pub(super) const LINE_BYTES_MAX: usize = 4096;
-/// Relative speed of a host for which the user gives none.
+/// Relative speed of a host for which the user specifies none.
 const SPEED_DEFAULT: i32 = 1000;
 
 type LineError = (PvmError, String);
@@ -32,17 +32,17 @@ pub(super) struct HostOptions {
 }
 
 impl HostOptions {
-    /// Fills in options that are not given from `other`.
-    fn with_defaults(self, other: &HostOptions) -> HostOptions {
-        HostOptions {
-            login: self.login.or_else(|| other.login.clone()),
-            command: self.command.or_else(|| other.command.clone()),
-            search_path: self.search_path.or_else(|| other.search_path.clone()),
-            work_dir: self.work_dir.or_else(|| other.work_dir.clone()),
-            speed: self.speed.or(other.speed),
-            contact: self.contact.or_else(|| other.contact.clone()),
-            start_option: self.start_option.or_else(|| other.start_option.clone()),
-            debugger: self.debugger.or_else(|| other.debugger.clone()),
+    /// Takes from `defaults` each option that is `None` in these options.
+    fn with_defaults(self, defaults: &Self) -> Self {
+        Self {
+            login: self.login.or_else(|| defaults.login.clone()),
+            command: self.command.or_else(|| defaults.command.clone()),
+            search_path: self.search_path.or_else(|| defaults.search_path.clone()),
+            work_dir: self.work_dir.or_else(|| defaults.work_dir.clone()),
+            speed: self.speed.or(defaults.speed),
+            contact: self.contact.or_else(|| defaults.contact.clone()),
+            start_option: self.start_option.or_else(|| defaults.start_option.clone()),
+            debugger: self.debugger.or_else(|| defaults.debugger.clone()),
         }
     }
 
@@ -71,7 +71,7 @@ enum ParsedLine {
     Host {
         name: String,
         options: HostOptions,
-        start: bool,
+        must_start: bool,
     },
 }
 
@@ -88,42 +88,44 @@ impl HostFile {
     pub(super) fn parse_lines(
         lines: &[String],
         own_name: &str,
-    ) -> (HostFile, Vec<String>, Vec<(String, String)>) {
-        let (mut file, mut start_now, mut ignored) = (HostFile::default(), Vec::new(), Vec::new());
+    ) -> (Self, Vec<String>, Vec<(String, String)>) {
+        let (mut host_file, mut hosts_to_start, mut invalid_lines) =
+            (Self::default(), Vec::new(), Vec::new());
         for line in lines {
             match parse_line(line) {
                 Ok(ParsedLine::Empty) => {}
-                Ok(ParsedLine::Defaults(options)) => file.defaults = options,
+                Ok(ParsedLine::Defaults(options)) => host_file.defaults = options,
                 Ok(ParsedLine::Host {
                     name,
                     options,
-                    start,
+                    must_start,
                 }) => {
-                    file.hosts
-                        .insert(name.clone(), options.with_defaults(&file.defaults));
-                    if start && name != own_name {
-                        start_now.push(name);
+                    host_file
+                        .hosts
+                        .insert(name.clone(), options.with_defaults(&host_file.defaults));
+                    if must_start && name != own_name {
+                        hosts_to_start.push(name);
                     }
                 }
-                Err((_, reason)) => ignored.push((line.clone(), reason)),
+                Err((_, reason)) => invalid_lines.push((line.clone(), reason)),
             }
         }
-        (file, start_now, ignored)
+        (host_file, hosts_to_start, invalid_lines)
     }
 
-    /// Returns the options of a host, or the defaults if the file does not name the host.
-    pub(super) fn options(&self, name: &str) -> &HostOptions {
+    /// Returns the options of a host, or the last defaults if the file does not contain the host.
+    pub(super) fn options_of(&self, name: &str) -> &HostOptions {
         self.hosts.get(name).unwrap_or(&self.defaults)
     }
 
     /// Returns the plan for the host that a line describes. `id` becomes the index of the host.
     ///
     /// # Errors
-    /// A PVM error code and a sentence for a line that is not valid.
+    /// A PVM error code and a sentence for the user if the line is not valid or names no host.
     pub(super) fn plan(&self, line: &str, id: HostId) -> Result<HostPlan, LineError> {
         match parse_line(line)? {
             ParsedLine::Host { name, options, .. } => {
-                let options = options.with_defaults(self.options(&name));
+                let options = options.with_defaults(self.options_of(&name));
                 Ok(options.into_plan(name, id))
             }
             ParsedLine::Empty | ParsedLine::Defaults(_) => {
@@ -133,49 +135,52 @@ impl HostFile {
     }
 }
 
-/// Returns the plan for the master itself: from its own line in the host file, or from the
+/// Returns the plan for the master itself, from its own line in the host file or from the last
 /// defaults.
 pub fn master_plan(lines: &[String], own_name: &str) -> HostPlan {
-    let (file, ..) = HostFile::parse_lines(lines, own_name);
-    file.options(own_name)
+    let (host_file, ..) = HostFile::parse_lines(lines, own_name);
+    host_file
+        .options_of(own_name)
         .clone()
         .into_plan(own_name.to_string(), HostId::MASTER)
 }
 
 fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
-    let bad = |reason: String| (PvmError::BadParam, reason);
+    let line_error = |reason: String| (PvmError::BadParam, reason);
     if line.len() > LINE_BYTES_MAX {
-        return Err(bad(format!("it is longer than {LINE_BYTES_MAX} bytes")));
+        return Err(line_error(format!(
+            "it is longer than {LINE_BYTES_MAX} bytes"
+        )));
     }
     let mut words = line
         .split('#')
         .next()
         .unwrap_or_default()
         .split_whitespace();
-    let Some(first) = words.next() else {
+    let Some(first_word) = words.next() else {
         return Ok(ParsedLine::Empty);
     };
     let mut options = HostOptions::default();
-    // A space may separate a prefix from the name.
-    let (prefix, mut name) = match first.chars().next() {
-        Some(c @ ('&' | '$' | '*')) => (Some(c), first[1..].to_string()),
-        _ => (None, first.to_string()),
+    // Spaces may separate a prefix from the name.
+    let (prefix, mut name) = match first_word.chars().next() {
+        Some(c @ ('&' | '$' | '*')) => (Some(c), first_word[1..].to_string()),
+        _ => (None, first_word.to_string()),
     };
     if matches!(prefix, Some('&' | '$')) && name.is_empty() {
         name = words.next().unwrap_or_default().to_string();
     }
     if prefix != Some('*') && (name.is_empty() || name.starts_with('-') || name.contains('=')) {
-        return Err(bad(format!("{name:?} is not the name of a host")));
+        return Err(line_error(format!("{name:?} is not the name of a host")));
     }
     for word in words {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         let value = value.to_string();
         match key {
             "lo" if value.starts_with('-') => {
-                return Err(bad(format!("{value:?} is not a login name")));
+                return Err(line_error(format!("{value:?} is not a login name")));
             }
             "ip" if value.starts_with('-') => {
-                return Err(bad(format!("{value:?} is not an address")));
+                return Err(line_error(format!("{value:?} is not an address")));
             }
             "lo" => options.login = Some(value),
             "dx" => options.command = Some(value),
@@ -186,7 +191,7 @@ fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
                 options.speed = Some(
                     value
                         .parse()
-                        .map_err(|_| bad(format!("sp={value} is not a number")))?,
+                        .map_err(|_| line_error(format!("sp={value} is not a number")))?,
                 )
             }
             "bx" => options.debugger = Some(value),
@@ -194,7 +199,7 @@ fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
             // Ignored, because all hosts share the name of the virtual machine.
             "id" => {}
             _ => {
-                return Err(bad(format!(
+                return Err(line_error(format!(
                     "{word:?} is not a host option; the options are lo= dx= ep= wd= sp= ip= so= bx= id="
                 )));
             }
@@ -205,7 +210,7 @@ fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
         prefix => ParsedLine::Host {
             name,
             options,
-            start: prefix != Some('&'),
+            must_start: prefix != Some('&'),
         },
     })
 }
@@ -231,40 +236,45 @@ mod tests {
             "",
         ]
         .map(String::from);
-        let (file, start, ignored) = HostFile::parse_lines(&lines, "h1");
-        assert_eq!(start, ["h3"]);
-        assert_eq!(ignored.len(), 1);
-        let h2 = plan(&file, "h2 wd=/tmp ip=10.0.0.2 # comment").expect("good");
+        let (file, hosts_to_start, invalid_lines) = HostFile::parse_lines(&lines, "h1");
+        assert_eq!(hosts_to_start, ["h3"]);
+        assert_eq!(invalid_lines.len(), 1);
+        let h2_plan = plan(&file, "h2 wd=/tmp ip=10.0.0.2 # comment").expect("good");
         assert_eq!(
-            (h2.login.as_deref(), h2.speed, h2.contact.as_str()),
+            (
+                h2_plan.login.as_deref(),
+                h2_plan.speed,
+                h2_plan.contact.as_str()
+            ),
             (Some("anna"), 700, "10.0.0.2")
         );
         assert_eq!(
-            (h2.command.as_deref(), h2.work_dir.as_deref()),
+            (h2_plan.command.as_deref(), h2_plan.work_dir.as_deref()),
             (Some("/opt/pvmd"), Some("/tmp"))
         );
         assert_eq!(plan(&file, "h9").expect("good").speed, 500);
     }
 
-    /// The master uses its own line. Without one it uses the last defaults in the file.
+    /// The master uses the host file's line for its host. If there is no such line, it uses the
+    /// last defaults in the file.
     #[test]
     fn master_plan_uses_own_line_or_last_defaults() {
         let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
-        let own = master_plan(&lines, "h1");
+        let plan = master_plan(&lines, "h1");
         assert_eq!(
-            (own.work_dir.as_deref(), own.search_path.as_deref()),
+            (plan.work_dir.as_deref(), plan.search_path.as_deref()),
             (Some("/b"), Some("/e"))
         );
         assert_eq!(
-            (own.debugger.as_deref(), own.contact.as_str()),
+            (plan.debugger.as_deref(), plan.contact.as_str()),
             (Some("/d"), "10.0.0.1")
         );
-        let own = master_plan(&lines, "h2");
+        let plan = master_plan(&lines, "h2");
         assert_eq!(
             (
-                own.work_dir.as_deref(),
-                own.search_path,
-                own.contact.as_str()
+                plan.work_dir.as_deref(),
+                plan.search_path,
+                plan.contact.as_str()
             ),
             (Some("/c"), None, "h2")
         );
@@ -292,9 +302,12 @@ mod tests {
                 "{line}"
             );
         }
-        let told = plan(&file, "h so=pw bx=/opt/gdb").expect("good");
+        let host_plan = plan(&file, "h so=pw bx=/opt/gdb").expect("good");
         assert_eq!(
-            (told.start_option.as_deref(), told.debugger.as_deref()),
+            (
+                host_plan.start_option.as_deref(),
+                host_plan.debugger.as_deref()
+            ),
             (Some("pw"), Some("/opt/gdb"))
         );
     }

@@ -1,10 +1,10 @@
 //! The master's management of the host table: starts daemons, adds them to the table and removes
 //! them.
 //!
-//! - The daemons of one request are started in parallel. When all have started or failed, they are
-//!   added with the next change of the table.
+//! - The daemons of one request are started in parallel. When all starts have ended, the daemons
+//!   that have started are added with the next change of the table.
 //! - Changes are made one at a time, in two phases (prepare, commit), each change under a new
-//!   epoch. Additions and removals that are requested during a change wait for the next one.
+//!   epoch. Additions and removals that are requested during a change wait for the next change.
 //! - If a host is lost during a change, the change continues without this host.
 
 use super::hostfile::HostFile;
@@ -16,12 +16,13 @@ use sempa_proto::task::Reply;
 use sempa_proto::{Epoch, HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Time limit for a daemon to start, from the order to start it.
+/// Time limit for the start of a daemon, from the order to start it.
 const START_TIMEOUT: Micros = Micros::from_secs(120);
 /// Time limit for a daemon that a person starts. Such daemons are requested one at a time, so the
-/// time limit of each grows by this value for every earlier one that is still waiting.
+/// time limit of each daemon grows by this value for every other manual start that is still open.
 const MANUAL_START_TIMEOUT: Micros = Micros::from_secs(660);
-/// Time for a started daemon to establish its session. The daemon itself gives up slightly earlier.
+/// Time limit for a started daemon to establish its session. The daemon's own time limit is
+/// slightly shorter.
 const CONNECT_TIMEOUT: Micros = Micros::from_secs(40);
 /// Time limit for a deleted host to end its tasks.
 const REMOVAL_TIMEOUT: Micros = Micros::from_secs(10);
@@ -39,23 +40,23 @@ pub(super) enum AddRequester {
         rm: Tid,
         wid: i32,
     },
-    /// The host file. `refused` is the number of its invalid lines.
+    /// The host file, with the number of its invalid lines.
     HostFile {
-        refused: u32,
+        refused_line_count: u32,
     },
 }
 
 /// Requests from the host file, served at the start.
 #[derive(Debug)]
 pub(super) struct HostFileStart {
-    pub(super) hosts: Vec<String>,
-    /// Lines that are not valid, with the reason.
+    pub(super) host_names: Vec<String>,
+    /// Invalid lines, each with the reason.
     pub(super) invalid_lines: Vec<(String, String)>,
 }
 
 #[derive(Debug)]
 struct StartAttempt {
-    request: u64,
+    request_number: u64,
     slot: usize,
     plan: HostPlan,
     started_host: Option<StartedHost>,
@@ -64,10 +65,10 @@ struct StartAttempt {
     deadline: Micros,
 }
 
-/// A started host that is waiting for the next table change.
+/// A host whose daemon has started and that waits for the next table change.
 #[derive(Clone, Debug)]
 struct JoiningHost {
-    request: u64,
+    request_number: u64,
     slot: usize,
     entry: HostEntry,
 }
@@ -75,17 +76,17 @@ struct JoiningHost {
 #[derive(Debug)]
 struct AddRequest {
     requester: AddRequester,
-    names: Vec<String>,
+    host_names: Vec<String>,
     results: Vec<Option<AddedHost>>,
-    /// Number of attempts in progress.
-    starting_count: usize,
+    /// Number of start attempts in progress.
+    attempt_count: usize,
     ready_hosts: Vec<JoiningHost>,
 }
 
 #[derive(Debug)]
 struct DeleteRequest {
-    tid: Tid,
-    id: RequestId,
+    requester: Tid,
+    request_id: RequestId,
     results: Vec<Result<(), PvmError>>,
     remaining_hosts: BTreeSet<HostId>,
 }
@@ -111,9 +112,9 @@ struct TableChange {
 /// Hosts that are being added to the virtual machine or removed from it.
 #[derive(Debug, Default)]
 pub(super) struct HostChanges {
-    pub(super) file: HostFile,
-    /// Requests of the host file; processed with the first event, because that event sets the time
-    /// of day.
+    pub(super) host_file: HostFile,
+    /// Requests of the host file; `None` after they are processed. They are processed with the
+    /// first event, because that event sets the time of day.
     host_file_start: Option<HostFileStart>,
     last_host_index: u16,
     last_start_id: u64,
@@ -123,49 +124,50 @@ pub(super) struct HostChanges {
     delete_requests: Vec<DeleteRequest>,
     pending_adds: Vec<JoiningHost>,
     pending_removals: Vec<Removal>,
-    change: Option<TableChange>,
-    /// Hosts that are out of the table and were ordered to end, but have not ended yet.
+    table_change: Option<TableChange>,
+    /// Hosts that are not in the table any more and were ordered to end, but have not ended yet.
     leaving_hosts: BTreeSet<HostId>,
 }
 
 impl HostChanges {
     /// Creates the state for a table that contains only the master, host 1.
-    pub(super) fn new(file: HostFile, host_file_start: Option<HostFileStart>) -> HostChanges {
-        HostChanges {
-            file,
+    pub(super) fn new(file: HostFile, host_file_start: Option<HostFileStart>) -> Self {
+        Self {
+            host_file: file,
             host_file_start,
             last_host_index: HostId::MASTER.index(),
-            ..HostChanges::default()
+            ..Self::default()
         }
     }
 
-    /// Returns the hosts that have a session, or will soon, but are not in the table in force.
+    /// Returns the hosts that have a session, or will have one soon, but are not in the table in
+    /// force.
     pub(super) fn hosts_outside_table(&self) -> Vec<HostId> {
-        let starting = self
+        let starting_hosts = self
             .start_attempts
             .values()
             .filter(|s| s.is_connected)
             .map(|s| s.plan.id);
-        let ready = self
+        let ready_hosts = self
             .add_requests
             .values()
             .flat_map(|a| a.ready_hosts.iter())
             .chain(&self.pending_adds);
-        let changing = self
-            .change
+        let uncommitted_hosts = self
+            .table_change
             .iter()
             .filter(|c| !c.is_committed)
             .flat_map(|c| c.added_hosts.iter());
-        starting
-            .chain(ready.chain(changing).map(|j| j.entry.id))
+        starting_hosts
+            .chain(ready_hosts.chain(uncommitted_hosts).map(|j| j.entry.id))
             .chain(self.leaving_hosts.iter().copied())
             .collect()
     }
 
-    /// Returns the new hosts of a change that is not committed. They must be notified of migrations
-    /// as well.
+    /// Returns the new hosts of a change that is not committed. They must also be notified of
+    /// migrations.
     pub(super) fn joining_hosts(&self) -> Vec<HostId> {
-        self.change
+        self.table_change
             .iter()
             .filter(|c| !c.is_committed)
             .flat_map(|c| c.added_hosts.iter().map(|j| j.entry.id))
@@ -173,14 +175,16 @@ impl HostChanges {
     }
 
     fn is_name_taken(&self, name: &str) -> bool {
-        let joining = self
+        let joining_hosts = self
             .add_requests
             .values()
             .flat_map(|a| a.ready_hosts.iter())
             .chain(&self.pending_adds);
-        let changing = self.change.iter().flat_map(|c| c.added_hosts.iter());
+        let changing_hosts = self.table_change.iter().flat_map(|c| c.added_hosts.iter());
         self.start_attempts.values().any(|s| s.plan.name == name)
-            || joining.chain(changing).any(|j| j.entry.name == name)
+            || joining_hosts
+                .chain(changing_hosts)
+                .any(|j| j.entry.name == name)
     }
 }
 
@@ -193,46 +197,49 @@ impl Machine {
             .host_changes
     }
 
-    /// Master: reports the invalid lines of the host file, and starts the hosts on the valid ones.
+    /// Master: reports the invalid lines of the host file, and starts the hosts of its valid lines.
     pub(super) fn process_host_file(&mut self) {
-        let Some(begin) = self
+        let Some(host_file_start) = self
             .master
             .as_mut()
             .and_then(|master| master.host_changes.host_file_start.take())
         else {
             return;
         };
-        let refused = begin.invalid_lines.len() as u32;
-        for (line, why) in begin.invalid_lines {
+        let refused_line_count = host_file_start.invalid_lines.len() as u32;
+        for (line, why) in host_file_start.invalid_lines {
             self.log_warning(format!("the host file's line {line:?} was ignored: {why}"));
-            self.record(EventKind::HostRefused { name: line, why });
+            self.record_event(EventKind::HostRefused { name: line, why });
         }
-        self.add_hosts(&begin.hosts, AddRequester::HostFile { refused });
+        self.add_hosts(
+            &host_file_start.host_names,
+            AddRequester::HostFile { refused_line_count },
+        );
     }
 
-    /// Starts the daemons of these hosts and adds them to the table.
+    /// Starts the daemons of the hosts that these lines describe, and adds them to the table.
     pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
-        let stopping = self.shutdown.is_some();
-        let hosts = self.host_changes();
-        hosts.last_request_number += 1;
-        let number = hosts.last_request_number;
-        let full = hosts.add_requests.len() >= ADD_REQUESTS_MAX;
-        let job = AddRequest {
+        let is_shutting_down = self.shutdown.is_some();
+        let changes = self.host_changes();
+        changes.last_request_number += 1;
+        let request_number = changes.last_request_number;
+        let is_full = changes.add_requests.len() >= ADD_REQUESTS_MAX;
+        let add_request = AddRequest {
             requester,
-            names: lines.to_vec(),
+            host_names: lines.to_vec(),
             results: vec![None; lines.len()],
-            starting_count: 0,
+            attempt_count: 0,
             ready_hosts: Vec::new(),
         };
-        hosts.add_requests.insert(number, job);
+        changes.add_requests.insert(request_number, add_request);
         let mut plans = Vec::new();
         for (slot, line) in lines.iter().enumerate() {
-            let planned = if stopping {
+            let plan_result = if is_shutting_down {
                 Err((
                     PvmError::DSysErr,
                     "the virtual machine is being halted".to_string(),
                 ))
-            } else if full {
+            } else if is_full {
                 Err((
                     PvmError::OutOfRes,
                     format!("{ADD_REQUESTS_MAX} requests to add hosts are open already"),
@@ -240,19 +247,21 @@ impl Machine {
             } else {
                 self.plan_host(line)
             };
-            match planned {
-                Ok(plan) => plans.push(self.start_host(number, slot, plan)),
-                Err((error, reason)) => self.fail_slot(number, slot, error, reason),
+            match plan_result {
+                Ok(plan) => plans.push(self.register_start(request_number, slot, plan)),
+                Err((error, reason)) => {
+                    self.record_add_failure(request_number, slot, error, reason)
+                }
             }
         }
         self.start_daemons(plans);
-        self.advance_add_request(number);
+        self.advance_add_request(request_number);
     }
 
-    /// Returns the plan of a start attempt in progress.
+    /// Returns the plan of a start attempt whose daemon has not started yet.
     pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
-        let starting = &self.master.as_ref()?.host_changes.start_attempts;
-        starting
+        let attempts = &self.master.as_ref()?.host_changes.start_attempts;
+        attempts
             .get(&start)
             .filter(|s| s.started_host.is_none())
             .map(|s| s.plan.clone())
@@ -266,8 +275,9 @@ impl Machine {
                 format!("{HOSTS_MAX} hosts have been added; that is all a tid can name"),
             ));
         };
-        let plan = self.host_changes().file.plan(line, id)?;
-        if self.table.by_name(&plan.name).is_some() || self.host_changes().is_name_taken(&plan.name)
+        let plan = self.host_changes().host_file.plan(line, id)?;
+        if self.table.find_by_name(&plan.name).is_some()
+            || self.host_changes().is_name_taken(&plan.name)
         {
             return Err((
                 PvmError::DupHost,
@@ -278,50 +288,61 @@ impl Machine {
         Ok(plan)
     }
 
-    fn start_host(&mut self, request: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
+    fn register_start(
+        &mut self,
+        request_number: u64,
+        slot: usize,
+        plan: HostPlan,
+    ) -> (StartId, HostPlan) {
         let now = self.now;
-        let hosts = self.host_changes();
-        let before = hosts
+        let changes = self.host_changes();
+        let open_manual_starts = changes
             .start_attempts
             .values()
             .filter(|s| s.plan.is_manual() && s.started_host.is_none())
             .count() as u64;
-        let time = if plan.is_manual() {
-            Micros(MANUAL_START_TIMEOUT.0 * (before + 1))
+        let timeout = if plan.is_manual() {
+            Micros(MANUAL_START_TIMEOUT.0 * (open_manual_starts + 1))
         } else {
             START_TIMEOUT
         };
-        let deadline = now + time;
-        hosts.last_start_id += 1;
-        let start = StartId(hosts.last_start_id);
-        if let Some(add) = hosts.add_requests.get_mut(&request) {
-            add.starting_count += 1;
-            add.names[slot] = plan.name.clone();
+        let deadline = now + timeout;
+        changes.last_start_id += 1;
+        let start_id = StartId(changes.last_start_id);
+        if let Some(add_request) = changes.add_requests.get_mut(&request_number) {
+            add_request.attempt_count += 1;
+            add_request.host_names[slot] = plan.name.clone();
         }
         let attempt = StartAttempt {
-            request,
+            request_number,
             slot,
             plan: plan.clone(),
             started_host: None,
             is_connected: false,
             deadline,
         };
-        hosts.start_attempts.insert(start, attempt);
-        self.set_timer(time, Timer::HostStart(start));
-        (start, plan)
+        changes.start_attempts.insert(start_id, attempt);
+        self.set_timer(timeout, Timer::HostStartTimeout(start_id));
+        (start_id, plan)
     }
 
-    fn fail_slot(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
-        let Some(add) = self.host_changes().add_requests.get_mut(&job) else {
+    fn record_add_failure(
+        &mut self,
+        request_number: u64,
+        slot: usize,
+        error: PvmError,
+        reason: String,
+    ) {
+        let Some(add_request) = self.host_changes().add_requests.get_mut(&request_number) else {
             return;
         };
-        let name = add.names[slot].clone();
-        add.results[slot] = Some(AddedHost {
+        let name = add_request.host_names[slot].clone();
+        add_request.results[slot] = Some(AddedHost {
             result: Err(error),
             reason: reason.clone(),
         });
         self.log_warning(format!("{name} was not added: {reason}"));
-        self.record(EventKind::HostRefused { name, why: reason });
+        self.record_event(EventKind::HostRefused { name, why: reason });
     }
 
     /// Handles the result of an attempt to start a daemon.
@@ -334,11 +355,11 @@ impl Machine {
             return;
         }
         match result {
-            Ok(started) => {
-                let until = self.now + CONNECT_TIMEOUT;
-                if let Some(s) = self.host_changes().start_attempts.get_mut(&start) {
-                    (s.started_host, s.deadline) = (Some(started), until);
-                    self.set_timer(CONNECT_TIMEOUT, Timer::HostStart(start));
+            Ok(started_host) => {
+                let deadline = self.now + CONNECT_TIMEOUT;
+                if let Some(attempt) = self.host_changes().start_attempts.get_mut(&start) {
+                    (attempt.started_host, attempt.deadline) = (Some(started_host), deadline);
+                    self.set_timer(CONNECT_TIMEOUT, Timer::HostStartTimeout(start));
                     self.advance_start(start);
                 }
             }
@@ -349,7 +370,7 @@ impl Machine {
     /// Handles a new session with a host.
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
-        self.repeat_forwarded(host);
+        self.repeat_forwarded_items(host);
         if self.master.is_some() && self.shutdown.is_some() && self.table.get(host).is_none() {
             return self.send_to_host(host, HostMsg::Shutdown);
         }
@@ -377,8 +398,8 @@ impl Machine {
     }
 
     fn advance_start(&mut self, start: StartId) {
-        let hosts = self.host_changes();
-        if !hosts
+        let changes = self.host_changes();
+        if !changes
             .start_attempts
             .get(&start)
             .is_some_and(|s| s.is_connected && s.started_host.is_some())
@@ -386,27 +407,27 @@ impl Machine {
             return;
         }
         let Some(StartAttempt {
-            request,
+            request_number: request,
             slot,
             plan,
-            started_host: Some(started),
+            started_host: Some(started_host),
             ..
-        }) = hosts.start_attempts.remove(&start)
+        }) = changes.start_attempts.remove(&start)
         else {
             return;
         };
         let entry = HostEntry {
             id: plan.id,
             name: plan.name,
-            arch: started.arch,
+            arch: started_host.arch,
             speed: plan.speed,
-            dsig: started.dsig,
-            addresses: started.addresses,
+            dsig: started_host.dsig,
+            addresses: started_host.addresses,
         };
-        if let Some(add) = hosts.add_requests.get_mut(&request) {
-            add.starting_count -= 1;
-            add.ready_hosts.push(JoiningHost {
-                request,
+        if let Some(add_request) = changes.add_requests.get_mut(&request) {
+            add_request.attempt_count -= 1;
+            add_request.ready_hosts.push(JoiningHost {
+                request_number: request,
                 slot,
                 entry,
             });
@@ -416,18 +437,23 @@ impl Machine {
 
     /// Removes a start attempt that has failed, and records the error as the result for its host.
     fn fail_start(&mut self, start: StartId, error: PvmError, reason: String) {
-        let Some(s) = self.host_changes().start_attempts.remove(&start) else {
+        let Some(attempt) = self.host_changes().start_attempts.remove(&start) else {
             return;
         };
-        if s.is_connected {
-            self.outputs
-                .push_back(Output::Disconnect { host: s.plan.id });
+        if attempt.is_connected {
+            self.outputs.push_back(Output::Disconnect {
+                host: attempt.plan.id,
+            });
         }
-        if let Some(add) = self.host_changes().add_requests.get_mut(&s.request) {
-            add.starting_count -= 1;
+        if let Some(add) = self
+            .host_changes()
+            .add_requests
+            .get_mut(&attempt.request_number)
+        {
+            add.attempt_count -= 1;
         }
-        self.fail_slot(s.request, s.slot, error, reason);
-        self.advance_add_request(s.request);
+        self.record_add_failure(attempt.request_number, attempt.slot, error, reason);
+        self.advance_add_request(attempt.request_number);
     }
 
     /// Fails a start attempt whose deadline has passed.
@@ -439,7 +465,9 @@ impl Machine {
         let Some(s) = attempt.filter(|s| s.deadline <= self.now) else {
             return;
         };
-        let (name, seconds) = (s.plan.name.clone(), |time: Micros| time.0 / 1_000_000);
+        let (name, seconds) = (s.plan.name.clone(), |duration: Micros| {
+            duration.0 / 1_000_000
+        });
         let reason = if s.started_host.is_some() {
             let seconds = seconds(CONNECT_TIMEOUT);
             format!(
@@ -459,132 +487,141 @@ impl Machine {
     }
 
     /// Continues a request to add hosts when all its start attempts have ended.
-    fn advance_add_request(&mut self, job: u64) {
-        let hosts = self.host_changes();
-        let is_not_first = hosts.host_file_start.is_some()
-            || hosts
+    fn advance_add_request(&mut self, request_number: u64) {
+        let changes = self.host_changes();
+        let is_not_first = changes.host_file_start.is_some()
+            || changes
                 .add_requests
                 .keys()
                 .next()
-                .is_some_and(|first| *first != job);
-        let Some(add) = hosts
+                .is_some_and(|first_number| *first_number != request_number);
+        let Some(add_request) = changes
             .add_requests
-            .get_mut(&job)
-            .filter(|add| add.starting_count == 0)
+            .get_mut(&request_number)
+            .filter(|add_request| add_request.attempt_count == 0)
         else {
             return;
         };
         if is_not_first
-            && add.results.is_empty()
-            && matches!(add.requester, AddRequester::Task { .. })
+            && add_request.results.is_empty()
+            && matches!(add_request.requester, AddRequester::Task { .. })
         {
-            // An empty request is answered after all earlier ones.
+            // An empty request is answered after all earlier requests.
             return;
         }
-        let ready = std::mem::take(&mut add.ready_hosts);
-        if !ready.is_empty() {
-            hosts.pending_adds.extend(ready);
+        let ready_hosts = std::mem::take(&mut add_request.ready_hosts);
+        if !ready_hosts.is_empty() {
+            changes.pending_adds.extend(ready_hosts);
             return self.begin_table_change();
         }
-        if add.results.iter().any(Option::is_none) {
+        if add_request.results.iter().any(Option::is_none) {
             return;
         }
         let Some(AddRequest {
             requester, results, ..
-        }) = hosts.add_requests.remove(&job)
+        }) = changes.add_requests.remove(&request_number)
         else {
             return;
         };
-        let added: Vec<AddedHost> = results.into_iter().flatten().collect();
+        let added_hosts: Vec<AddedHost> = results.into_iter().flatten().collect();
         match requester {
-            AddRequester::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
-            AddRequester::Rm { rm, wid } => self.reply_hosts_added_to_rm(rm, wid, &added),
-            AddRequester::HostFile { refused } => {
-                let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
-                let refused = refused + added.len() as u32 - joined;
-                self.record(EventKind::HostFileProcessed {
-                    added: joined,
-                    refused,
+            AddRequester::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added_hosts)),
+            AddRequester::Rm { rm, wid } => self.reply_hosts_added_to_rm(rm, wid, &added_hosts),
+            AddRequester::HostFile {
+                refused_line_count: refused_count,
+            } => {
+                let added_count = added_hosts
+                    .iter()
+                    .filter(|added_hosts| added_hosts.result.is_ok())
+                    .count() as u32;
+                let refused_count = refused_count + added_hosts.len() as u32 - added_count;
+                self.record_event(EventKind::HostFileProcessed {
+                    added: added_count,
+                    refused: refused_count,
                 });
             }
         }
-        let empty_request = self
+        let empty_request_number = self
             .host_changes()
             .add_requests
             .first_key_value()
-            .filter(|(_, add)| add.results.is_empty())
-            .map(|(job, _)| *job);
-        if let Some(job) = empty_request {
-            self.advance_add_request(job);
+            .filter(|(_, add_request)| add_request.results.is_empty())
+            .map(|(request_number, _)| *request_number);
+        if let Some(request_number) = empty_request_number {
+            self.advance_add_request(request_number);
         }
     }
 
     /// Handles the request of a task to delete hosts.
     pub(super) fn delete_hosts(&mut self, tid: Tid, id: RequestId, names: &[String]) {
-        let mut remaining = BTreeSet::new();
+        let mut remaining_hosts = BTreeSet::new();
         let mut results = Vec::new();
         for (n, name) in names.iter().enumerate() {
-            // As in PVM, a dot stands for the daemon that deletes hosts, whichever task requests
-            // it.
-            let named = if name == "." {
+            // As in PVM, a dot stands for the host of the daemon that deletes hosts, which is the
+            // master.
+            let named_host = if name == "." {
                 Some(HostId::MASTER)
             } else {
-                self.table.by_name(name).map(|h| h.id)
+                self.table.find_by_name(name).map(|h| h.id)
             };
-            results.push(match named {
+            results.push(match named_host {
                 None => Err(PvmError::NoHost),
                 Some(HostId::MASTER) => Err(PvmError::BadParam),
                 Some(_) if names[..n].contains(name) => Err(PvmError::DupHost),
                 Some(host) => {
-                    remaining.insert(host);
+                    remaining_hosts.insert(host);
                     Ok(())
                 }
             });
         }
-        for host in &remaining {
+        for host in &remaining_hosts {
             self.roll_back_for_lost_host(*host);
             self.queue_removal(*host, format!("deleted by {tid}"), true);
         }
         self.host_changes().delete_requests.push(DeleteRequest {
-            tid,
-            id,
+            requester: tid,
+            request_id: id,
             results,
-            remaining_hosts: remaining,
+            remaining_hosts,
         });
-        self.finish_deletes();
+        self.answer_finished_deletes();
         self.begin_table_change();
     }
 
-    fn finish_deletes(&mut self) {
-        let done: Vec<DeleteRequest> = self
+    fn answer_finished_deletes(&mut self) {
+        let finished_requests: Vec<DeleteRequest> = self
             .host_changes()
             .delete_requests
             .extract_if(.., |d| d.remaining_hosts.is_empty())
             .collect();
         for DeleteRequest {
-            tid, id, results, ..
-        } in done
+            requester: tid,
+            request_id: id,
+            results,
+            ..
+        } in finished_requests
         {
             self.reply(tid, id, Reply::HostsDeleted(results));
         }
     }
 
-    /// Adds the removal of a host to the next table change.
+    /// Adds the removal of a host to the next table change, unless a removal is already queued or
+    /// in progress. The host is ordered to end only if all requests for its removal require this.
     fn queue_removal(&mut self, host: HostId, why: String, must_halt: bool) {
-        let hosts = self.host_changes();
-        let under_way = hosts
-            .change
+        let changes = self.host_changes();
+        let current_removals = changes
+            .table_change
             .iter_mut()
             .filter(|c| !c.is_committed)
             .flat_map(|c| c.removals.iter_mut());
-        match hosts
+        match changes
             .pending_removals
             .iter_mut()
-            .chain(under_way)
+            .chain(current_removals)
             .find(|r| r.host == host)
         {
             Some(removal) => removal.must_halt &= must_halt,
-            None => hosts.pending_removals.push(Removal {
+            None => changes.pending_removals.push(Removal {
                 host,
                 why,
                 must_halt,
@@ -592,27 +629,29 @@ impl Machine {
         }
     }
 
-    /// Begins the next change if one is needed and none is in progress.
+    /// Begins the next change if additions or removals are queued and no change is in progress.
     fn begin_table_change(&mut self) {
-        let hosts = self.host_changes();
-        if hosts.change.is_some()
-            || (hosts.pending_adds.is_empty() && hosts.pending_removals.is_empty())
+        let changes = self.host_changes();
+        if changes.table_change.is_some()
+            || (changes.pending_adds.is_empty() && changes.pending_removals.is_empty())
         {
             return;
         }
-        let (added, mut removed) = (
-            std::mem::take(&mut hosts.pending_adds),
-            std::mem::take(&mut hosts.pending_removals),
+        let (added_hosts, mut removals) = (
+            std::mem::take(&mut changes.pending_adds),
+            std::mem::take(&mut changes.pending_removals),
         );
-        removed.retain(|r| self.table.get(r.host).is_some());
+        removals.retain(|r| self.table.get(r.host).is_some());
         let mut table = HostTable {
             epoch: self.next_epoch(),
             hosts: self.table.hosts.clone(),
         };
         table
             .hosts
-            .retain(|h| !removed.iter().any(|r| r.host == h.id));
-        table.hosts.extend(added.iter().map(|j| j.entry.clone()));
+            .retain(|h| !removals.iter().any(|r| r.host == h.id));
+        table
+            .hosts
+            .extend(added_hosts.iter().map(|j| j.entry.clone()));
         table.hosts.sort_by_key(|h| h.id);
         let awaited_hosts: BTreeSet<HostId> = table
             .hosts
@@ -621,49 +660,50 @@ impl Machine {
             .filter(|id| *id != HostId::MASTER)
             .collect();
         for host in &awaited_hosts {
-            let new = added.iter().any(|j| j.entry.id == *host);
-            let locations = if new {
-                self.locations.all()
+            let is_new_host = added_hosts.iter().any(|j| j.entry.id == *host);
+            let locations = if is_new_host {
+                self.locations.all_locations()
             } else {
                 Vec::new()
             };
-            let spared = self.reserved_ids_of(*host);
+            let reserved_ids_max = self.reserved_ids_max_of(*host);
             self.send_to_host(
                 *host,
                 HostMsg::PrepareTable {
                     table: table.clone(),
                     locations,
-                    rm: self.rm.vm_wide_rm,
-                    reserved_ids_max: spared,
+                    rm: self.rm_state.vm_wide_rm,
+                    reserved_local_max: reserved_ids_max,
                 },
             );
         }
-        self.host_changes().change = Some(TableChange {
+        self.host_changes().table_change = Some(TableChange {
             table,
-            added_hosts: added,
-            removals: removed,
+            added_hosts,
+            removals,
             is_committed: false,
             awaited_hosts,
         });
         self.advance_table_change();
     }
 
-    /// Returns the epoch of the next order to all daemons.
+    /// Increments the epoch. Returns the epoch of the next order to all daemons.
     pub(super) fn next_epoch(&mut self) -> Epoch {
         self.epoch = self.epoch.next();
         self.epoch
     }
 
-    /// Handles a host's acknowledgement of the prepare phase or the commit phase.
-    pub(super) fn handle_change_ack(&mut self, host: HostId, epoch: Epoch, committed: bool) {
+    /// Handles a host's acknowledgement of the prepare phase, or, if `is_commit` is true, of the
+    /// commit phase.
+    pub(super) fn handle_change_ack(&mut self, host: HostId, epoch: Epoch, is_commit: bool) {
         let Some(master) = &mut self.master else {
             return;
         };
         let change = master
             .host_changes
-            .change
+            .table_change
             .as_mut()
-            .filter(|c| c.table.epoch == epoch && c.is_committed == committed);
+            .filter(|c| c.table.epoch == epoch && c.is_committed == is_commit);
         if change.is_some_and(|c| c.awaited_hosts.remove(&host)) {
             self.advance_table_change();
         }
@@ -673,7 +713,7 @@ impl Machine {
     fn advance_table_change(&mut self) {
         let Some(change) = self
             .host_changes()
-            .change
+            .table_change
             .as_mut()
             .filter(|c| c.awaited_hosts.is_empty())
         else {
@@ -683,15 +723,15 @@ impl Machine {
             return self.finish_table_change();
         }
         change.is_committed = true;
-        let (table, remove) = (change.table.clone(), change.removals.clone());
+        let (table, removals) = (change.table.clone(), change.removals.clone());
         change.awaited_hosts = table
             .hosts
             .iter()
             .map(|h| h.id)
             .filter(|id| *id != HostId::MASTER)
             .collect();
-        let (waiting, epoch) = (change.awaited_hosts.clone(), table.epoch);
-        for host in waiting {
+        let (awaited_hosts, epoch) = (change.awaited_hosts.clone(), table.epoch);
+        for host in awaited_hosts {
             self.send_to_host(host, HostMsg::CommitTable { epoch });
         }
         let names: BTreeMap<HostId, String> = self
@@ -702,24 +742,24 @@ impl Machine {
             .collect();
         self.host_changes()
             .leaving_hosts
-            .extend(remove.iter().filter(|r| r.must_halt).map(|r| r.host));
+            .extend(removals.iter().filter(|r| r.must_halt).map(|r| r.host));
         self.apply_table(table);
         for Removal {
             host,
             why,
             must_halt,
-        } in remove
+        } in removals
         {
             let name = names.get(&host).cloned().unwrap_or_default();
-            self.record(EventKind::HostGone {
+            self.record_event(EventKind::HostGone {
                 host,
                 name,
                 why: why.clone(),
             });
             self.report_lost_host_to_rm(host);
             if must_halt {
-                self.send_to_host(host, HostMsg::Halt { why });
-                self.set_timer(REMOVAL_TIMEOUT, Timer::HostRemoval(host));
+                self.send_to_host(host, HostMsg::Halt { reason: why });
+                self.set_timer(REMOVAL_TIMEOUT, Timer::HostRemovalTimeout(host));
             } else {
                 self.finish_removal(host);
             }
@@ -728,25 +768,25 @@ impl Machine {
     }
 
     fn finish_table_change(&mut self) {
-        let Some(change) = self.host_changes().change.take() else {
+        let Some(change) = self.host_changes().table_change.take() else {
             return;
         };
         if !change.added_hosts.is_empty() {
             self.retry_stuck_jobs();
         }
         for JoiningHost {
-            request,
+            request_number: request,
             slot,
             entry,
         } in change.added_hosts
         {
             self.send_recent_exits(entry.id);
-            self.record(EventKind::HostAdded {
+            self.record_event(EventKind::HostAdded {
                 host: entry.id,
                 name: entry.name.clone(),
             });
-            if let Some(add) = self.host_changes().add_requests.get_mut(&request) {
-                add.results[slot] = Some(AddedHost {
+            if let Some(add_request) = self.host_changes().add_requests.get_mut(&request) {
+                add_request.results[slot] = Some(AddedHost {
                     result: Ok(entry),
                     reason: String::new(),
                 });
@@ -756,8 +796,8 @@ impl Machine {
         self.begin_table_change();
     }
 
-    /// True for a deleted host whose session still exists. A daemon closes its session as the last
-    /// action, so afterwards a new daemon may be started on the same machine.
+    /// True for a deleted host whose session still exists. Closing the session is the last action
+    /// of a daemon. Afterwards a new daemon may be started on the same machine.
     pub(super) fn is_leaving(&self, host: HostId) -> bool {
         self.master
             .as_ref()
@@ -774,7 +814,7 @@ impl Machine {
             .for_each(|d| {
                 d.remaining_hosts.remove(&host);
             });
-        self.finish_deletes();
+        self.answer_finished_deletes();
     }
 
     /// Completes a removal that timed out: the host is removed although its daemon has not ended.
@@ -807,16 +847,16 @@ impl Machine {
             );
         }
         self.drop_joining_host(host, why);
-        if let Some(change) = &mut self.host_changes().change {
+        if let Some(change) = &mut self.host_changes().table_change {
             if change.is_committed {
                 change.awaited_hosts.remove(&host);
             } else {
-                // The host cannot acknowledge the change any more, so the change begins again
-                // without it.
-                let change = self.host_changes().change.take().expect("just seen");
-                let hosts = self.host_changes();
-                hosts.pending_adds.splice(..0, change.added_hosts);
-                hosts.pending_removals.splice(..0, change.removals);
+                // The host can no longer acknowledge the change, so the change begins again without
+                // the host.
+                let change = self.host_changes().table_change.take().expect("just seen");
+                let changes = self.host_changes();
+                changes.pending_adds.splice(..0, change.added_hosts);
+                changes.pending_removals.splice(..0, change.removals);
                 self.drop_joining_host(host, why);
             }
         }
@@ -827,18 +867,23 @@ impl Machine {
         self.begin_table_change();
     }
 
-    /// Drops a lost host that was started but is in no table yet.
+    /// Drops a lost host whose daemon was started but that is in no table yet.
     fn drop_joining_host(&mut self, host: HostId, why: &str) {
-        let hosts = self.host_changes();
-        let waiting = hosts.pending_adds.extract_if(.., |j| j.entry.id == host);
-        let ready = hosts
+        let changes = self.host_changes();
+        let pending_hosts = changes.pending_adds.extract_if(.., |j| j.entry.id == host);
+        let ready_hosts = changes
             .add_requests
             .values_mut()
             .flat_map(|a| a.ready_hosts.extract_if(.., |j| j.entry.id == host));
-        let dropped: Vec<JoiningHost> = waiting.chain(ready).collect();
-        for JoiningHost { request, slot, .. } in dropped {
+        let dropped_hosts: Vec<JoiningHost> = pending_hosts.chain(ready_hosts).collect();
+        for JoiningHost {
+            request_number: request,
+            slot,
+            ..
+        } in dropped_hosts
+        {
             self.outputs.push_back(Output::Disconnect { host });
-            self.fail_slot(
+            self.record_add_failure(
                 request,
                 slot,
                 PvmError::CantStart,
@@ -848,10 +893,10 @@ impl Machine {
         }
     }
 
-    /// Abandons all starts in progress, because the virtual machine ends.
+    /// Abandons all starts in progress, because the virtual machine shuts down.
     pub(super) fn abandon_starts(&mut self) {
-        let starts: Vec<StartId> = self.host_changes().start_attempts.keys().copied().collect();
-        for start in starts {
+        let start_ids: Vec<StartId> = self.host_changes().start_attempts.keys().copied().collect();
+        for start in start_ids {
             self.outputs.push_back(Output::AbandonStart { start });
         }
     }

@@ -1,9 +1,9 @@
 //! Inputs and outputs of the machine.
 //!
-//! The shell turns sockets, processes, files and clocks into [`Event`]s and carries out
-//! [`Output`]s. The machine relies on one order only: outputs to the same task, and outputs to the
-//! same host on the same channel, are carried out in order. On the data channel, link frames of
-//! different pairs of tasks may overtake each other.
+//! The shell turns sockets, processes, files and clocks into [`Event`]s and performs [`Output`]s.
+//! The machine relies on one order only: outputs to the same task, and outputs to the same host on
+//! the same channel, are performed in order. On the data channel, link frames of different pairs of
+//! tasks may overtake each other.
 
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
@@ -53,8 +53,8 @@ pub struct ConnId(pub u64);
 pub struct Descriptors(Arc<Vec<OwnedFd>>);
 
 impl Descriptors {
-    pub fn new(all: Vec<OwnedFd>) -> Descriptors {
-        Descriptors(Arc::new(all))
+    pub fn new(fds: Vec<OwnedFd>) -> Self {
+        Self(Arc::new(fds))
     }
 
     pub fn count(&self) -> usize {
@@ -70,21 +70,21 @@ impl Descriptors {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StartId(pub u64);
 
-/// Questions that the machine may ask while it handles an event. Every answer is immediate.
+/// Immediate access to the host of the daemon for the time in which an event is handled.
 pub trait World {
     /// Returns the absolute path of an executable regular file. A `name` with a `/` is a path
     /// relative to `dir` or to the daemon's working directory; any other name is searched for in
     /// the search path.
     ///
     /// # Errors
-    /// [`PvmError::NoFile`] if there is none.
+    /// [`PvmError::NoFile`] if there is no such file.
     fn find_program(&self, name: &str, dir: Option<&str>) -> Result<PathBuf, PvmError>;
-    /// Returns `dir` if it is a directory that can be entered, else the daemon's working directory
-    /// for tasks.
+    /// Returns the path of `dir` if it is a directory that can be entered, otherwise the default
+    /// working directory of tasks.
     fn work_dir(&self, dir: Option<&str>) -> PathBuf;
-    /// Returns the initial environment of every task on this host: the daemon's own, the library
-    /// folder and the PVM variables.
-    fn base_env(&self) -> Vec<Vec<u8>>;
+    /// Returns the initial environment of every task on this host, as `NAME=value` entries: the
+    /// daemon's environment, the library folder and the PVM variables.
+    fn base_environment(&self) -> Vec<Vec<u8>>;
     /// Returns the time in microseconds since 1970, for events and clocks that other hosts see.
     fn unix_time(&self) -> Micros;
     /// Returns an unpredictable number in 1..=i32::MAX.
@@ -96,13 +96,13 @@ pub trait World {
 pub struct HostPlan {
     /// Index that the host will have.
     pub id: HostId,
-    /// Name as the user wrote it. It becomes the name in the host table.
+    /// Name as the user wrote it. The host table contains the same name.
     pub name: String,
     /// Name or address to contact (`ip=`), by default `name`.
     pub contact: String,
-    /// Login name (`lo=`), if it differs from the user's.
+    /// Login name (`lo=`); `None` if it is that of the user.
     pub login: Option<String>,
-    /// Command that starts the daemon on that host (`dx=`), if it is not the default.
+    /// Command that starts the daemon on that host (`dx=`); `None` for the default command.
     pub command: Option<String>,
     /// Search path for executables (`ep=`), unexpanded.
     pub search_path: Option<String>,
@@ -110,10 +110,11 @@ pub struct HostPlan {
     pub work_dir: Option<String>,
     /// Relative speed (`sp=`); the default is 1000.
     pub speed: i32,
-    /// Start method of the daemon (`so=`). Hosters may interpret it; this daemon only knows
-    /// [`HostPlan::is_manual`].
+    /// Start method of the daemon (`so=`). Hosters may interpret it. This daemon interprets only
+    /// the method of [`HostPlan::is_manual`].
     pub start_option: Option<String>,
-    /// Command that debugs tasks on that host (`bx=`), unless `PVM_DEBUGGER` is set there.
+    /// Command that debugs tasks on that host (`bx=`). The `PVM_DEBUGGER` of that host has
+    /// priority.
     pub debugger: Option<String>,
 }
 
@@ -127,7 +128,7 @@ impl HostPlan {
 /// Instructions for a hoster that starts a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HosterOrder {
-    /// Login target: `host` or `user@host`.
+    /// Login target in the form `host` or `user@host`.
     pub login: String,
     /// Command to run on that host.
     pub command: String,
@@ -160,27 +161,29 @@ pub enum Event {
         conn: ConnId,
         message: ToDaemon,
     },
-    /// A message about a route between two tasks, from one of them to the other.
+    /// A message about the set-up of a route between two tasks, sent by one of them to the other.
     TaskRoute {
         conn: ConnId,
-        to: Tid,
+        dst: Tid,
         message: RouteMsg,
-        /// File descriptors of the message; their number is the one that the message announces.
+        /// File descriptors of the message, as many as the message announces. There are none if the
+        /// kernel has dropped them because this daemon has too many open files.
         descriptors: Descriptors,
     },
     TaskLink {
         conn: ConnId,
-        /// Body as on the wire, see [`sempa_proto::link::LinkFrame::decode`].
+        /// Encoded link frame, see [`sempa_proto::link::LinkFrame::decode`].
         frame: Bytes,
     },
     /// A task's connection is closed. No event of this connection follows.
     TaskClosed {
         conn: ConnId,
-        /// The violation, if the peer did not follow the protocol.
+        /// The violation of the protocol for which the connection was closed; `None` if there was
+        /// none.
         protocol_error: Option<String>,
     },
-    /// A session with another daemon is established. The daemon has proved by its certificate that
-    /// it is this host.
+    /// A session with another daemon is established. Its certificate has proved that the daemon
+    /// runs on this host of the virtual machine.
     HostConnected {
         host: HostId,
     },
@@ -199,8 +202,8 @@ pub enum Event {
         host: HostId,
         why: String,
     },
-    /// An attempt to start a daemon has ended. If it succeeded, the session already exists or
-    /// follows.
+    /// An attempt to start a daemon has ended. After a success, the session with the daemon exists
+    /// or is established soon.
     HostStarted {
         start: StartId,
         /// Properties of the daemon, or a PVM error code and one sentence for the user.
@@ -212,7 +215,7 @@ pub enum Event {
     },
     Tasker(FromTasker),
     /// The tasker's process has ended. All tasks that it had started are dead.
-    TaskerGone {
+    TaskerEnded {
         why: String,
     },
     /// Source: the target has received the images, or the transfer failed.
@@ -232,22 +235,25 @@ pub enum Event {
         migration: MigrationId,
         why: String,
     },
-    /// Result of [`Output::RecordMigration`]; success means that the record is on disk.
+    /// Result of [`Output::RecordMigration`]; `Ok` means that the record is on disk.
     MigrationRecorded {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::BeginCheckpoint`]; success means that the store has room.
+    /// Result of [`Output::BeginCheckpoint`]; `Ok` means that the store has room. `Err` contains
+    /// the reason.
     CheckpointBegun {
         snapshot: SnapshotId,
         result: Result<(), String>,
     },
-    /// Result of [`Output::StorePart`]; success means that the part is in the store.
+    /// Result of [`Output::StorePart`]; `Ok` means that the part is in the store. `Err` contains
+    /// the reason.
     PartStored {
         migration: MigrationId,
         result: Result<(), String>,
     },
-    /// Result of [`Output::SealCheckpoint`]; success means that the checkpoint is complete.
+    /// Result of [`Output::SealCheckpoint`]; `Ok` means that the checkpoint is complete. `Err`
+    /// contains the reason.
     CheckpointSealed {
         snapshot: SnapshotId,
         /// Name of the checkpoint, and its size in the store in bytes.
@@ -257,37 +263,38 @@ pub enum Event {
     /// unusable.
     CheckpointOpened {
         /// Id from the request.
-        restart: u64,
+        restart_number: u64,
         result: Result<CheckpointMeta, String>,
     },
-    /// Result of [`Output::ReadPart`]: daemon state that is stored next to the images.
+    /// Result of [`Output::ReadPart`]: the daemon's state of a task, which is stored next to the
+    /// images.
     PartRead {
         migration: MigrationId,
         result: Result<SavedTask, Failure>,
     },
-    /// Result of [`Output::CollectState`]: number of bytes and files.
+    /// Result of [`Output::CollectState`]: number of bytes and files of the program's checkpoint.
     StateCollected {
         migration: MigrationId,
         result: Result<DumpReport, Failure>,
     },
-    /// Result of [`Output::StageState`]; success means that all files are copied.
+    /// Result of [`Output::StageState`]; `Ok` means that all files are copied.
     StateStaged {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::InstallState`]; success means that all files have their final names.
+    /// Result of [`Output::InstallState`]; `Ok` means that all files have their final names.
     StateInstalled {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::RemoveCheckpoints`], for each checkpoint.
+    /// Result of [`Output::RemoveCheckpoints`], with a result for each checkpoint.
     CheckpointsRemoved {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
         result: Result<RemovalResults, String>,
     },
-    /// The store has removed these checkpoints to stay within its limits, or because their jobs
+    /// The store has removed these checkpoints to comply with its limits, or because their jobs
     /// ended long ago.
     CheckpointsExpired {
         checkpoints: Vec<String>,
@@ -300,7 +307,7 @@ pub enum Event {
         result: Result<Vec<CheckpointEntry>, String>,
     },
     /// A peer without a certificate of this virtual machine was rejected.
-    Unauthenticated {
+    UnauthenticatedPeer {
         /// The peer and the reason, in one sentence.
         text: String,
     },
@@ -312,40 +319,40 @@ pub enum Event {
     },
 }
 
-/// An effect for the shell to carry out. An arrow (→) names the event that reports the result.
+/// An effect for the shell to perform. An arrow (→) names the event that reports the result.
 #[derive(Clone, Debug)]
 pub enum Output {
     /// Send a control message to a task.
-    ToTask {
+    SendToTask {
         conn: ConnId,
         message: ToTask,
     },
     /// Send a control message with file descriptors to a task.
-    ToTaskWithFds {
+    SendToTaskWithFds {
         conn: ConnId,
         message: ToTask,
         descriptors: Descriptors,
     },
-    /// Send a link frame to a task. It may be dropped if the connection's queue is over its limit,
-    /// because links retransmit.
-    LinkToTask {
+    /// Send a link frame to a task. The frame may be dropped if the connection's queue is over its
+    /// limit, because links retransmit.
+    SendFrameToTask {
         conn: ConnId,
-        /// Body as it was received.
+        /// Encoded link frame, as it was received.
         frame: Bytes,
     },
-    /// The process that opened this connection has exited. Read what it has written, and ignore
-    /// what other holders of the socket write. [`Event::TaskClosed`] follows after all of that
-    /// data.
+    /// The process that opened this connection has exited. Read what the process has written, and
+    /// ignore what other holders of the socket write. [`Event::TaskClosed`] follows after all data
+    /// of the process.
     DrainConnection {
         conn: ConnId,
     },
-    /// Close a task's connection after everything that was sent before.
+    /// Close a task's connection after everything that was sent on it before.
     CloseTask {
         conn: ConnId,
     },
-    /// Send a message on the control channel of a session. Without a session the message waits for
-    /// one, up to a limit.
-    ToHost {
+    /// Send a message on the control channel of a session. Without a session the message is queued
+    /// until a session is established, up to a limit.
+    SendToHost {
         host: HostId,
         message: HostMsg,
     },
@@ -355,8 +362,8 @@ pub enum Output {
         host: HostId,
         message: DataMsg,
     },
-    /// Maintain a session with this host: dial until one is established, and again when it breaks,
-    /// until [`Output::Disconnect`].
+    /// Maintain a session with this host: connect until a session is established, and again when it
+    /// breaks, until [`Output::Disconnect`].
     Connect {
         host: HostId,
         /// Addresses on which the host listens.
@@ -366,7 +373,7 @@ pub enum Output {
     Disconnect {
         host: HostId,
     },
-    /// Start a daemon over the remote shell and pass it its certificate on standard input. →
+    /// Start a daemon over the remote shell, with its certificate on standard input. →
     /// [`Event::HostStarted`]
     StartHost {
         start: StartId,
@@ -377,7 +384,7 @@ pub enum Output {
     PrepareHosts {
         plans: Vec<(StartId, HostPlan)>,
     },
-    /// Evaluate the line that a hoster got from a daemon that it started. → [`Event::HostStarted`]
+    /// Interpret the line that a hoster got from a daemon that it started. → [`Event::HostStarted`]
     HosterReported {
         start: StartId,
         /// Output line of the daemon, or the name of an error.
@@ -387,59 +394,60 @@ pub enum Output {
     AbandonStart {
         start: StartId,
     },
-    /// Start a tasker. This host has just entered the host table, so tasks can be spawned on it. An
-    /// earlier start would compete for the processor with the start of the other hosts.
+    /// Start a tasker. This host has just entered the host table, so tasks can be spawned on it.
+    /// The tasker is not started earlier, because its start would slow down the start of other
+    /// daemons on the same processor.
     StartTasker,
-    ToTasker(ToTasker),
+    SendToTasker(ToTasker),
     /// Send a signal to the process that opened this connection.
-    Signal {
+    SendSignal {
         conn: ConnId,
         signal: i32,
     },
-    /// Send the images of a migration to the target while the tasker is still writing them;
-    /// [`Output::SendImages`] marks them as complete. If the transfer fails earlier: →
+    /// Send the images of a migration to the target while the tasker is still writing them.
+    /// [`Output::SendImages`] marks the images as complete. Only if the transfer fails before: →
     /// [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
     SendImagesEarly {
         migration: MigrationId,
-        to: HostId,
+        target: HostId,
     },
-    /// Send the images of a migration, or the rest of them, to the target. → [`Event::ImagesSent`],
-    /// at the target [`Event::ImagesReceived`]
+    /// Send the images of a migration, or those that were not sent early, to the target. →
+    /// [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
     SendImages {
         migration: MigrationId,
-        to: HostId,
+        target: HostId,
     },
-    /// Accept the images of this migration from the host `from`. Images that are not expected are
+    /// Accept the images of this migration from its source. Images that are not expected are
     /// refused.
     ExpectImages {
         migration: MigrationId,
-        from: HostId,
+        source: HostId,
     },
     /// Source: start to serve memory for post-copy. The tasker offers the memory at the socket
-    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket);
-    /// requests of the target are forwarded until either side closes.
+    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket).
+    /// Requests of the target are forwarded until source or target closes the connection.
     ServeMemory {
         migration: MigrationId,
-        to: HostId,
+        target: HostId,
     },
-    /// Target: start to fetch memory for post-copy from the host `from`. The tasker requests the
-    /// memory at the same socket as for [`Output::ServeMemory`]. If the connection breaks before
-    /// the tasker closes it: → [`Event::MemoryLost`]
+    /// Target: start to fetch memory for post-copy from the source. The tasker requests the memory
+    /// at the same socket as for [`Output::ServeMemory`]. If the connection breaks before the
+    /// tasker closes it: → [`Event::MemoryLost`]
     FetchMemory {
         migration: MigrationId,
-        from: HostId,
+        source: HostId,
     },
     /// Stop sending or receiving the images of this migration, and delete them on this host. A
     /// post-copy memory transfer in progress continues. Idempotent.
     DropImages {
         migration: MigrationId,
     },
-    /// Write the token that resumes a quiesced library.
+    /// Write the resume token of a quiesced library.
     WriteToken {
         path: PathBuf,
         token: ResumeToken,
     },
-    /// Remove a token. Idempotent.
+    /// Remove a resume token. Idempotent.
     RemoveToken {
         path: PathBuf,
     },
@@ -447,16 +455,16 @@ pub enum Output {
     /// to the master. → [`Event::ImagesSent`], on the master [`Event::ImagesReceived`]
     UploadPart {
         migration: MigrationId,
-        /// State that this daemon has of the task.
+        /// The task's state as this daemon knows it.
         record: Box<SavedTask>,
         /// The master; `None` on the master itself.
-        to: Option<HostId>,
+        receiver: Option<HostId>,
     },
     /// Source: copy the files of a program's own checkpoint into the image directory of this
     /// snapshot part. → [`Event::StateCollected`]
     CollectState {
         migration: MigrationId,
-        /// Relative to `dir`, unless they begin with a slash.
+        /// Paths of the files, relative to `dir` or absolute.
         files: Vec<PathBuf>,
         /// Working directory of the program.
         dir: PathBuf,
@@ -465,13 +473,13 @@ pub enum Output {
     /// temporary names. [`Output::DropImages`] removes them. → [`Event::StateStaged`]
     StageState {
         migration: MigrationId,
-        /// Relative to `dir`, unless they begin with a slash.
+        /// Paths of the files, relative to `dir` or absolute.
         files: Vec<PathBuf>,
         /// Working directory of the program.
         dir: PathBuf,
     },
-    /// Target of a restart: give the staged files their final names. From then on they belong to
-    /// the task. → [`Event::StateInstalled`]
+    /// Target of a restart: rename the staged files to their final names. From then on they belong
+    /// to the task. → [`Event::StateInstalled`]
     InstallState {
         migration: MigrationId,
     },
@@ -496,41 +504,41 @@ pub enum Output {
         snapshot: SnapshotId,
         meta: Box<CheckpointMeta>,
         /// Names of checkpoints that must not be removed to make room.
-        protected: Vec<String>,
+        protected_checkpoints: Vec<String>,
     },
-    /// Master: remove an incomplete checkpoint. Idempotent.
+    /// Master: remove a checkpoint that was not completed. Idempotent.
     AbandonCheckpoint {
         snapshot: SnapshotId,
     },
     /// Master: read the metadata of a checkpoint. → [`Event::CheckpointOpened`]
     OpenCheckpoint {
         /// Id of the restart, chosen by the machine.
-        restart: u64,
+        restart_number: u64,
         checkpoint: String,
     },
-    /// Master: unpack a part of an open checkpoint and send it to the host `to`. →
+    /// Master: unpack a part of an open checkpoint and send the images to the part's host. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
     SendPart {
         /// Id under which the checkpoint was opened.
-        restart: u64,
+        restart_number: u64,
         migration: MigrationId,
         tid: Tid,
         /// The target; `None` for the master itself.
-        to: Option<HostId>,
+        receiver: Option<HostId>,
     },
-    /// Master: close a checkpoint that this restart does not need any more. Idempotent.
+    /// Master: close a checkpoint that a restart no longer needs. Idempotent.
     CloseCheckpoint {
         /// Id under which the checkpoint was opened.
-        restart: u64,
+        restart_number: u64,
     },
-    /// Master: mark checkpoints whose jobs have ended, or run again. Orders of this kind are
-    /// carried out in order.
+    /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. Outputs of this
+    /// kind are performed in order.
     MarkCheckpoints {
         checkpoints: Vec<String>,
         /// True if the jobs have ended.
-        ended: bool,
+        has_ended: bool,
         /// Names of checkpoints that must not be removed to make room.
-        protected: Vec<String>,
+        protected_checkpoints: Vec<String>,
     },
     /// Master: remove checkpoints. → [`Event::CheckpointsRemoved`]
     RemoveCheckpoints {
@@ -540,34 +548,34 @@ pub enum Output {
         selection: RemovalSelection,
         /// Include checkpoints of other virtual machines.
         include_foreign: bool,
-        /// Checkpoints that must stay, with the reason.
-        refused: BTreeMap<String, RemovalRefusal>,
+        /// Checkpoints that must not be removed, with the reason for each.
+        refusals: BTreeMap<String, RemovalRefusal>,
     },
-    /// Master: send a copy of a checkpoint to the host `to`, which expects it. →
+    /// Master: send a copy of a checkpoint to a host that expects the copy. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
     SendCopy {
         /// Id of the transfer.
         migration: MigrationId,
         checkpoint: String,
-        to: HostId,
+        receiver: HostId,
     },
-    /// Receive a copy of a checkpoint from the host `from` into the store. Copies that are not
-    /// expected are refused. [`Output::DropImages`] aborts the transfer. →
+    /// Receive a copy of a checkpoint from the master into the store of this host. Copies that are
+    /// not expected are refused. [`Output::DropImages`] aborts the transfer. →
     /// [`Event::ImagesReceived`]
     ExpectCopy {
         /// Id of the transfer.
         migration: MigrationId,
-        from: HostId,
+        sender: HostId,
         checkpoint: String,
     },
-    /// Abort the transfer of a copy, or remove the copy that has just been received.
+    /// Abort the transfer of a checkpoint copy, or remove the copy if it has just been received.
     DiscardCopy {
         /// Id of the transfer.
         migration: MigrationId,
         checkpoint: String,
     },
-    /// Remove checkpoints from this host's store: copies, or a checkpoint that was completed too
-    /// late. Idempotent.
+    /// Remove checkpoints from this host's store: copies, or a checkpoint that was completed after
+    /// its snapshot had failed. Idempotent.
     DropCheckpoints {
         checkpoints: Vec<String>,
     },
@@ -582,8 +590,8 @@ pub enum Output {
     RecordMigration {
         migration: MigrationId,
         tid: Tid,
-        /// Host where the task runs from now on.
-        to: HostId,
+        /// Host that runs the task after the migration.
+        target: HostId,
     },
     /// A migration step is about to begin. Tests halt the daemon at this output.
     StepStarting {
@@ -599,7 +607,7 @@ pub enum Output {
     /// Write a line to the daemon's log.
     Log {
         level: LogLevel,
-        /// Migration, checkpoint or job of the line, if the line concerns a single one.
+        /// Migration, checkpoint or job that the line concerns; `None` if there is not exactly one.
         subject: Option<LogSubject>,
         text: String,
     },
@@ -608,6 +616,6 @@ pub enum Output {
         tid: Tid,
         bytes: Bytes,
     },
-    /// Everything is finished: remove the socket and files, and exit.
+    /// All work of the daemon is finished: remove the socket and files, and exit.
     Shutdown,
 }

@@ -1,13 +1,13 @@
 //! The state machine of a PVM daemon. It contains no socket, file, clock or randomness: all input
 //! arrives as an [`Event`], and every effect is an [`Output`].
 //!
-//! The shell (crate `pvmd`) drives it in a loop:
+//! The shell (crate `pvmd`) drives the machine in a loop:
 //!
-//! 1. It passes an event and the current time to [`Machine::handle`]. The machine puts questions
-//!    that need an immediate answer to the [`World`].
-//! 2. It takes [`Output`]s from [`Machine::poll`] until there are none, and carries them out in
-//!    that order.
-//! 3. At the time of [`Machine::next_wakeup`] it passes [`Event::Wake`].
+//! 1. The shell passes an event and the current time to [`Machine::handle`]. The machine calls the
+//!    [`World`] for questions that need an immediate answer.
+//! 2. The shell removes [`Output`]s with [`Machine::poll`] until there are none, and performs them
+//!    in that order.
+//! 3. At the time of [`Machine::next_wakeup`] the shell passes [`Event::Wake`].
 //!
 //! Every module implements a part of [`Machine`]:
 //!
@@ -25,7 +25,7 @@
 //! | `owner_agent` | owner agents, and their directives after they have died |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
-//! | `migrations`, `relocation` | glue to the migration protocol, message order during migrations |
+//! | `migrations`, `relocation` | adapter to the migration protocol, message order during migrations |
 
 #![cfg_attr(
     test,
@@ -91,8 +91,8 @@ use std::net::SocketAddr;
 pub struct MachineConfig {
     /// Index of this host; the master is [`HostId::MASTER`].
     pub host: HostId,
-    pub name: String,
-    pub vm: String,
+    pub host_name: String,
+    pub vm_name: String,
     /// PVM architecture name of this host.
     pub arch: String,
     /// PVM data signature. Hosts with the same value share a data representation.
@@ -103,8 +103,8 @@ pub struct MachineConfig {
     pub speed: i32,
     /// User id under which the tasks of this host run.
     pub uid: u32,
-    /// A host that is silent for this long is lost. Other waits for a peer that may be gone are
-    /// multiples of it.
+    /// Duration of silence after which a host is lost. Time limits for answers of hosts that may be
+    /// lost are multiples of the lease.
     pub lease: Micros,
     /// Command that starts the resource manager, split into words (master only).
     pub rm_command: Option<Vec<String>>,
@@ -112,62 +112,62 @@ pub struct MachineConfig {
     pub server_commands: Vec<Vec<String>>,
     /// Paths of the daemon's socket and files.
     pub paths: RuntimePaths,
-    pub hostfile: Vec<String>,
+    pub hostfile_lines: Vec<String>,
     /// Highest task number of each host that occurs in a checkpoint. New tasks get higher numbers
     /// (master only).
     pub reserved_ids_max: BTreeMap<HostId, u32>,
     /// Hosts to which checkpoints are copied (master only).
-    pub copies: CopyPolicy,
+    pub copy_policy: CopyPolicy,
 }
 
-/// An action that may be necessary at a later time. Timers are never cancelled, so each handler
-/// first checks whether its action is still necessary.
+/// Action of a timer. Timers are never cancelled, so each handler first checks whether its action
+/// is still necessary.
 #[derive(Clone, Copy, Debug)]
 enum Timer {
     /// The start of a daemon has timed out.
-    HostStart(StartId),
+    HostStartTimeout(StartId),
     /// The time limit for a deleted host to end its tasks has passed.
-    HostRemoval(HostId),
+    HostRemovalTimeout(HostId),
     /// The grace period of tasks that were asked to exit is over.
-    ExitGrace,
+    ExitGraceTimeout,
     /// This daemon must exit, even if tasks or hosts remain.
-    DaemonStop,
-    /// A process exited, but its connection is still open. The number is the spawn token of the
-    /// process.
-    SocketDrain(Tid, Option<i32>),
+    DaemonStopTimeout,
+    /// A process has exited, but its connection is still open, and the time limit to read the rest
+    /// of its messages has passed. The number is the spawn token of the process.
+    SocketDrainTimeout(Tid, Option<i32>),
     /// The time limit for a program to exit for this migration has passed.
     ExitTimeout(Tid, MigrationId),
     /// The time limit for a task's library to report its link states for this migration has passed.
-    /// Without these states the program is not asked to exit.
+    /// Without the link states the daemon does not ask the program to exit.
     HandoffTimeout(Tid, MigrationId),
-    /// A program was asked to exit for this migration, which was aborted. From now on its exit ends
-    /// the task.
+    /// A program was asked to exit for this migration, which was aborted, and the time in which it
+    /// may still exit and be started again has passed. Any later exit of the program ends the task.
     LateExitTimeout(Tid, MigrationId),
-    /// The dump of a task has waited long enough for exit notices of other tasks. The id is that of
-    /// the task's part of a snapshot.
+    /// The time limit of a dump to wait for exit notices of other tasks has passed. The id is that
+    /// of the dumped task's part of a snapshot.
     ExitNoticeTimeout(Tid, MigrationId),
-    /// The eviction of guests may be due.
-    Eviction,
+    /// Guests may be due for eviction.
+    EvictionDue,
     /// Guests that were asked to exit must be killed.
-    GuestKill,
-    /// The last directive of an owner agent that has died expires.
-    OwnerAgentExpiry(Tid),
-    /// The load watcher of this host has died and may need to be started again.
+    GuestKillDue,
+    /// The time has passed for which the last directive of an owner agent applies after the agent's
+    /// death.
+    OwnerDirectiveExpiry(Tid),
+    /// The load watcher of this host has died; it may have to be started again.
     WatcherRestart,
     /// There has been no resource manager for a long time: preempted tasks resume.
     PreemptionExpiry,
     /// Batched reports to the resource manager are due.
-    RmBatch,
+    RmBatchDue,
     /// A placement query has timed out.
-    PlacementQuery(u64),
-    /// The next checkpoint of a job, a retry of it, or a check whether the job's last tasks are
-    /// gone is due.
-    Job(Tid),
-    /// The receiver of a checkpoint copy had time to report why the transfer failed, but has not
-    /// reported it.
-    CopySendFailed(MigrationId),
+    PlacementQueryTimeout(u64),
+    /// A job is due for its next checkpoint, for a retry of a checkpoint, or for a check whether
+    /// its last tasks have ended.
+    JobCheckDue(Tid),
+    /// The time limit for the receiver of a failed checkpoint copy to report the reason has passed.
+    CopyFailureTimeout(MigrationId),
     /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
-    LastMessages { watcher: Tid, exited: Tid },
+    LastMessagesTimeout { watcher: Tid, exited: Tid },
 }
 
 /// State that only the master has.
@@ -190,15 +190,15 @@ pub struct Machine {
     unix_time: Micros,
     outputs: VecDeque<Output>,
     timers: BTreeMap<(Micros, u64), Timer>,
-    last_timer: u64,
+    last_timer_number: u64,
     conns: task_connections::TaskConnections,
     tasks: tasks::Tasks,
     /// Owner of each message context that this daemon has allocated, by context.
-    contexts: BTreeMap<i32, Tid>,
+    context_owners: BTreeMap<i32, Tid>,
     last_context: u32,
     table: HostTable,
     prepared_table: Option<HostTable>,
-    /// Epoch of the newest order; older orders are refused.
+    /// Epoch of the newest order of the master. Orders with an older epoch are refused.
     epoch: Epoch,
     locations: routing::Locations,
     ring_peers: ring_peers::RingPeers,
@@ -207,22 +207,22 @@ pub struct Machine {
     spawns: spawn::PendingSpawns,
     pending_execs: VecDeque<spawn::ExecJob>,
     world_calls: restart_engine::WorldCalls,
-    tasker_gone: bool,
+    tasker_has_ended: bool,
     /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why it cannot;
     /// `None` until the tasker has reported it.
     freezer_support: Option<Result<(), String>>,
-    rm: rm::RmState,
+    rm_state: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
     migrations: migrations::LocalMigrations,
     /// Transfer id and name of the checkpoint whose copy is being received from the master.
     incoming_checkpoint_copy: Option<(MigrationId, String)>,
     rm_batch: rm_batching::RmBatch,
-    deferred: deferred::DeferredActions,
+    deferred_actions: deferred::DeferredActions,
     owner_control: guests::OwnerControl,
-    forwarded_suspends: suspension::ForwardedOrders,
+    forwarded_suspend_orders: suspension::ForwardedOrders,
     placement_queries: placement_query::PlacementQueries,
     shutdown: Option<halt::ShutdownState>,
-    /// Debug mask that a task has set with `pvm_tickle`. It is only displayed and has no effect.
+    /// Debug mask that a task has set with `pvm_tickle`. Queries return it; it has no other effect.
     debug_mask: i32,
     informed_tracers: task_trace::InformedTracers,
     master: Option<Box<Master>>,
@@ -231,16 +231,16 @@ pub struct Machine {
 impl Machine {
     /// Creates the machine of a daemon that has just started. The master's host table contains the
     /// master itself; a slave's is empty until the slave has joined.
-    pub fn new(config: MachineConfig, now: Micros) -> Machine {
-        let mut machine = Machine {
+    pub fn new(config: MachineConfig, now: Micros) -> Self {
+        let mut machine = Self {
             now,
             unix_time: Micros::default(),
             outputs: VecDeque::new(),
             timers: BTreeMap::new(),
-            last_timer: 0,
+            last_timer_number: 0,
             conns: task_connections::TaskConnections::default(),
             tasks: tasks::Tasks::default(),
-            contexts: BTreeMap::new(),
+            context_owners: BTreeMap::new(),
             last_context: 0,
             table: HostTable::default(),
             prepared_table: None,
@@ -252,16 +252,16 @@ impl Machine {
             spawns: spawn::PendingSpawns::default(),
             pending_execs: VecDeque::new(),
             world_calls: restart_engine::WorldCalls::new(),
-            tasker_gone: false,
+            tasker_has_ended: false,
             freezer_support: None,
-            rm: rm::RmState::default(),
+            rm_state: rm::RmState::default(),
             service_tasks: service_tasks::ServiceTasks::default(),
             migrations: migrations::LocalMigrations::default(),
             incoming_checkpoint_copy: None,
             rm_batch: rm_batching::RmBatch::default(),
-            deferred: deferred::DeferredActions::default(),
+            deferred_actions: deferred::DeferredActions::default(),
             owner_control: guests::OwnerControl::default(),
-            forwarded_suspends: suspension::ForwardedOrders::default(),
+            forwarded_suspend_orders: suspension::ForwardedOrders::default(),
             placement_queries: placement_query::PlacementQueries::default(),
             shutdown: None,
             debug_mask: 0,
@@ -275,30 +275,30 @@ impl Machine {
         machine
     }
 
-    /// Creates the virtual machine on the master: a host table with the master itself, and the list
-    /// of hosts to start from the host file.
+    /// Creates the virtual machine on the master: a host table that contains only the master, and
+    /// the list of hosts to start from the host file.
     fn bootstrap_master(&mut self) {
-        let lines = std::mem::take(&mut self.config.hostfile);
-        let (file, hosts, invalid_lines) =
-            hostfile::HostFile::parse_lines(&lines, &self.config.name);
-        let speed = file
-            .options(&self.config.name)
+        let lines = std::mem::take(&mut self.config.hostfile_lines);
+        let (host_file, hosts_to_start, invalid_lines) =
+            hostfile::HostFile::parse_lines(&lines, &self.config.host_name);
+        let speed = host_file
+            .options_of(&self.config.host_name)
             .speed
             .unwrap_or(self.config.speed);
-        let start = (!lines.is_empty()).then_some(hosts::HostFileStart {
-            hosts,
+        let host_file_start = (!lines.is_empty()).then_some(hosts::HostFileStart {
+            host_names: hosts_to_start,
             invalid_lines,
         });
         self.master = Some(Box::new(Master {
-            host_changes: hosts::HostChanges::new(file, start),
+            host_changes: hosts::HostChanges::new(host_file, host_file_start),
             ..Master::default()
         }));
-        let own = self.reserved_ids_of(self.config.host);
-        self.tasks.reserve_ids_up_to(own);
+        let reserved_ids_max = self.reserved_ids_max_of(self.config.host);
+        self.tasks.reserve_ids_up_to(reserved_ids_max);
         let config = &self.config;
         let entry = HostEntry {
             id: config.host,
-            name: config.name.clone(),
+            name: config.host_name.clone(),
             arch: config.arch.clone(),
             speed,
             dsig: config.dsig,
@@ -310,16 +310,17 @@ impl Machine {
         };
     }
 
-    /// Handles an event. `now` is monotonic.
-    pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
+    /// Handles an event and all timers that are due. `now` is monotonic. The effects are returned
+    /// by [`Machine::poll`].
+    pub fn handle_event(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix_time = world.unix_time();
-        self.run_deferred();
+        self.run_deferred_actions();
         if let Some(master) = &mut self.master {
             master.checkpoints.set_creation_time(self.unix_time);
         }
         self.process_host_file();
-        self.dispatch(event);
+        self.dispatch_event(event);
         self.run_timers();
         loop {
             if self.run_protocol_outputs() || self.run_world_call(world) {
@@ -332,13 +333,13 @@ impl Machine {
         }
     }
 
-    fn dispatch(&mut self, event: Event) {
+    fn dispatch_event(&mut self, event: Event) {
         match event {
             Event::TaskConnected { conn, pid } => self.handle_task_connected(conn, pid),
             Event::TaskControl { conn, message } => self.handle_task_control(conn, message),
             Event::TaskRoute {
                 conn,
-                to,
+                dst: to,
                 message,
                 descriptors,
             } => self.forward_route_message(conn, to, message, descriptors),
@@ -354,7 +355,7 @@ impl Machine {
             Event::HostStarted { start, result } => self.handle_host_started(start, result),
             Event::HostsPrepared { orders } => self.send_starts_to_hoster(orders),
             Event::Tasker(message) => self.handle_tasker_message(message),
-            Event::TaskerGone { why } => self.handle_tasker_exit(&why),
+            Event::TaskerEnded { why } => self.handle_tasker_exit(&why),
             Event::ImagesSent { migration, result }
                 if self.migrations.uploading_parts.contains(&migration) =>
             {
@@ -382,9 +383,10 @@ impl Machine {
             Event::CheckpointSealed { snapshot, result } => {
                 self.handle_checkpoint_sealed(snapshot, result)
             }
-            Event::CheckpointOpened { restart, result } => {
-                self.handle_checkpoint_opened(restart, result)
-            }
+            Event::CheckpointOpened {
+                restart_number: restart,
+                result,
+            } => self.handle_checkpoint_opened(restart, result),
             Event::PartRead { migration, result } => self.handle_part_read(migration, result),
             Event::StateCollected { migration, result } => {
                 self.handle_state_collected(migration, result)
@@ -403,18 +405,19 @@ impl Machine {
                 self.handle_checkpoints_expired(checkpoints)
             }
             Event::ImagesSent { migration, result } => {
-                self.source_event(migration, SourceEvent::ImagesSent(result.map(|_| ())));
+                self.pass_to_source(migration, SourceEvent::ImagesSent(result.map(|_| ())));
             }
             Event::ImagesReceived { migration, result } => {
-                self.target_event(migration, TargetEvent::Received(result));
+                self.pass_to_target(migration, TargetEvent::ImagesReceived(result));
             }
-            Event::MemoryLost { migration, why } => {
-                self.send_to_tasker(ToTasker::MemoryLost { migration, why })
-            }
+            Event::MemoryLost { migration, why } => self.send_to_tasker(ToTasker::MemoryLost {
+                migration,
+                reason: why,
+            }),
             Event::MigrationRecorded { migration, result } => {
                 self.handle_commit_recorded(migration, result)
             }
-            Event::Unauthenticated { text } => {
+            Event::UnauthenticatedPeer { text } => {
                 self.log_warning_and_record(text);
             }
             Event::Wake => {}
@@ -425,10 +428,10 @@ impl Machine {
     fn handle_tasker_message(&mut self, message: FromTasker) {
         match message {
             FromTasker::Ready(capabilities) => {
-                // The tasker repeats this message when it has learned more about its engine.
-                let is_new = std::mem::replace(&mut self.tasker_gone, false)
+                // The tasker reports its capabilities again when its engine probe has more results.
+                let is_new_tasker = std::mem::replace(&mut self.tasker_has_ended, false)
                     || self.freezer_support.is_none();
-                match &capabilities.engine {
+                match &capabilities.engine_version {
                     Ok(version) => self.log(format!("tasks can be migrated: engine {version}")),
                     Err(why) => self.log_warning(format!("tasks cannot be migrated: {why}")),
                 }
@@ -439,8 +442,9 @@ impl Machine {
                     )),
                 }
                 self.freezer_support = Some(capabilities.freezer);
-                // A slave starts its commands when it has joined the virtual machine.
-                if is_new && !self.table.hosts.is_empty() {
+                // A slave that has not joined the virtual machine starts its commands when it
+                // joins.
+                if is_new_tasker && !self.table.hosts.is_empty() {
                     self.start_commands();
                 }
             }
@@ -450,64 +454,68 @@ impl Machine {
                 }
             }
             FromTasker::ExitExpected { tid } => self.send_exit_message(tid),
-            FromTasker::ExitNotRequested { tid, why } => self.handle_exit_not_requested(tid, why),
-            FromTasker::StartFailed { tid, why } => self.handle_start_failure(tid, &why),
-            FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
+            FromTasker::ExitNotRequested { tid, reason: why } => {
+                self.handle_exit_not_requested(tid, why)
+            }
+            FromTasker::StartFailed { tid, reason: why } => self.handle_start_failure(tid, &why),
+            FromTasker::Output { tid, bytes } => self.forward_task_output(tid, bytes),
             FromTasker::Paused { tid } => self.handle_guest_paused(tid),
             FromTasker::QueryInspected {
-                query: question,
+                query: query_id,
                 result,
-            } => self.handle_tasker_inspection(question, result),
+            } => self.handle_tasker_inspection(query_id, result),
             FromTasker::QueryVerdict {
-                query: question,
+                query: query_id,
                 verdict,
-            } => self.handle_tasker_verdict(question, verdict),
-            FromTasker::Exited { tid, status, used } => self.handle_process_exit(tid, status, used),
+            } => self.handle_tasker_verdict(query_id, verdict),
+            FromTasker::Exited { tid, status, usage } => {
+                self.handle_process_exit(tid, status, usage)
+            }
             message => self.handle_tasker_migration_message(message),
         }
     }
 
     /// Ends all tasks that the tasker had started, because they died with it. No task can be
-    /// started here until there is a new tasker.
+    /// started on this host until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
-        self.tasker_gone = true;
+        self.tasker_has_ended = true;
         if self.shutdown.is_none() {
             let text = format!("the tasker has ended ({why}); its tasks on this host were killed");
             self.log_line(io::LogLevel::Error, None, text);
-            self.record(EventKind::TaskerGone {
+            self.record_event(EventKind::TaskerGone {
                 host: self.config.host,
                 why: why.to_string(),
             });
         }
-        let dead = self
+        let dead_tasks = self
             .tasks
-            .live
+            .live_tasks
             .values()
             .filter(|t| t.is_spawned())
             .map(|t| (t.tid, t.earlier_usage));
-        for (tid, used) in dead.collect::<Vec<_>>() {
-            self.end_task(tid, 9, used);
+        for (tid, usage) in dead_tasks.collect::<Vec<_>>() {
+            self.end_task(tid, 9, usage);
         }
         self.fail_incoming_migrations(why);
         self.fail_tasker_requests();
         self.advance_stop();
     }
 
-    fn set_timer(&mut self, after: Micros, timer: Timer) {
-        self.last_timer += 1;
+    fn set_timer(&mut self, delay: Micros, timer: Timer) {
+        self.last_timer_number += 1;
         self.timers
-            .insert((self.now + after, self.last_timer), timer);
+            .insert((self.now + delay, self.last_timer_number), timer);
     }
 
     fn run_timers(&mut self) {
-        while let Some(entry) = self.timers.first_entry()
-            && entry.key().0 <= self.now
+        while let Some(timer_entry) = self.timers.first_entry()
+            && timer_entry.key().0 <= self.now
         {
-            match entry.remove() {
-                Timer::HostStart(start) => self.handle_start_timeout(start),
-                Timer::HostRemoval(host) => self.handle_removal_timeout(host),
-                Timer::ExitGrace => self.kill_remaining_tasks(),
-                Timer::DaemonStop => self.handle_stop_timeout(),
+            match timer_entry.remove() {
+                Timer::HostStartTimeout(start_id) => self.handle_start_timeout(start_id),
+                Timer::HostRemovalTimeout(host) => self.handle_removal_timeout(host),
+                Timer::ExitGraceTimeout => self.kill_remaining_tasks(),
+                Timer::DaemonStopTimeout => self.handle_stop_timeout(),
                 Timer::HandoffTimeout(tid, migration) => {
                     self.handle_handoff_timeout(tid, migration)
                 }
@@ -518,21 +526,22 @@ impl Machine {
                 Timer::ExitNoticeTimeout(tid, migration) => {
                     self.stop_awaiting_exits(tid, migration)
                 }
-                Timer::Eviction => self.evict_guests(),
-                Timer::GuestKill => self.kill_evicted_guests(),
-                Timer::OwnerAgentExpiry(tid) => self.handle_owner_agent_expiry(tid),
+                Timer::EvictionDue => self.evict_guests(),
+                Timer::GuestKillDue => self.kill_evicted_guests(),
+                Timer::OwnerDirectiveExpiry(tid) => self.handle_owner_agent_expiry(tid),
                 Timer::WatcherRestart => self.ensure_watcher(),
-                Timer::PreemptionExpiry => self.expire_preemptions(),
-                Timer::RmBatch => self.handle_rm_batch_timer(),
-                Timer::PlacementQuery(query) => self.handle_placement_query_timeout(query),
-                Timer::Job(job) => self.handle_job_timer(job),
-                Timer::CopySendFailed(migration) => self.fail_unsent_copy(migration),
-                Timer::SocketDrain(tid, spawn_token) => {
+                Timer::PreemptionExpiry => self.end_expired_preemptions(),
+                Timer::RmBatchDue => self.handle_rm_batch_timer(),
+                Timer::PlacementQueryTimeout(query) => self.handle_placement_query_timeout(query),
+                Timer::JobCheckDue(job) => self.handle_job_timer(job),
+                Timer::CopyFailureTimeout(migration) => self.fail_broken_copy(migration),
+                Timer::SocketDrainTimeout(tid, spawn_token) => {
                     self.handle_socket_drain_timeout(tid, spawn_token)
                 }
-                Timer::LastMessages { watcher, exited } => {
-                    self.handle_last_messages_timeout(watcher, exited)
-                }
+                Timer::LastMessagesTimeout {
+                    watcher,
+                    exited: exited_task,
+                } => self.handle_last_messages_timeout(watcher, exited_task),
             }
         }
         let now = self.now;
@@ -543,7 +552,7 @@ impl Machine {
             .migrations
             .coordinator
             .next_deadline()
-            .is_some_and(|at| at <= now)
+            .is_some_and(|deadline| deadline <= now)
         {
             master.migrations.coordinator.on_timer(now);
         }
@@ -552,31 +561,31 @@ impl Machine {
     }
 
     /// Returns the next effect to carry out, or `None`.
-    pub fn poll(&mut self) -> Option<Output> {
+    pub fn next_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
 
     /// Returns the time at which [`Event::Wake`] is needed; `None` if nothing is due.
-    pub fn next_wakeup(&self) -> Option<Micros> {
-        let moves = self
+    pub fn next_wakeup_time(&self) -> Option<Micros> {
+        let migration_deadline = self
             .master
             .as_ref()
             .and_then(|m| m.migrations.coordinator.next_deadline());
-        let timer = self.timers.keys().next().map(|(at, _)| *at);
-        let job_checkpoints = self
+        let timer_deadline = self.timers.keys().next().map(|(deadline, _)| *deadline);
+        let checkpoint_deadline = self
             .master
             .as_ref()
-            .and_then(|m| m.checkpoints.next_wakeup());
-        timer
+            .and_then(|m| m.checkpoints.next_deadline());
+        timer_deadline
             .into_iter()
-            .chain(moves)
-            .chain(job_checkpoints)
-            .chain(self.deferred.due())
+            .chain(migration_deadline)
+            .chain(checkpoint_deadline)
+            .chain(self.deferred_actions.due_time())
             .min()
     }
 
-    /// Returns the host table in force. It is empty on a slave that has not joined yet.
-    pub fn table(&self) -> &HostTable {
+    /// Returns the host table in force. The table of a slave that has not joined yet is empty.
+    pub fn host_table(&self) -> &HostTable {
         &self.table
     }
 }

@@ -1,19 +1,20 @@
-//! The mailbox of the virtual machine (`pvm_putinfo` and related calls). Only the master keeps one.
+//! The mailbox of the virtual machine (`pvm_putinfo` and related calls). Only the master has it.
 //!
 //! Entries are grouped into classes by name and have an index within their class. When the owner of
-//! an entry exits, a persistent entry stays without an owner ([`Tid::NONE`]); all others are
-//! removed. A task that requests a missing entry with `PvmMboxWaitForInfo` waits until it is
-//! stored. A checkpoint saves the entries that its tasks own, and a restart stores them again.
+//! an entry exits, a persistent entry remains without an owner ([`Tid::NONE`]); all other entries
+//! are removed. A task that requests a missing entry with `PvmMboxWaitForInfo` waits until the
+//! entry is stored. A checkpoint saves the entries of the job's tasks, and a restart stores them
+//! again.
 
 use super::Machine;
 use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedMailboxEntry};
-use sempa_proto::task::{MailboxClass, MailboxRequest, NAME_BYTES_MAX, Reply};
+use sempa_proto::task::{MailboxClass, MailboxRequest, Reply, TEXT_FIELD_BYTES_MAX};
 use sempa_proto::{Message, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest number of entries in all classes.
 pub(super) const MAILBOX_ENTRIES_MAX: usize = 262_144;
-/// Largest total size of all stored messages.
+/// Largest total size of all stored messages, in bytes.
 pub(super) const MAILBOX_BYTES_MAX: usize = 1 << 30;
 /// Largest number of requests that may wait for an entry.
 pub(super) const WAITING_TAKES_MAX: usize = 65_536;
@@ -24,7 +25,7 @@ const OVERWRITABLE_FLAG: i32 = 4;
 const FIRST_AVAILABLE_FLAG: i32 = 8;
 const READ_AND_DELETE_FLAG: i32 = 16;
 const WAIT_FLAG: i32 = 32;
-/// Number of bits by which the flags are shifted to get the index that a request chooses.
+/// Number of bits by which the flags are shifted right to get the index that a request chooses.
 const DIRECT_INDEX_SHIFT: i32 = 10;
 
 type MailboxError = (PvmError, String);
@@ -48,32 +49,32 @@ struct WaitingTake {
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     classes: BTreeMap<String, BTreeMap<i32, MailboxEntry>>,
-    entries: usize,
+    entry_count: usize,
     stored_bytes: usize,
     waiting_takes: Vec<WaitingTake>,
 }
 
 impl Mailbox {
-    fn put(
+    fn put_entry(
         &mut self,
         owner: Tid,
         name: &str,
         flags: i32,
         message: Message,
     ) -> Result<i32, MailboxError> {
-        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+        if name.is_empty() || name.len() > TEXT_FIELD_BYTES_MAX {
             return Err((
                 PvmError::BadParam,
-                format!("a mailbox class needs a name of 1 to {NAME_BYTES_MAX} bytes"),
+                format!("a mailbox class needs a name of 1 to {TEXT_FIELD_BYTES_MAX} bytes"),
             ));
         }
-        if self.entries >= MAILBOX_ENTRIES_MAX
+        if self.entry_count >= MAILBOX_ENTRIES_MAX
             || self.stored_bytes + message.body.len() > MAILBOX_BYTES_MAX
         {
-            let limits = format!(
+            let limit_reason = format!(
                 "the mailbox holds {MAILBOX_ENTRIES_MAX} entries and {MAILBOX_BYTES_MAX} bytes at most"
             );
-            return Err((PvmError::OutOfRes, limits));
+            return Err((PvmError::OutOfRes, limit_reason));
         }
         let class = self.classes.entry(name.to_string()).or_default();
         let mut index = (flags >> DIRECT_INDEX_SHIFT).max(0);
@@ -81,16 +82,16 @@ impl Mailbox {
             while class.contains_key(&index) {
                 index += 1;
             }
-        } else if let Some(old) = class.get(&index)
-            && old.owner != owner
-            && old.flags & OVERWRITABLE_FLAG == 0
+        } else if let Some(old_entry) = class.get(&index)
+            && old_entry.owner != owner
+            && old_entry.flags & OVERWRITABLE_FLAG == 0
         {
-            let reason = format!("entry {index} of {name} belongs to {}", old.owner);
+            let reason = format!("entry {index} of {name} belongs to {}", old_entry.owner);
             return Err((PvmError::Denied, reason));
         }
-        self.entries += 1;
+        self.entry_count += 1;
         self.stored_bytes += message.body.len();
-        if let Some(old) = class.insert(
+        if let Some(old_entry) = class.insert(
             index,
             MailboxEntry {
                 owner,
@@ -98,8 +99,8 @@ impl Mailbox {
                 message,
             },
         ) {
-            self.entries -= 1;
-            self.stored_bytes -= old.message.body.len();
+            self.entry_count -= 1;
+            self.stored_bytes -= old_entry.message.body.len();
         }
         Ok(index)
     }
@@ -107,13 +108,16 @@ impl Mailbox {
     fn find_index(&self, name: &str, index: i32, flags: i32) -> Option<i32> {
         let class = self.classes.get(name)?;
         if flags & FIRST_AVAILABLE_FLAG != 0 {
-            class.range(index..).next().map(|(found, _)| *found)
+            class
+                .range(index..)
+                .next()
+                .map(|(entry_index, _)| *entry_index)
         } else {
             class.contains_key(&index).then_some(index)
         }
     }
 
-    fn take(
+    fn read_entry(
         &mut self,
         tid: Tid,
         name: &str,
@@ -123,20 +127,30 @@ impl Mailbox {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
-        let Some(found) = self.find_index(name, index, flags) else {
+        let Some(entry_index) = self.find_index(name, index, flags) else {
             return Err(not_found(name, index));
         };
         if flags & READ_AND_DELETE_FLAG != 0 {
-            return self.remove(tid, name, found).map(|entry| entry.message);
+            return self
+                .remove_entry(tid, name, entry_index)
+                .map(|entry| entry.message);
         }
-        let entry = self.classes.get(name).and_then(|class| class.get(&found));
+        let entry = self
+            .classes
+            .get(name)
+            .and_then(|class| class.get(&entry_index));
         entry
             .map(|e| e.message.clone())
             .ok_or_else(|| not_found(name, index))
     }
 
-    /// Removes an entry. Fails if another task owns it and it is not overwritable.
-    fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<MailboxEntry, MailboxError> {
+    /// Removes an entry. Fails if another task owns the entry and the entry is not overwritable.
+    fn remove_entry(
+        &mut self,
+        tid: Tid,
+        name: &str,
+        index: i32,
+    ) -> Result<MailboxEntry, MailboxError> {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
@@ -152,7 +166,7 @@ impl Mailbox {
             ));
         }
         let entry = class.remove(&index).expect("just found");
-        self.entries -= 1;
+        self.entry_count -= 1;
         self.stored_bytes -= entry.message.body.len();
         if class.is_empty() {
             self.classes.remove(name);
@@ -160,12 +174,12 @@ impl Mailbox {
         Ok(entry)
     }
 
-    fn list(&self, pattern: &str) -> Vec<MailboxClass> {
-        let shown = self
+    fn matching_classes(&self, pattern: &str) -> Vec<MailboxClass> {
+        let matching = self
             .classes
             .iter()
             .filter(|(name, _)| matches_pattern(name, pattern));
-        shown
+        matching
             .map(|(name, class)| MailboxClass {
                 name: name.clone(),
                 entries: class
@@ -195,7 +209,8 @@ impl Mailbox {
             .unwrap_or_default()
     }
 
-    /// Returns all tasks that own an entry or wait for one, with repetitions.
+    /// Returns all tasks that own an entry or wait for an entry. A task may be contained several
+    /// times.
     pub(super) fn involved_tasks(&self) -> Vec<Tid> {
         let owners = self
             .classes
@@ -208,71 +223,74 @@ impl Mailbox {
 
     /// Returns the requests that wait for an entry to be stored.
     pub(super) fn waiting_requests(&self) -> impl Iterator<Item = (Tid, RequestId)> {
-        self.waiting_takes
-            .iter()
-            .map(|waiting| (waiting.tid, waiting.id))
+        self.waiting_takes.iter().map(|take| (take.tid, take.id))
     }
 
-    /// Returns the entries that these tasks own, for a checkpoint.
+    /// Returns the entries of these owners, for a checkpoint.
     ///
     /// # Errors
     /// The size of the entries in bytes, if it exceeds [`SAVED_MAILBOX_BYTES_MAX`].
-    pub(super) fn entries_of(&self, tasks: &[Tid]) -> Result<Vec<SavedMailboxEntry>, usize> {
-        let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
-        let all = self
+    pub(super) fn entries_of(&self, owners: &[Tid]) -> Result<Vec<SavedMailboxEntry>, usize> {
+        let owners: BTreeSet<Tid> = owners.iter().copied().collect();
+        let all_entries = self
             .classes
             .iter()
             .flat_map(|(name, class)| class.iter().map(move |(index, entry)| (name, index, entry)));
-        let owned: Vec<_> = all
-            .filter(|(.., entry)| tasks.contains(&entry.owner))
+        let owned_entries: Vec<_> = all_entries
+            .filter(|(.., entry)| owners.contains(&entry.owner))
             .collect();
-        let bytes = owned
+        let bytes = owned_entries
             .iter()
             .map(|(name, _, entry)| name.len() + entry.message.body.len())
             .sum();
         if bytes > SAVED_MAILBOX_BYTES_MAX {
             return Err(bytes);
         }
-        let save = |(name, index, entry): (&String, &i32, &MailboxEntry)| SavedMailboxEntry {
-            name: name.clone(),
-            index: *index,
-            owner: entry.owner,
-            flags: entry.flags,
-            message: entry.message.clone(),
-        };
-        Ok(owned.into_iter().map(save).collect())
+        let saved_entry =
+            |(name, index, entry): (&String, &i32, &MailboxEntry)| SavedMailboxEntry {
+                name: name.clone(),
+                index: *index,
+                owner: entry.owner,
+                flags: entry.flags,
+                message: entry.message.clone(),
+            };
+        Ok(owned_entries.into_iter().map(saved_entry).collect())
     }
 
-    /// Returns the class and index of each saved entry that conflicts with an entry of another
-    /// owner. Entries without an owner do not conflict: the saved tasks themselves may have stored
-    /// them.
-    pub(super) fn conflicts(&self, saved: &[SavedMailboxEntry]) -> Vec<String> {
-        let taken = saved.iter().filter(|entry| self.is_conflict(entry));
-        taken
+    /// Returns the class and index of each saved entry in whose place the mailbox has an entry of
+    /// another owner. Entries without an owner do not conflict: the saved tasks themselves may have
+    /// stored them.
+    pub(super) fn conflicting_entries(&self, saved_entries: &[SavedMailboxEntry]) -> Vec<String> {
+        let conflicting = saved_entries.iter().filter(|entry| self.is_conflict(entry));
+        conflicting
             .map(|entry| format!("{} {}", entry.name, entry.index))
             .collect()
     }
 
     fn is_conflict(&self, entry: &SavedMailboxEntry) -> bool {
-        let existing = self
+        let existing_entry = self
             .classes
             .get(&entry.name)
             .and_then(|class| class.get(&entry.index));
-        existing
-            .is_some_and(|existing| existing.owner != Tid::NONE && existing.owner != entry.owner)
+        existing_entry.is_some_and(|existing_entry| {
+            existing_entry.owner != Tid::NONE && existing_entry.owner != entry.owner
+        })
     }
 
-    /// True if all these entries can be added within the limits.
-    pub(super) fn has_room_for(&self, saved: &[SavedMailboxEntry]) -> bool {
-        let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
-        self.entries + saved.len() <= MAILBOX_ENTRIES_MAX
+    /// True if all saved entries can be added within the limits.
+    pub(super) fn has_room_for(&self, saved_entries: &[SavedMailboxEntry]) -> bool {
+        let bytes: usize = saved_entries
+            .iter()
+            .map(|entry| entry.message.body.len())
+            .sum();
+        self.entry_count + saved_entries.len() <= MAILBOX_ENTRIES_MAX
             && self.stored_bytes + bytes <= MAILBOX_BYTES_MAX
     }
 
     /// Stores saved entries again. An entry that another owner has stored in the meantime is not
     /// replaced.
-    fn restore(&mut self, saved: Vec<SavedMailboxEntry>) {
-        for entry in saved {
+    fn restore_entries(&mut self, saved_entries: Vec<SavedMailboxEntry>) {
+        for entry in saved_entries {
             if self.is_conflict(&entry) {
                 continue;
             }
@@ -283,9 +301,9 @@ impl Mailbox {
                 flags,
                 message,
             } = entry;
-            self.entries += 1;
+            self.entry_count += 1;
             self.stored_bytes += message.body.len();
-            if let Some(old) = self.classes.entry(name).or_default().insert(
+            if let Some(old_entry) = self.classes.entry(name).or_default().insert(
                 index,
                 MailboxEntry {
                     owner,
@@ -293,17 +311,17 @@ impl Mailbox {
                     message,
                 },
             ) {
-                self.entries -= 1;
-                self.stored_bytes -= old.message.body.len();
+                self.entry_count -= 1;
+                self.stored_bytes -= old_entry.message.body.len();
             }
         }
     }
 
-    /// Handles the exit of a task: removes its requests and its entries. Its persistent entries
-    /// stay without an owner.
+    /// Handles the exit of a task: removes its waiting requests and its entries. Its persistent
+    /// entries remain without an owner.
     pub(super) fn remove_owner(&mut self, tid: Tid) {
         self.waiting_takes.retain(|w| w.tid != tid);
-        self.retain(|_, _, entry| {
+        self.retain_entries(|_, _, entry| {
             if entry.owner != tid {
                 return true;
             }
@@ -313,32 +331,37 @@ impl Mailbox {
     }
 
     /// Removes persistent entries without an owner. `survivors` lists the tasks that a reset does
-    /// not end; if given, the persistent entries of all other tasks are removed, too.
-    pub(super) fn reset(&mut self, survivors: Option<&[Tid]>) {
-        self.retain(|_, _, entry| {
-            let doomed = survivors.is_some_and(|survivors| !survivors.contains(&entry.owner));
-            entry.flags & PERSISTENT_FLAG == 0 || !(entry.owner == Tid::NONE || doomed)
+    /// not end; if it is given, the persistent entries of all other tasks are removed, too.
+    pub(super) fn remove_for_reset(&mut self, survivors: Option<&[Tid]>) {
+        self.retain_entries(|_, _, entry| {
+            let owner_is_ended =
+                survivors.is_some_and(|survivors| !survivors.contains(&entry.owner));
+            entry.flags & PERSISTENT_FLAG == 0 || !(entry.owner == Tid::NONE || owner_is_ended)
         });
     }
 
-    /// Removes persistent entries without an owner: all, those of one class, or a single one. An
-    /// empty name selects all classes.
+    /// Removes persistent entries without an owner: those of all classes if `name` is empty,
+    /// otherwise those of one class. An `index` restricts the removal to entries with this index.
     fn remove_unowned(&mut self, name: &str, index: Option<i32>) {
-        self.retain(|class, at, entry| {
-            let named = (name.is_empty() || class == name) && index.is_none_or(|index| index == at);
-            !named || entry.flags & PERSISTENT_FLAG == 0 || entry.owner != Tid::NONE
+        self.retain_entries(|class, entry_index, entry| {
+            let is_selected = (name.is_empty() || class == name)
+                && index.is_none_or(|index| index == entry_index);
+            !is_selected || entry.flags & PERSISTENT_FLAG == 0 || entry.owner != Tid::NONE
         });
     }
 
-    fn retain(&mut self, mut keep: impl FnMut(&str, i32, &mut MailboxEntry) -> bool) {
+    fn retain_entries(
+        &mut self,
+        mut must_retain: impl FnMut(&str, i32, &mut MailboxEntry) -> bool,
+    ) {
         let (mut entries, mut bytes) = (0, 0);
         for (name, class) in &mut self.classes {
-            class.retain(|index, entry| keep(name, *index, entry));
+            class.retain(|index, entry| must_retain(name, *index, entry));
             entries += class.len();
             bytes += class.values().map(|e| e.message.body.len()).sum::<usize>();
         }
         self.classes.retain(|_, class| !class.is_empty());
-        (self.entries, self.stored_bytes) = (entries, bytes);
+        (self.entry_count, self.stored_bytes) = (entries, bytes);
     }
 }
 
@@ -348,25 +371,31 @@ pub(super) fn may_wait(flags: i32) -> bool {
 }
 
 impl Machine {
-    /// Executes a task's mailbox request. Only the master does this.
-    pub(super) fn mailbox_request(&mut self, tid: Tid, id: RequestId, request: MailboxRequest) {
+    /// Executes a task's mailbox request, on the master only. The reply to a request that waits for
+    /// an entry is sent when the entry is stored.
+    pub(super) fn handle_mailbox_request(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        request: MailboxRequest,
+    ) {
         let Some(master) = &mut self.master else {
             return;
         };
         let mailbox = &mut master.mailbox;
-        let mut stored = false;
+        let mut was_stored = false;
         let reply = match request {
             MailboxRequest::Put {
                 name,
                 flags,
                 message,
             } => {
-                let put = mailbox.put(tid, &name, flags, message);
-                stored = put.is_ok();
-                put.map(Reply::MailboxIndex)
+                let put_result = mailbox.put_entry(tid, &name, flags, message);
+                was_stored = put_result.is_ok();
+                put_result.map(Reply::MailboxIndex)
             }
             MailboxRequest::Take { name, index, flags } => {
-                match mailbox.take(tid, &name, index, flags) {
+                match mailbox.read_entry(tid, &name, index, flags) {
                     Err((PvmError::NotFound, _))
                         if flags & WAIT_FLAG != 0
                             && mailbox.waiting_takes.len() < WAITING_TAKES_MAX =>
@@ -380,43 +409,45 @@ impl Machine {
                         });
                         return;
                     }
-                    taken => taken.map(Reply::Mailbox),
+                    read_result => read_result.map(Reply::Mailbox),
                 }
             }
             MailboxRequest::Delete { name, index } => {
-                mailbox.remove(tid, &name, index).map(|_| Reply::Done)
+                mailbox.remove_entry(tid, &name, index).map(|_| Reply::Done)
             }
             MailboxRequest::Clean { name, index } => {
                 mailbox.remove_unowned(&name, index);
                 Ok(Reply::Done)
             }
-            MailboxRequest::List { pattern } => Ok(Reply::MailboxClasses(mailbox.list(&pattern))),
+            MailboxRequest::List { pattern } => {
+                Ok(Reply::MailboxClasses(mailbox.matching_classes(&pattern)))
+            }
         };
         match reply {
             Ok(reply) => self.reply(tid, id, reply),
             Err((error, reason)) => self.reply_error(tid, id, error, reason),
         }
-        if stored {
+        if was_stored {
             self.serve_waiting_takes();
         }
     }
 
     /// Stores the entries of tasks that are restarted from a checkpoint. Only the master does this.
-    pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedMailboxEntry>) {
+    pub(super) fn restore_mailbox(&mut self, saved_entries: Vec<SavedMailboxEntry>) {
         let Some(master) = &mut self.master else {
             return;
         };
-        master.mailbox.restore(saved);
+        master.mailbox.restore_entries(saved_entries);
         self.serve_waiting_takes();
     }
 
     /// Answers the waiting requests whose entry exists, in the order of their arrival.
     fn serve_waiting_takes(&mut self) {
-        let mut at = 0;
+        let mut i = 0;
         while let Some(master) = &mut self.master
-            && at < master.mailbox.waiting_takes.len()
+            && i < master.mailbox.waiting_takes.len()
         {
-            let request = &master.mailbox.waiting_takes[at];
+            let request = &master.mailbox.waiting_takes[i];
             let (tid, id, name, index, flags) = (
                 request.tid,
                 request.id,
@@ -424,11 +455,11 @@ impl Machine {
                 request.index,
                 request.flags,
             );
-            match master.mailbox.take(tid, &name, index, flags) {
-                Err((PvmError::NotFound, _)) => at += 1,
-                taken => {
-                    master.mailbox.waiting_takes.remove(at);
-                    match taken {
+            match master.mailbox.read_entry(tid, &name, index, flags) {
+                Err((PvmError::NotFound, _)) => i += 1,
+                read_result => {
+                    master.mailbox.waiting_takes.remove(i);
+                    match read_result {
                         Ok(message) => self.reply(tid, id, Reply::Mailbox(message)),
                         Err((error, reason)) => self.reply_error(tid, id, error, reason),
                     }
@@ -445,17 +476,19 @@ fn not_found(name: &str, index: i32) -> MailboxError {
     )
 }
 
-/// True if the name matches PVM's pattern: `*` matches anything, and the parts between the
+/// True if the name matches PVM's pattern: `*` matches any text, and the substrings between the
 /// asterisks must occur in this order anywhere in the name.
 fn matches_pattern(name: &str, pattern: &str) -> bool {
     let mut rest = name;
-    pattern.split('*').all(|part| match rest.find(part) {
-        Some(at) => {
-            rest = &rest[at + part.len()..];
-            true
-        }
-        None => false,
-    })
+    pattern
+        .split('*')
+        .all(|substring| match rest.find(substring) {
+            Some(offset) => {
+                rest = &rest[offset + substring.len()..];
+                true
+            }
+            None => false,
+        })
 }
 
 #[cfg(test)]
@@ -476,22 +509,26 @@ mod tests {
         }
     }
 
-    /// An entry can be replaced by its owner, and by another task if it is overwritable.
+    /// The owner of an entry can replace it. Another task can replace it only if it is
+    /// overwritable.
     #[test]
     fn only_overwritable_entries_yield_to_others() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
-        assert_eq!(m.put(a, "x", 0, message("1")), Ok(0));
+        assert_eq!(m.put_entry(a, "x", 0, message("1")), Ok(0));
         assert_eq!(
-            m.put(b, "x", 0, message("2")).map_err(|e| e.0),
+            m.put_entry(b, "x", 0, message("2")).map_err(|e| e.0),
             Err(PvmError::Denied)
         );
-        assert_eq!(m.put(a, "x", OVERWRITABLE_FLAG, message("3")), Ok(0));
-        assert_eq!(m.put(b, "x", 0, message("4")), Ok(0));
-        assert_eq!(m.take(a, "x", 0, 0), Ok(message("4")));
-        assert_eq!(m.put(a, "x", MULTI_INSTANCE_FLAG, message("5")), Ok(1));
+        assert_eq!(m.put_entry(a, "x", OVERWRITABLE_FLAG, message("3")), Ok(0));
+        assert_eq!(m.put_entry(b, "x", 0, message("4")), Ok(0));
+        assert_eq!(m.read_entry(a, "x", 0, 0), Ok(message("4")));
         assert_eq!(
-            m.put(
+            m.put_entry(a, "x", MULTI_INSTANCE_FLAG, message("5")),
+            Ok(1)
+        );
+        assert_eq!(
+            m.put_entry(
                 a,
                 "x",
                 MULTI_INSTANCE_FLAG | (7 << DIRECT_INDEX_SHIFT),
@@ -500,38 +537,42 @@ mod tests {
             Ok(7)
         );
         assert_eq!(
-            m.take(a, "x", 2, FIRST_AVAILABLE_FLAG | READ_AND_DELETE_FLAG),
+            m.read_entry(a, "x", 2, FIRST_AVAILABLE_FLAG | READ_AND_DELETE_FLAG),
             Ok(message("6"))
         );
         assert_eq!(
-            m.take(a, "x", 7, 0).map_err(|e| e.0),
+            m.read_entry(a, "x", 7, 0).map_err(|e| e.0),
             Err(PvmError::NotFound)
         );
-        assert_eq!((m.entries, m.stored_bytes), (2, 2));
+        assert_eq!((m.entry_count, m.stored_bytes), (2, 2));
     }
 
-    /// The entries of a task that exits are removed, except persistent ones; those lose their owner
-    /// and are removed by a reset.
+    /// The entries of a task that exits are removed, except persistent entries. Persistent entries
+    /// lose their owner and are removed by a reset.
     #[test]
     fn persistent_entries_survive_their_owner() {
         let a = Tid::from_raw(0x40001);
         let mut m = Mailbox::default();
-        m.put(a, "x", 0, message("1")).expect("free");
-        m.put(a, "y", PERSISTENT_FLAG, message("2")).expect("free");
+        m.put_entry(a, "x", 0, message("1")).expect("free");
+        m.put_entry(a, "y", PERSISTENT_FLAG, message("2"))
+            .expect("free");
         m.remove_owner(a);
         assert_eq!(
-            m.list("")
+            m.matching_classes("")
                 .iter()
                 .map(|c| c.name.as_str())
                 .collect::<Vec<_>>(),
             ["y"]
         );
         assert_eq!(
-            m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0),
+            m.remove_entry(a, "y", 0).map(|_| ()).map_err(|e| e.0),
             Err(PvmError::Denied)
         );
-        m.reset(None);
-        assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
+        m.remove_for_reset(None);
+        assert_eq!(
+            (m.matching_classes("").len(), m.entry_count, m.stored_bytes),
+            (0, 0, 0)
+        );
     }
 
     /// A restart stores the saved entries again, except where another owner has an entry. Saving
@@ -540,40 +581,41 @@ mod tests {
     fn restore_skips_indexes_of_other_owners() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
-        m.put(a, "x", PERSISTENT_FLAG, message("1")).expect("free");
-        m.put(
+        m.put_entry(a, "x", PERSISTENT_FLAG, message("1"))
+            .expect("free");
+        m.put_entry(
             a,
             "y",
             MULTI_INSTANCE_FLAG | (7 << DIRECT_INDEX_SHIFT),
             message("2"),
         )
         .expect("free");
-        m.put(b, "y", MULTI_INSTANCE_FLAG, message("3"))
+        m.put_entry(b, "y", MULTI_INSTANCE_FLAG, message("3"))
             .expect("free");
-        let saved = m.entries_of(&[a]).expect("little");
+        let saved_entries = m.entries_of(&[a]).expect("little");
         assert_eq!(
-            saved
+            saved_entries
                 .iter()
                 .map(|e| (e.name.as_str(), e.index))
                 .collect::<Vec<_>>(),
             [("x", 0), ("y", 7)]
         );
-        m.put(a, "x", 0, message("later")).expect("its own");
+        m.put_entry(a, "x", 0, message("later")).expect("its own");
         m.remove_owner(a);
-        assert_eq!(m.conflicts(&saved), [""; 0]);
-        m.restore(saved.clone());
+        assert_eq!(m.conflicting_entries(&saved_entries), [""; 0]);
+        m.restore_entries(saved_entries.clone());
         assert_eq!(
-            (m.take(b, "x", 0, 0), m.take(b, "y", 7, 0)),
+            (m.read_entry(b, "x", 0, 0), m.read_entry(b, "y", 7, 0)),
             (Ok(message("1")), Ok(message("2")))
         );
-        assert_eq!((m.entries, m.stored_bytes), (3, 3));
+        assert_eq!((m.entry_count, m.stored_bytes), (3, 3));
         m.remove_owner(a);
-        m.put(b, "y", 7 << DIRECT_INDEX_SHIFT, message("4"))
+        m.put_entry(b, "y", 7 << DIRECT_INDEX_SHIFT, message("4"))
             .expect("free");
-        assert_eq!(m.conflicts(&saved), ["y 7"]);
-        m.restore(saved);
-        assert_eq!(m.take(a, "y", 7, 0), Ok(message("4")));
-        m.put(
+        assert_eq!(m.conflicting_entries(&saved_entries), ["y 7"]);
+        m.restore_entries(saved_entries);
+        assert_eq!(m.read_entry(a, "y", 7, 0), Ok(message("4")));
+        m.put_entry(
             a,
             "z",
             0,
@@ -586,30 +628,37 @@ mod tests {
         assert_eq!(m.entries_of(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
     }
 
-    /// Cleaning removes only entries without an owner, and only those of the selected class and
+    /// Cleaning removes only entries without an owner, and only those with the selected class and
     /// index.
     #[test]
     fn clean_removes_only_selected_unowned_entries() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         for name in ["x", "y", "z"] {
-            m.put(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("1"))
+            m.put_entry(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("1"))
                 .expect("free");
-            m.put(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("2"))
+            m.put_entry(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("2"))
                 .expect("free");
         }
-        m.put(b, "x", PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("3"))
+        m.put_entry(b, "x", PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("3"))
             .expect("free");
         m.remove_owner(a);
-        let left = |m: &Mailbox| -> Vec<usize> {
-            m.list("").iter().map(|class| class.entries.len()).collect()
+        let remaining_counts = |m: &Mailbox| -> Vec<usize> {
+            m.matching_classes("")
+                .iter()
+                .map(|class| class.entries.len())
+                .collect()
         };
         m.remove_unowned("x", Some(1));
-        assert_eq!(left(&m), [2, 2, 2]);
+        assert_eq!(remaining_counts(&m), [2, 2, 2]);
         m.remove_unowned("y", None);
-        assert_eq!(left(&m), [2, 2]);
+        assert_eq!(remaining_counts(&m), [2, 2]);
         m.remove_unowned("", None);
-        assert_eq!((left(&m), m.entries), (vec![1], 1), "that of b");
+        assert_eq!(
+            (remaining_counts(&m), m.entry_count),
+            (vec![1], 1),
+            "that of b"
+        );
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Notifications (`pvm_notify`): the exit of tasks, the loss of hosts, and new hosts.
 //!
-//! A pending notification is kept by the daemon of the task that requested it, and migrates with
-//! that task.
+//! The daemon of a task stores the notifications that the task has requested and not received yet.
+//! They migrate with the task.
 //!
 //! The exit of a task must be reported after everything that the task sent. The notification
-//! therefore carries the watermark of the dead task's link to the receiver, and the receiver's
-//! library delivers it only when it has received everything up to that watermark. If the last
+//! therefore carries the watermark of the dead task's link to the receiver. The receiver's library
+//! delivers the notification when it has received everything up to that watermark. If the last
 //! messages have not arrived after `LAST_MESSAGES_TIMEOUT`, they are lost, and the notification is
 //! delivered without them.
 
@@ -14,37 +14,38 @@ use super::tasks::watermark_for;
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::host::{HostRequest, NotifySubject, PendingNotify};
+use sempa_proto::host::{HostRequest, NotifySubject, PendingNotification};
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, SendWatermark, ToTask};
 use sempa_proto::{Epoch, HostId, Message, Micros, PvmError, RequestId, Tid};
 
 /// Largest number of pending notifications of one task.
 pub(super) const PENDING_NOTIFIES_MAX: usize = 65_536;
-/// Time after which the last messages of a dead task count as lost. Tasks that wait for them are
-/// then notified of the exit.
+/// Time after which the last messages of a dead task count as lost. Tasks that wait for these
+/// messages are then notified of the exit.
 const LAST_MESSAGES_TIMEOUT: Micros = Micros::from_secs(30);
 
 impl Machine {
-    /// Handles a request of `pvm_notify`.
+    /// Handles a request of `pvm_notify`: adds notifications, or cancels them.
     ///
     /// As in PVM, a cancelled notification of an exit or a lost host is sent immediately.
-    pub(super) fn notify_request(&mut self, tid: Tid, id: RequestId, request: NotifyRequest) {
+    pub(super) fn handle_notify_request(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        request: NotifyRequest,
+    ) {
         let NotifyRequest {
-            subjects: what,
+            subjects,
             ctx,
             tag,
-            cancel,
+            is_cancellation: cancel,
         } = request;
-        let watch = |kind: NotifySubject| PendingNotify {
-            subject: kind,
-            ctx,
-            tag,
-        };
-        let watches: Vec<PendingNotify> = match what {
+        let watch = |subject: NotifySubject| PendingNotification { subject, ctx, tag };
+        let watches: Vec<PendingNotification> = match subjects {
             NotifySubjects::TaskExit(tids) => {
-                if let Some(other) = tids.iter().find(|t| !t.is_task()) {
-                    let reason = format!("{other} is not the id of a task");
+                if let Some(invalid_tid) = tids.iter().find(|t| !t.is_task()) {
+                    let reason = format!("{invalid_tid} is not the id of a task");
                     return self.reply_error(tid, id, PvmError::BadParam, reason);
                 }
                 tids.into_iter()
@@ -55,11 +56,13 @@ impl Machine {
                 .into_iter()
                 .map(|h| watch(NotifySubject::HostDelete(h)))
                 .collect(),
-            NotifySubjects::HostAdd { count } => {
+            NotifySubjects::HostAdd {
+                messages_max: count,
+            } => {
                 self.set_host_add_notify(
                     tid,
                     watch(NotifySubject::HostAdd {
-                        count: if cancel { 0 } else { count },
+                        remaining_messages: if cancel { 0 } else { count },
                     }),
                 );
                 return self.reply(tid, id, Reply::Done);
@@ -71,8 +74,8 @@ impl Machine {
                 .for_each(|watch| self.cancel_notify(tid, watch));
             return self.reply(tid, id, Reply::Done);
         }
-        let pending = self.tasks.get(tid).map_or(0, |t| t.notifications.len());
-        if pending + watches.len() > PENDING_NOTIFIES_MAX {
+        let pending_count = self.tasks.get(tid).map_or(0, |t| t.notifications.len());
+        if pending_count + watches.len() > PENDING_NOTIFIES_MAX {
             let reason =
                 format!("a task can wait for {PENDING_NOTIFIES_MAX} notifications at most");
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
@@ -83,32 +86,36 @@ impl Machine {
         }
     }
 
-    fn set_host_add_notify(&mut self, tid: Tid, watch: PendingNotify) {
+    fn set_host_add_notify(&mut self, tid: Tid, watch: PendingNotification) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let same = |w: &PendingNotify| {
+        let is_same_watch = |w: &PendingNotification| {
             matches!(w.subject, NotifySubject::HostAdd { .. })
                 && (w.ctx, w.tag) == (watch.ctx, watch.tag)
         };
-        task.notifications.retain(|w| !same(w));
-        if watch.subject != (NotifySubject::HostAdd { count: 0 }) {
+        task.notifications.retain(|w| !is_same_watch(w));
+        if watch.subject
+            != (NotifySubject::HostAdd {
+                remaining_messages: 0,
+            })
+        {
             task.notifications.push(watch);
         }
     }
 
-    fn cancel_notify(&mut self, tid: Tid, watch: &PendingNotify) {
+    fn cancel_notify(&mut self, tid: Tid, watch: &PendingNotification) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let Some(at) = task.notifications.iter().position(|w| w == watch) else {
+        let Some(index) = task.notifications.iter().position(|w| w == watch) else {
             return;
         };
-        task.notifications.remove(at);
+        task.notifications.remove(index);
         self.send_tid_notification(tid, watch);
     }
 
-    fn add_notify(&mut self, tid: Tid, watch: PendingNotify) {
+    fn add_notify(&mut self, tid: Tid, watch: PendingNotification) {
         match watch.subject {
             NotifySubject::HostDelete(host)
                 if host
@@ -117,8 +124,8 @@ impl Machine {
             {
                 return self.send_tid_notification(tid, &watch);
             }
-            // Registered before the check: the report of the task's exit may arrive before the
-            // answer.
+            // The notification is added before the check, because the exit may be reported before
+            // the check is answered.
             _ => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.notifications.push(watch.clone());
@@ -128,9 +135,9 @@ impl Machine {
         self.check_watched_task(tid, &watch);
     }
 
-    /// Asks the daemon of a watched task whether the task is alive. It may have ended already, or
-    /// may never have existed.
-    fn check_watched_task(&mut self, watcher: Tid, watch: &PendingNotify) {
+    /// Asks the daemon of a watched task whether the task is alive. The watched task may have ended
+    /// already, or may never have existed.
+    fn check_watched_task(&mut self, watcher: Tid, watch: &PendingNotification) {
         if let NotifySubject::TaskExit(tid) = watch.subject
             && tid != watcher
         {
@@ -142,38 +149,38 @@ impl Machine {
         }
     }
 
-    /// Sends a task the notifications that it requested of the exit of `tid`. `after` is the
+    /// Sends a task the notifications that it requested of the exit of `tid`. `watermark` is the
     /// watermark of the dead task's link to the watcher.
     pub(super) fn notify_watcher_of_exit(
         &mut self,
         watcher: Tid,
         tid: Tid,
-        after: Option<SendWatermark>,
+        watermark: Option<SendWatermark>,
     ) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;
         };
-        let fired: Vec<PendingNotify> = task
+        let due_watches: Vec<PendingNotification> = task
             .notifications
             .extract_if(.., |w| w.subject == NotifySubject::TaskExit(tid))
             .collect();
-        for watch in fired {
-            self.send_exit_notification(watcher, tid, &watch, after);
+        for watch in due_watches {
+            self.send_exit_notification(watcher, tid, &watch, watermark);
         }
     }
 
     /// Sends the notifications of an exit to all tasks of this host that requested them.
-    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, marks: &[SendWatermark]) {
-        let waits = |w: &PendingNotify| w.subject == NotifySubject::TaskExit(tid);
+    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, watermarks: &[SendWatermark]) {
+        let watches_task = |w: &PendingNotification| w.subject == NotifySubject::TaskExit(tid);
         let watchers: Vec<Tid> = self
             .tasks
-            .live
+            .live_tasks
             .values()
-            .filter(|t| t.notifications.iter().any(waits))
+            .filter(|t| t.notifications.iter().any(watches_task))
             .map(|t| t.tid)
             .collect();
         for watcher in watchers {
-            self.notify_watcher_of_exit(watcher, tid, watermark_for(tid, marks, watcher));
+            self.notify_watcher_of_exit(watcher, tid, watermark_for(tid, watermarks, watcher));
         }
     }
 
@@ -183,28 +190,28 @@ impl Machine {
         &mut self,
         watcher: Tid,
         tid: Tid,
-        watch: &PendingNotify,
-        after: Option<SendWatermark>,
+        watch: &PendingNotification,
+        watermark: Option<SendWatermark>,
     ) {
         self.send_after_last_messages(
             notification_message(watcher, watch, pack_ints(&[tid.raw()])),
             tid,
-            after,
+            watermark,
         );
     }
 
     /// Sends a message from this daemon. The receiver's library delivers it only after everything
-    /// that `exited` has sent.
+    /// that `exited` has sent, up to the watermark `watermark`.
     pub(super) fn send_after_last_messages(
         &mut self,
         message: Message,
         exited: Tid,
-        after: Option<SendWatermark>,
+        watermark: Option<SendWatermark>,
     ) {
         let watcher = message.dst;
-        // Daemons do not see the frames on a direct route between the two tasks. The receiver's
-        // library knows its position.
-        let after = after.unwrap_or(SendWatermark {
+        // Without a known watermark the position 1 is used: daemons do not see the frames on a
+        // direct route between the two tasks, but the receiver's library knows its position.
+        let watermark = watermark.unwrap_or(SendWatermark {
             peer: exited,
             end_seq: 1,
         });
@@ -212,22 +219,22 @@ impl Machine {
             watcher,
             ToTask::Deliver {
                 message,
-                deliver_after: Some(after),
+                deliver_after: Some(watermark),
             },
         );
         self.set_timer(
             LAST_MESSAGES_TIMEOUT,
-            Timer::LastMessages { watcher, exited },
+            Timer::LastMessagesTimeout { watcher, exited },
         );
     }
 
-    /// Handles the end of the time limit for the last messages of a dead task: the watcher must not
-    /// wait for them any more.
-    pub(super) fn handle_last_messages_timeout(&mut self, watcher: Tid, dead: Tid) {
-        self.deliver(watcher, ToTask::PeerGone { tid: dead });
+    /// Handles the end of the time limit for the last messages of a dead task: the watcher must no
+    /// longer wait for them.
+    pub(super) fn handle_last_messages_timeout(&mut self, watcher: Tid, exited: Tid) {
+        self.deliver(watcher, ToTask::PeerGone { tid: exited });
     }
 
-    fn send_tid_notification(&mut self, watcher: Tid, watch: &PendingNotify) {
+    fn send_tid_notification(&mut self, watcher: Tid, watch: &PendingNotification) {
         let (NotifySubject::TaskExit(subject) | NotifySubject::HostDelete(subject)) = watch.subject
         else {
             return;
@@ -235,7 +242,7 @@ impl Machine {
         self.send_notification(watcher, watch, pack_ints(&[subject.raw()]));
     }
 
-    fn send_notification(&mut self, dst: Tid, watch: &PendingNotify, body: Bytes) {
+    fn send_notification(&mut self, dst: Tid, watch: &PendingNotification, body: Bytes) {
         self.deliver(
             dst,
             ToTask::Deliver {
@@ -246,21 +253,22 @@ impl Machine {
     }
 
     /// Handles the loss of a host: sends the notifications of the host's loss first, then those of
-    /// the exit of its tasks.
+    /// the exits of its tasks.
     pub(super) fn notify_host_lost(&mut self, host: HostId) {
-        let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
+        let tids: Vec<Tid> = self.tasks.live_tasks.keys().copied().collect();
         for watcher in &tids {
             let Some(task) = self.tasks.get_mut(*watcher) else {
                 continue;
             };
-            let lost = |w: &mut PendingNotify| matches!(w.subject, NotifySubject::HostDelete(h) if h.birth_host() == Some(host));
-            let fired: Vec<PendingNotify> = task.notifications.extract_if(.., lost).collect();
-            for watch in fired {
+            let watches_host = |w: &mut PendingNotification| matches!(w.subject, NotifySubject::HostDelete(h) if h.birth_host() == Some(host));
+            let due_watches: Vec<PendingNotification> =
+                task.notifications.extract_if(.., watches_host).collect();
+            for watch in due_watches {
                 self.send_tid_notification(*watcher, &watch);
             }
         }
         for watcher in tids {
-            let dead: Vec<Tid> = self
+            let dead_tasks: Vec<Tid> = self
                 .tasks
                 .get(watcher)
                 .map(|t| {
@@ -270,45 +278,52 @@ impl Machine {
                         .collect()
                 })
                 .unwrap_or_default();
-            for tid in dead {
+            for tid in dead_tasks {
                 self.notify_watcher_of_exit(watcher, tid, None);
             }
         }
     }
 
     /// Sends the notifications of new hosts.
-    pub(super) fn notify_hosts_added(&mut self, added: &[HostId]) {
-        let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
+    pub(super) fn notify_hosts_added(&mut self, added_hosts: &[HostId]) {
+        let tids: Vec<Tid> = self.tasks.live_tasks.keys().copied().collect();
         for tid in tids {
-            self.notify_task_of_added_hosts(tid, added);
+            self.notify_task_of_added_hosts(tid, added_hosts);
         }
     }
 
-    fn notify_task_of_added_hosts(&mut self, tid: Tid, added: &[HostId]) {
+    fn notify_task_of_added_hosts(&mut self, tid: Tid, added_hosts: &[HostId]) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let mut fired = Vec::new();
+        let mut due_watches = Vec::new();
         for watch in &mut task.notifications {
-            if let NotifySubject::HostAdd { count } = &mut watch.subject {
+            if let NotifySubject::HostAdd {
+                remaining_messages: count,
+            } = &mut watch.subject
+            {
                 if *count > 0 {
                     *count -= 1;
                 }
-                fired.push(watch.clone());
+                due_watches.push(watch.clone());
             }
         }
-        task.notifications
-            .retain(|w| w.subject != NotifySubject::HostAdd { count: 0 });
-        let mut words = vec![added.len() as i32];
-        words.extend(added.iter().map(|h| h.tid().raw()));
-        for watch in fired {
-            self.send_notification(tid, &watch, pack_ints(&words));
+        task.notifications.retain(|w| {
+            w.subject
+                != NotifySubject::HostAdd {
+                    remaining_messages: 0,
+                }
+        });
+        let mut body_ints = vec![added_hosts.len() as i32];
+        body_ints.extend(added_hosts.iter().map(|h| h.tid().raw()));
+        for watch in due_watches {
+            self.send_notification(tid, &watch, pack_ints(&body_ints));
         }
     }
 
-    /// Checks the pending notifications of a task that has arrived from another host, and sends
-    /// those whose event happened during its migration.
-    pub(super) fn recheck_notifies(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
+    /// Checks the pending notifications of a task that has arrived from another host. Sends those
+    /// whose event happened during the migration.
+    pub(super) fn recheck_notifications(&mut self, tid: Tid, known_hosts: &[HostId], epoch: Epoch) {
         let Some(task) = self.tasks.get(tid) else {
             return;
         };
@@ -325,19 +340,19 @@ impl Machine {
             }
         }
         if self.table.epoch > epoch {
-            let added: Vec<HostId> = self
+            let added_hosts: Vec<HostId> = self
                 .other_hosts()
                 .into_iter()
-                .filter(|h| !known.contains(h))
+                .filter(|h| !known_hosts.contains(h))
                 .collect();
-            if !added.is_empty() {
-                self.notify_task_of_added_hosts(tid, &added);
+            if !added_hosts.is_empty() {
+                self.notify_task_of_added_hosts(tid, &added_hosts);
             }
         }
     }
 }
 
-fn exit_subject(watch: &PendingNotify) -> Option<Tid> {
+fn exit_subject(watch: &PendingNotification) -> Option<Tid> {
     match watch.subject {
         NotifySubject::TaskExit(tid) => Some(tid),
         _ => None,
@@ -345,7 +360,7 @@ fn exit_subject(watch: &PendingNotify) -> Option<Tid> {
 }
 
 /// Builds a notification message in PVM's format.
-fn notification_message(dst: Tid, watch: &PendingNotify, body: Bytes) -> Message {
+fn notification_message(dst: Tid, watch: &PendingNotification, body: Bytes) -> Message {
     own_daemon_message(dst, (watch.ctx, watch.tag), body)
 }
 
@@ -362,8 +377,8 @@ pub(super) fn own_daemon_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) 
     }
 }
 
-pub(super) fn pack_ints(words: &[i32]) -> Bytes {
+pub(super) fn pack_ints(numbers: &[i32]) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
-    body.items(words.iter().copied());
+    body.pack_items(numbers.iter().copied());
     body.finish()
 }

@@ -20,14 +20,14 @@ const OUTPUT_REQUESTED: i32 = -1;
 const OUTPUT_STARTED: i32 = -2;
 
 impl Machine {
-    /// Returns the address of this daemon as `dst` knows it. For a task of this host it is
+    /// Returns the address of this daemon as `dst` knows it. For a task of this host the address is
     /// [`Tid::MY_DAEMON`].
     pub(super) fn daemon_address_for(&self, dst: Tid) -> Tid {
-        let me = self.config.host;
-        if self.location(dst) == Some(me) {
+        let own_host = self.config.host;
+        if self.location(dst) == Some(own_host) {
             Tid::MY_DAEMON
         } else {
-            me.daemon_tid()
+            own_host.daemon_tid()
         }
     }
 
@@ -78,8 +78,8 @@ impl Machine {
 
     /// Reports to the collector that a task was requested.
     ///
-    /// The daemon that knows all tasks of a spawn reports them all at once: a collector assumes
-    /// that the reported tasks are all of them.
+    /// The daemon that knows all tasks of a spawn must report them together, because the collector
+    /// assumes that no further tasks follow.
     pub(super) fn report_output_requested(&mut self, tid: Tid, parent: Tid, sink: Sink) {
         self.send_output_mark(tid, OUTPUT_REQUESTED, parent, sink);
     }
@@ -91,44 +91,45 @@ impl Machine {
 
     fn send_output_mark(&mut self, tid: Tid, mark: i32, parent: Tid, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([tid.raw(), mark, parent.raw()]);
+        body.pack_items([tid.raw(), mark, parent.raw()]);
         self.send_to_collector(sink, body.finish());
     }
 
     /// Reports the end of a task's output to the collector.
     pub(super) fn report_output_ended(&mut self, tid: Tid, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([tid.raw(), OUTPUT_EOF]);
+        body.pack_items([tid.raw(), OUTPUT_EOF]);
         self.send_to_collector(sink, body.finish());
     }
 
-    /// Forwards output of a task to its collector, or to the log if it has none.
-    pub(super) fn task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
-        let arriving = self
+    /// Forwards output of a task to its collector. Output of a task without a collector goes to the
+    /// log.
+    pub(super) fn forward_task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
+        let arriving_sink = self
             .migrations
             .arrivals
             .get(&tid)
             .and_then(|a| a.record.as_ref())
-            .map(|r| r.output);
+            .map(|r| r.output_sink);
         let sink = self
             .tasks
             .get(tid)
-            .map(|t| t.output)
-            .or(arriving)
+            .map(|t| t.output_sink)
+            .or(arriving_sink)
             .unwrap_or_default();
         if sink.tid.is_task() {
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(tid.raw())
-                .int(i32::try_from(bytes.len()).unwrap_or(i32::MAX))
-                .bytes(&bytes);
+            body.pack_int(tid.raw())
+                .pack_int(i32::try_from(bytes.len()).unwrap_or(i32::MAX))
+                .pack_bytes(&bytes);
             self.send_to_collector(sink, body.finish());
         } else {
-            self.log_output(tid, bytes.into());
+            self.log_task_output(tid, bytes.into());
         }
     }
 
-    /// Writes output without a collector to the master's log.
-    pub(super) fn log_output(&mut self, tid: Tid, bytes: Bytes) {
+    /// Writes output of a task without a collector to the master's log.
+    pub(super) fn log_task_output(&mut self, tid: Tid, bytes: Bytes) {
         if self.master.is_some() {
             self.outputs.push_back(Output::LogTaskOutput { tid, bytes });
         } else {

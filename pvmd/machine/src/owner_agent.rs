@@ -8,9 +8,9 @@
 //!    still be present.
 //! 2. Within this time the resource manager restarts its load watcher, which observes the owner
 //!    itself.
-//! 3. If it does not, because there is none or because it cannot, this daemon starts a load
-//!    watcher, and repeats this every [`OWNER_AGENT_TIMEOUT`] until one runs. The last directive
-//!    stays in force until a load watcher sends one.
+//! 3. If the resource manager is missing or cannot restart the load watcher, this daemon starts a
+//!    load watcher, and repeats the start every [`OWNER_AGENT_TIMEOUT`] until a load watcher runs.
+//!    The last directive stays in force until the load watcher sends one.
 //! 4. The directive of an agent that is not restarted expires after [`OWNER_AGENT_TIMEOUT`].
 //!    Otherwise guests could stay paused forever, because nothing would report that the owner has
 //!    left.
@@ -23,8 +23,8 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// Time for which the last directive of an ended owner agent stays in force. Afterwards, and then
-/// at this interval, this daemon starts a load watcher if none runs.
+/// Time for which the last directive of an ended owner agent stays in force. After this time, and
+/// then at this interval, this daemon starts a load watcher if none runs.
 pub(super) const OWNER_AGENT_TIMEOUT: Micros = Micros::from_secs(10);
 
 /// The owner agents of this host.
@@ -32,38 +32,38 @@ pub(super) const OWNER_AGENT_TIMEOUT: Micros = Micros::from_secs(10);
 pub(super) struct OwnerAgents {
     /// The last directive of each running agent, by its tid.
     directives: BTreeMap<Tid, GuestDirective>,
-    /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
-    /// or the agent's directive expires.
+    /// Guest limits of the agent that ended last, with its tid. They apply until a load watcher
+    /// sends a directive or the agent's directive expires.
     remaining_limits: Option<(Tid, GuestLimits)>,
-    /// True if the load watcher has died and none has been detected since.
+    /// True if the load watcher has died and no other load watcher has been detected since.
     watcher_missing: bool,
     /// True if the event log reports that this daemon starts a load watcher.
-    start_reported: bool,
+    is_start_reported: bool,
     /// True if the event log reports that this daemon cannot start a load watcher.
-    failure_reported: bool,
+    is_failure_reported: bool,
 }
 
 impl OwnerAgents {
     /// Records a directive. `from_watcher` is true if the sender is this host's load watcher, which
-    /// considers the wishes of all owners.
+    /// takes all owners into account; the limits of an ended agent then expire.
     pub(super) fn record_directive(
         &mut self,
-        by: Tid,
+        sender: Tid,
         directive: &GuestDirective,
         from_watcher: bool,
     ) {
-        self.directives.insert(by, directive.clone());
+        self.directives.insert(sender, directive.clone());
         if from_watcher {
             self.remaining_limits = None;
         }
     }
 
-    /// Returns the guest limits of each agent. All of them apply: an agent that sets no limit does
-    /// not cancel the limit of another agent.
+    /// Returns the guest limits of each agent, including those of an ended agent. All of them
+    /// apply: an agent that sets no limit does not cancel the limit of another agent.
     pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
         self.directives
             .values()
-            .map(|word| &word.limits)
+            .map(|directive| &directive.limits)
             .chain(self.remaining_limits.iter().map(|(_, limits)| limits))
     }
 }
@@ -71,28 +71,28 @@ impl OwnerAgents {
 impl Machine {
     /// True if a load watcher runs on this host or is being started.
     fn has_watcher(&self) -> bool {
-        let is = |task: &Task| {
+        let is_running_watcher = |task: &Task| {
             task.is_service && is_load_watcher(&task.name) && task.exit_report.is_none()
         };
-        self.tasks.live.values().any(is)
+        self.tasks.live_tasks.values().any(is_running_watcher)
     }
 
     /// Handles the end of a task that may have been an owner agent.
     pub(super) fn handle_owner_agent_end(&mut self, tid: Tid) {
-        let Some(word) = self.owner_control.owner_agents.directives.remove(&tid) else {
+        let Some(directive) = self.owner_control.owner_agents.directives.remove(&tid) else {
             return;
         };
-        if word.limits != GuestLimits::default() {
-            self.owner_control.owner_agents.remaining_limits = Some((tid, word.limits));
+        if directive.limits != GuestLimits::default() {
+            self.owner_control.owner_agents.remaining_limits = Some((tid, directive.limits));
         }
-        self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerAgentExpiry(tid));
-        if !self.owner_control.is_sent_by(tid) {
+        self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerDirectiveExpiry(tid));
+        if !self.owner_control.is_directive_sender(tid) {
             return;
         }
-        // The ended agent's directive had replaced that of another agent, without its knowledge.
-        // The directive of that other agent applies again.
-        if let Some((by, word)) = self.owner_control.owner_agents.directives.pop_last() {
-            return self.apply_directive(by, word);
+        // The ended agent's directive had replaced the directive of another agent. That directive
+        // applies again.
+        if let Some((sender, directive)) = self.owner_control.owner_agents.directives.pop_last() {
+            return self.apply_directive(sender, directive);
         }
         let seconds = OWNER_AGENT_TIMEOUT.0 / 1_000_000;
         self.log_warning(format!(
@@ -101,25 +101,25 @@ impl Machine {
     }
 
     /// Handles the expiry of the last directive of an ended agent. The directive stays in force if
-    /// a load watcher is expected.
+    /// the daemon expects a load watcher.
     pub(super) fn handle_owner_agent_expiry(&mut self, tid: Tid) {
-        let has_left_limits = self
+        let has_remaining_limits = self
             .owner_control
             .owner_agents
             .remaining_limits
             .as_ref()
-            .is_some_and(|(by, _)| *by == tid);
-        let stops_guests = self.owner_control.is_sent_by(tid);
-        if !has_left_limits && !stops_guests {
+            .is_some_and(|(agent, _)| *agent == tid);
+        let pauses_guests = self.owner_control.is_directive_sender(tid);
+        if !has_remaining_limits && !pauses_guests {
             return;
         }
         if self.owner_control.owner_agents.watcher_missing || self.has_watcher() {
-            return self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerAgentExpiry(tid));
+            return self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerDirectiveExpiry(tid));
         }
-        if has_left_limits {
+        if has_remaining_limits {
             self.owner_control.owner_agents.remaining_limits = None;
         }
-        if stops_guests {
+        if pauses_guests {
             let why = format!("{tid}, which acted for the owner, has ended");
             self.apply_directive(
                 tid,
@@ -133,8 +133,8 @@ impl Machine {
         }
     }
 
-    /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
-    /// otherwise a new load watcher must be started.
+    /// Handles the end of this host's load watcher. Exit status 0 means that no load watcher is
+    /// needed; otherwise a new load watcher must be started.
     pub(super) fn handle_watcher_end(&mut self, task: &Task, status: i32) {
         if !task.is_service
             || !is_load_watcher(&task.name)
@@ -162,20 +162,20 @@ impl Machine {
             let agents = &mut self.owner_control.owner_agents;
             (
                 agents.watcher_missing,
-                agents.start_reported,
-                agents.failure_reported,
+                agents.is_start_reported,
+                agents.is_failure_reported,
             ) = (false, false, false);
             return;
         }
-        if !std::mem::replace(&mut self.owner_control.owner_agents.start_reported, true) {
+        if !std::mem::replace(&mut self.owner_control.owner_agents.is_start_reported, true) {
             let text = format!(
                 "the load watcher of {} has died; this daemon starts another one",
-                self.config.name
+                self.config.host_name
             );
             self.log_warning_and_record(text);
         }
         let mut words = vec![LOAD_WATCHER_PROGRAM.to_string()];
-        if let Some(rm) = self.rm.current() {
+        if let Some(rm) = self.rm_state.current() {
             words.extend([
                 "--report-to".to_string(),
                 rm.tid.to_string(),
@@ -189,16 +189,19 @@ impl Machine {
 
     /// Reports that a load watcher could not be started.
     pub(super) fn handle_watcher_start_failure(&mut self, error: PvmError) {
-        if !std::mem::replace(&mut self.owner_control.owner_agents.failure_reported, true) {
-            let stay = if self.owner_control.pauses_guests() {
+        if !std::mem::replace(
+            &mut self.owner_control.owner_agents.is_failure_reported,
+            true,
+        ) {
+            let consequence = if self.owner_control.pauses_guests() {
                 "guests stay paused, and "
             } else {
                 ""
             };
-            let (name, seconds) = (&self.config.name, OWNER_AGENT_TIMEOUT.0 / 1_000_000);
+            let (name, seconds) = (&self.config.host_name, OWNER_AGENT_TIMEOUT.0 / 1_000_000);
             let text = format!(
                 "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not protected; \
-                 {stay}the start is retried every {seconds} s"
+                 {consequence}the start is retried every {seconds} s"
             );
             self.log_warning_and_record(text);
         }

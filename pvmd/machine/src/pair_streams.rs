@@ -1,5 +1,5 @@
-//! Streams for pairs of tasks, and the order that holds across all streams of a session. Pure
-//! values, without sockets.
+//! Streams for pairs of tasks, and the order that holds across all streams of a session. This
+//! module uses no sockets.
 //!
 //! The machine relies on parts of the order in which one daemon sends to another: the exit notice
 //! of a task follows all that the task has sent, and during a migration a [`DataMsg::RouteDrained`]
@@ -8,7 +8,7 @@
 //! retransmission of every datagram lost for them. A pair of tasks that exchanges more than a few
 //! frames therefore gets a stream of its own, a *lane*. Fences keep the necessary order:
 //!
-//! - A control item (everything except a link frame) travels on the main stream. If it concerns
+//! - A control item (everything except a link frame) is sent on the main stream. If it concerns
 //!   tasks that have lanes, a barrier precedes the control item. The barrier states how many frames
 //!   each of these lanes has carried so far. The receiver holds the control item until it has
 //!   received these frames.
@@ -31,14 +31,14 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Largest number of lanes in one direction of a session. Further pairs share the main stream,
-/// where each pair waits for all others and for control items. A lane in use costs each daemon
-/// about 80 KB: an incomplete frame, and buffers for batches of frames.
+/// where each frame waits for the frames of other pairs and for control items. A lane in use costs
+/// each daemon about 80 KB: an incomplete frame, and buffers for batches of frames.
 pub const LANES_MAX: usize = 512;
-/// Number of frames that a pair sends on the main stream before it gets a lane. A few frames are
-/// not worth a stream.
-const MAIN_STREAM_FRAMES: u32 = 4;
-/// Largest number of pairs without a lane whose frames are counted. When it is reached, counting
-/// starts again from zero.
+/// Largest number of frames that a pair sends on the main stream before it gets a lane. For so few
+/// frames, opening a lane would cost more than it saves.
+const MAIN_STREAM_FRAMES_MAX: u32 = 4;
+/// Largest number of pairs without a lane whose frames are counted. When this number is reached,
+/// all counts are reset to zero.
 const COUNTED_PAIRS_MAX: usize = 4096;
 /// Time without frames after which a lane ends.
 const LANE_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -47,11 +47,11 @@ const LANE_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaneId(pub u32);
 
-/// A position on a lane: the number of frames that the lane has carried.
+/// A position on a lane: the number of frames that precede it on the lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LanePosition {
     pub lane: LaneId,
-    pub frames: u64,
+    pub frame_count: u64,
 }
 
 /// An entry of the main stream.
@@ -59,7 +59,7 @@ pub struct LanePosition {
 pub enum MainEntry<T> {
     /// A control item, or a frame of a pair without a lane.
     Item(T),
-    /// Barrier: the next entry must wait until these positions are reached.
+    /// Barrier: the receiver must not release the next entry before these positions are reached.
     Barrier(Vec<LanePosition>),
     /// The lane ends at this position.
     End(LanePosition),
@@ -69,22 +69,23 @@ pub enum MainEntry<T> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LaneEntry<T> {
     Item(T),
-    /// Barrier: the next entry must wait until this number of main stream entries has passed.
+    /// Barrier: the receiver must not release the next entry before this number of main stream
+    /// entries is released.
     Barrier(u64),
 }
 
-/// The ends of a link: sender and receiver.
+/// The two tasks of a link in one direction: sender and receiver.
 pub type LinkEnds = (Tid, Tid);
 
-/// Returns the ends of a link frame, or `None` if the bytes are not a valid frame.
-pub fn ends_of(body: &[u8]) -> Option<LinkEnds> {
+/// Returns sender and receiver of a link frame; `None` if the bytes are not a valid frame.
+pub fn link_ends(body: &[u8]) -> Option<LinkEnds> {
     let head: &[u8; LINK_HEAD_BYTES] = body.first_chunk()?;
-    // Invalid bytes are forwarded as well: the machine at the other end reports them.
-    if LinkFrame::kind_of(head).is_none() || head[2..4] != [0, 0] {
+    // Invalid bytes are sent on the main stream: the machine of the receiving daemon reports them.
+    if LinkFrame::peek_kind(head).is_none() || head[2..4] != [0, 0] {
         return None;
     }
-    let tid = |at: usize| {
-        head[at..]
+    let tid = |offset: usize| {
+        head[offset..]
             .first_chunk()
             .map(|raw| Tid::from_raw(i32::from_le_bytes(*raw)))
     };
@@ -95,11 +96,11 @@ pub fn ends_of(body: &[u8]) -> Option<LinkEnds> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamChoice {
     Main,
-    /// A lane. If `new` is true, the lane must be opened first. If `barrier` is set, a barrier with
-    /// this number must be sent first.
+    /// A lane. A new lane must be opened first. If there is a barrier, a [`LaneEntry::Barrier`]
+    /// with its number must be sent before the frame.
     Lane {
         lane: LaneId,
-        new: bool,
+        is_new: bool,
         barrier: Option<u64>,
     },
 }
@@ -107,15 +108,16 @@ pub enum StreamChoice {
 #[derive(Debug)]
 struct LaneSender {
     lane: LaneId,
-    /// Number of frames sent.
-    frames: u64,
+    /// Number of frames sent on the lane.
+    frame_count: u64,
     /// Number of frames that the latest barrier on the main stream covers.
-    fenced_frames: u64,
-    /// Number of main stream entries that must pass before the next frame.
-    barrier: u64,
+    fenced_frame_count: u64,
+    /// Number of main stream entries that the receiver must release before it delivers the next
+    /// frame of the lane.
+    required_main_entries: u64,
     /// Number in the last barrier that was sent on the lane.
-    sent_barrier: u64,
-    last_used: Instant,
+    last_sent_barrier: u64,
+    last_used_at: Instant,
 }
 
 /// Sending side of a session.
@@ -123,39 +125,41 @@ struct LaneSender {
 pub struct FenceSender {
     lanes: FxHashMap<LinkEnds, LaneSender>,
     frame_counts: FxHashMap<LinkEnds, u32>,
-    last_lane: u32,
-    /// Number of entries sent on the main stream.
-    main_entries: u64,
+    last_lane_number: u32,
+    /// Number of entries sent on the main stream so far.
+    main_entry_count: u64,
 }
 
 impl FenceSender {
-    /// Returns the stream for the next frame of this pair. [`FenceSender::count_frame`] must be
-    /// called after a frame was put on a lane.
+    /// Returns the stream for the next frame of a pair. [`FenceSender::count_frame`] must be called
+    /// after a frame was sent on a lane.
     pub fn choose_stream(&mut self, ends: LinkEnds, now: Instant) -> StreamChoice {
-        let new = !self.lanes.contains_key(&ends);
-        if new && !self.needs_lane(ends) {
+        let is_new = !self.lanes.contains_key(&ends);
+        if is_new && !self.needs_lane(ends) {
             return StreamChoice::Main;
         }
-        let (main, last) = (self.main_entries, &mut self.last_lane);
-        let out = self.lanes.entry(ends).or_insert_with(|| {
-            *last += 1;
-            // Earlier frames of the pair were sent on the main stream, or on a lane whose end is an
-            // entry of the main stream.
+        let (main_entry_count, last_lane_number) =
+            (self.main_entry_count, &mut self.last_lane_number);
+        let lane_sender = self.lanes.entry(ends).or_insert_with(|| {
+            *last_lane_number += 1;
+            // The first frame must follow all entries of the main stream: they may include earlier
+            // frames of the pair, or the end of an earlier lane of the pair.
             LaneSender {
-                lane: LaneId(*last),
-                frames: 0,
-                fenced_frames: 0,
-                barrier: main,
-                sent_barrier: 0,
-                last_used: now,
+                lane: LaneId(*last_lane_number),
+                frame_count: 0,
+                fenced_frame_count: 0,
+                required_main_entries: main_entry_count,
+                last_sent_barrier: 0,
+                last_used_at: now,
             }
         });
-        out.last_used = now;
-        let barrier = (out.barrier > out.sent_barrier).then_some(out.barrier);
-        out.sent_barrier = out.barrier;
+        lane_sender.last_used_at = now;
+        let barrier = (lane_sender.required_main_entries > lane_sender.last_sent_barrier)
+            .then_some(lane_sender.required_main_entries);
+        lane_sender.last_sent_barrier = lane_sender.required_main_entries;
         StreamChoice::Lane {
-            lane: out.lane,
-            new,
+            lane: lane_sender.lane,
+            is_new,
             barrier,
         }
     }
@@ -167,72 +171,77 @@ impl FenceSender {
         if self.frame_counts.len() >= COUNTED_PAIRS_MAX {
             self.frame_counts.clear();
         }
-        let frames = self.frame_counts.entry(ends).or_default();
-        *frames += 1;
-        if *frames <= MAIN_STREAM_FRAMES {
+        let frame_count = self.frame_counts.entry(ends).or_default();
+        *frame_count += 1;
+        if *frame_count <= MAIN_STREAM_FRAMES_MAX {
             return false;
         }
         self.frame_counts.remove(&ends);
         true
     }
 
-    /// Counts a frame that was put on the lane of its pair.
+    /// Counts a frame that was sent on the lane of its pair.
     pub fn count_frame(&mut self, ends: LinkEnds) {
-        if let Some(out) = self.lanes.get_mut(&ends) {
-            out.frames += 1;
+        if let Some(lane_sender) = self.lanes.get_mut(&ends) {
+            lane_sender.frame_count += 1;
         }
     }
 
-    /// Counts an entry that was put on the main stream.
+    /// Counts an entry that was sent on the main stream.
     pub fn count_main_entry(&mut self) {
-        self.main_entries += 1;
+        self.main_entry_count += 1;
     }
 
-    /// Returns the barrier for a control item that is sent next, if it needs one. The barrier and
-    /// the item must be sent on the main stream immediately, as two entries.
+    /// Returns the barrier for the control item that is sent next; `None` if the item needs no
+    /// barrier. The barrier and the item must be sent on the main stream immediately, as two
+    /// entries.
     pub fn barrier_for(&mut self, control_item: &DataMsg) -> Option<Vec<LanePosition>> {
-        let (task, sends_too) = match control_item {
+        let (task, includes_sender) = match control_item {
             DataMsg::Frame(_) => return None,
-            DataMsg::Ended { tid: dst, .. } => (*dst, true),
-            DataMsg::Item { dst, .. }
+            DataMsg::TaskEnded { tid: dst, .. } => (*dst, true),
+            DataMsg::ControlItem { dst, .. }
             | DataMsg::RouteDrained { dst, .. }
             | DataMsg::Record { dst, .. }
             | DataMsg::Forwarded { dst, .. }
-            | DataMsg::ForwardedAll { dst, .. } => (*dst, false),
+            | DataMsg::ForwardingComplete { dst, .. } => (*dst, false),
         };
-        let mut marks = Vec::new();
-        let mut affected: Vec<&mut LaneSender> = Vec::new();
-        for ((src, dst), out) in &mut self.lanes {
-            if *dst != task && !(sends_too && *src == task) {
+        let mut positions = Vec::new();
+        let mut affected_lanes: Vec<&mut LaneSender> = Vec::new();
+        for ((src, dst), lane_sender) in &mut self.lanes {
+            if *dst != task && !(includes_sender && *src == task) {
                 continue;
             }
-            if out.frames > out.fenced_frames {
-                out.fenced_frames = out.frames;
-                marks.push(LanePosition {
-                    lane: out.lane,
-                    frames: out.frames,
+            if lane_sender.frame_count > lane_sender.fenced_frame_count {
+                lane_sender.fenced_frame_count = lane_sender.frame_count;
+                positions.push(LanePosition {
+                    lane: lane_sender.lane,
+                    frame_count: lane_sender.frame_count,
                 });
             }
-            affected.push(out);
+            affected_lanes.push(lane_sender);
         }
-        // Counts the barrier and the control item.
-        let behind = self.main_entries + u64::from(!marks.is_empty()) + 1;
-        affected.into_iter().for_each(|out| out.barrier = behind);
-        (!marks.is_empty()).then_some(marks)
+        // The number includes the barrier, if there is one, and the control item.
+        let entry_count = self.main_entry_count + u64::from(!positions.is_empty()) + 1;
+        affected_lanes
+            .into_iter()
+            .for_each(|lane_sender| lane_sender.required_main_entries = entry_count);
+        (!positions.is_empty()).then_some(positions)
     }
 
-    /// Ends the idle lanes; if `task` is given, the lanes to and from that task instead. Each
+    /// Ends the idle lanes; if `task` is given, ends the lanes to and from that task instead. Each
     /// returned position must be sent on the main stream as [`MainEntry::End`].
     pub fn end_lanes(&mut self, now: Instant, task: Option<Tid>) -> Vec<LanePosition> {
-        let over = |(src, dst): &LinkEnds, out: &LaneSender| match task {
+        let must_end = |(src, dst): &LinkEnds, lane_sender: &LaneSender| match task {
             Some(task) => *src == task || *dst == task,
-            None => now.duration_since(out.last_used) >= LANE_IDLE_TIMEOUT,
+            None => now.duration_since(lane_sender.last_used_at) >= LANE_IDLE_TIMEOUT,
         };
-        let closed = self.lanes.extract_if(|ends, out| over(ends, out));
-        closed
-            .map(|(_, out)| LanePosition {
-                lane: out.lane,
-                frames: out.frames,
+        let ended_lanes = self
+            .lanes
+            .extract_if(|ends, lane_sender| must_end(ends, lane_sender));
+        ended_lanes
+            .map(|(_, lane_sender)| LanePosition {
+                lane: lane_sender.lane,
+                frame_count: lane_sender.frame_count,
             })
             .collect()
     }
@@ -240,8 +249,8 @@ impl FenceSender {
 
 #[derive(Debug)]
 struct LaneReceiver<T> {
-    /// Number of frames released.
-    frames: u64,
+    /// Number of frames of the lane that were released.
+    released_frame_count: u64,
     queue: VecDeque<LaneEntry<T>>,
 }
 
@@ -249,22 +258,22 @@ struct LaneReceiver<T> {
 /// items in an order that respects every fence.
 #[derive(Debug)]
 pub struct FenceReceiver<T> {
-    /// Number of main stream entries that have passed.
-    passed_entries: u64,
+    /// Number of main stream entries that were released.
+    released_entry_count: u64,
     main_queue: VecDeque<MainEntry<T>>,
     lanes: FxHashMap<LaneId, LaneReceiver<T>>,
     /// Number of lanes with queued entries.
-    waiting_lanes: usize,
+    waiting_lane_count: usize,
     released_items: VecDeque<T>,
 }
 
 impl<T> Default for FenceReceiver<T> {
-    fn default() -> FenceReceiver<T> {
-        FenceReceiver {
-            passed_entries: 0,
+    fn default() -> Self {
+        Self {
+            released_entry_count: 0,
             main_queue: VecDeque::new(),
             lanes: FxHashMap::default(),
-            waiting_lanes: 0,
+            waiting_lane_count: 0,
             released_items: VecDeque::new(),
         }
     }
@@ -272,114 +281,124 @@ impl<T> Default for FenceReceiver<T> {
 
 impl<T> FenceReceiver<T> {
     /// Accepts the next entry of the main stream.
-    pub fn push_main(&mut self, parcel: MainEntry<T>) {
-        self.main_queue.push_back(parcel);
-        self.release();
+    pub fn push_main(&mut self, entry: MainEntry<T>) {
+        self.main_queue.push_back(entry);
+        self.release_entries();
     }
 
     /// Accepts the next entry of a lane.
-    pub fn push_lane(&mut self, lane: LaneId, parcel: LaneEntry<T>) {
-        let into = self.lanes.entry(lane).or_insert_with(LaneReceiver::new);
-        if !into.queue.is_empty() {
-            into.queue.push_back(parcel);
+    pub fn push_lane(&mut self, lane: LaneId, entry: LaneEntry<T>) {
+        let lane_receiver = self.lanes.entry(lane).or_insert_with(LaneReceiver::new);
+        if !lane_receiver.queue.is_empty() {
+            lane_receiver.queue.push_back(entry);
             return;
         }
-        match parcel {
+        match entry {
             LaneEntry::Item(item) => {
-                into.frames += 1;
+                lane_receiver.released_frame_count += 1;
                 self.released_items.push_back(item);
             }
-            LaneEntry::Barrier(main) if main <= self.passed_entries => {}
+            LaneEntry::Barrier(required_entries)
+                if required_entries <= self.released_entry_count => {}
             LaneEntry::Barrier(_) => {
-                into.queue.push_back(parcel);
-                self.waiting_lanes += 1;
+                lane_receiver.queue.push_back(entry);
+                self.waiting_lane_count += 1;
             }
         }
         if !self.main_queue.is_empty() {
-            self.release();
+            self.release_entries();
         }
     }
 
-    /// Returns the next item that no fence holds.
-    pub fn pop(&mut self) -> Option<T> {
+    /// Returns the next released item; `None` if there is none.
+    pub fn next_item(&mut self) -> Option<T> {
         self.released_items.pop_front()
     }
 
-    /// Releases everything that no fence holds any more.
-    fn release(&mut self) {
+    /// Releases all entries that no fence holds any more.
+    fn release_entries(&mut self) {
         loop {
-            let before = self.passed_entries;
-            while let Some(parcel) = self.main_queue.pop_front() {
-                if let Some(parcel) = self.pass_main_entry(parcel) {
-                    self.main_queue.push_front(parcel);
+            let old_count = self.released_entry_count;
+            while let Some(entry) = self.main_queue.pop_front() {
+                if let Some(entry) = self.release_main_entry(entry) {
+                    self.main_queue.push_front(entry);
                     break;
                 }
             }
-            if self.passed_entries == before || self.waiting_lanes == 0 || !self.release_lanes() {
+            if self.released_entry_count == old_count
+                || self.waiting_lane_count == 0
+                || !self.release_lanes()
+            {
                 return;
             }
         }
     }
 
     /// Releases an entry of the main stream, or returns the entry if it must wait.
-    fn pass_main_entry(&mut self, parcel: MainEntry<T>) -> Option<MainEntry<T>> {
+    fn release_main_entry(&mut self, entry: MainEntry<T>) -> Option<MainEntry<T>> {
         let lanes = &self.lanes;
-        let reached = |mark: &LanePosition| {
-            lanes.get(&mark.lane).map_or(0, |lane| lane.frames) >= mark.frames
+        let is_reached = |position: &LanePosition| {
+            lanes
+                .get(&position.lane)
+                .map_or(0, |lane| lane.released_frame_count)
+                >= position.frame_count
         };
-        match parcel {
-            MainEntry::Barrier(marks) if !marks.iter().all(reached) => {
-                return Some(MainEntry::Barrier(marks));
+        match entry {
+            MainEntry::Barrier(positions) if !positions.iter().all(is_reached) => {
+                return Some(MainEntry::Barrier(positions));
             }
-            MainEntry::End(mark) if !reached(&mark) => return Some(MainEntry::End(mark)),
-            MainEntry::End(mark) => {
+            MainEntry::End(position) if !is_reached(&position) => {
+                return Some(MainEntry::End(position));
+            }
+            MainEntry::End(position) => {
                 if self
                     .lanes
-                    .remove(&mark.lane)
+                    .remove(&position.lane)
                     .is_some_and(|lane| !lane.queue.is_empty())
                 {
-                    self.waiting_lanes -= 1;
+                    self.waiting_lane_count -= 1;
                 }
             }
             MainEntry::Barrier(_) => {}
             MainEntry::Item(item) => self.released_items.push_back(item),
         }
-        self.passed_entries += 1;
+        self.released_entry_count += 1;
         None
     }
 
-    /// Releases lane entries whose barrier has been passed. True if a frame was among them.
+    /// Releases the lane entries whose barriers are reached. Returns true if a frame was among
+    /// them.
     fn release_lanes(&mut self) -> bool {
-        let (mut moved, main) = (false, self.passed_entries);
+        let (mut has_released_frame, released_entries) = (false, self.released_entry_count);
         for lane in self
             .lanes
             .values_mut()
             .filter(|lane| !lane.queue.is_empty())
         {
-            while let Some(parcel) = lane.queue.pop_front() {
-                match parcel {
-                    LaneEntry::Barrier(word) if word > main => {
-                        lane.queue.push_front(parcel);
+            while let Some(entry) = lane.queue.pop_front() {
+                match entry {
+                    LaneEntry::Barrier(required_entries) if required_entries > released_entries => {
+                        lane.queue.push_front(entry);
                         break;
                     }
                     LaneEntry::Barrier(_) => {}
                     LaneEntry::Item(item) => {
-                        lane.frames += 1;
-                        moved = true;
+                        lane.released_frame_count += 1;
+                        has_released_frame = true;
                         self.released_items.push_back(item);
                     }
                 }
             }
-            self.waiting_lanes -= usize::from(lane.queue.is_empty());
+            self.waiting_lane_count -= usize::from(lane.queue.is_empty());
         }
-        moved
+        has_released_frame
     }
 }
 
 impl<T> LaneReceiver<T> {
-    fn new() -> LaneReceiver<T> {
-        LaneReceiver {
-            frames: 0,
+    fn new() -> Self {
+        Self {
+            released_frame_count: 0,
             queue: VecDeque::new(),
         }
     }
@@ -394,31 +413,31 @@ mod tests {
     use sempa_proto::task::ToTask;
     use std::collections::BTreeMap;
 
-    /// Number of tasks in these tests. Each task may send to every other task.
-    const TASKS: i32 = 4;
+    /// Number of tasks in these tests. Each task may send to any task.
+    const TASK_COUNT: i32 = 4;
 
     fn task(n: i32) -> Tid {
         Tid::from_raw(0x40000 + n)
     }
 
-    /// An action on the sending side, or an arrival.
+    /// An action of the sending side, or the arrival of entries at the receiving side.
     #[derive(Clone, Copy, Debug)]
     enum Action {
         Frame(i32, i32),
         /// A control item for a task.
         Item(i32),
-        /// The task migrates: later items for it take another route.
-        Migrate(i32),
+        /// A [`DataMsg::RouteDrained`] for a task that migrates.
+        DrainRoute(i32),
         End(i32),
-        /// Time passes until lanes are idle.
+        /// No frame is sent until lanes are idle.
         Idle,
         /// Entries arrive. The first number selects the stream: 0 is the main stream, and lanes
         /// follow in the order of opening. The second number is the maximum number of entries.
         Arrive(usize, usize),
     }
 
-    /// An item that was sent: a frame with its ends, or a control item with its task. The bool is
-    /// true if that task has ended.
+    /// An item that was sent: a frame with its sender and receiver, or a control item with the task
+    /// that it concerns. The bool is true if the control item reports the end of that task.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum SentItem {
         Frame(LinkEnds),
@@ -431,83 +450,89 @@ mod tests {
     struct Session {
         sender: FenceSender,
         receiver: FenceReceiver<usize>,
-        main: VecDeque<MainEntry<usize>>,
+        main_stream: VecDeque<MainEntry<usize>>,
         lanes: BTreeMap<LaneId, VecDeque<LaneEntry<usize>>>,
-        sent: Vec<SentItem>,
-        received: Vec<usize>,
-        opened: usize,
+        sent_items: Vec<SentItem>,
+        received_indexes: Vec<usize>,
+        opened_lane_count: usize,
     }
 
     impl Session {
-        fn put_main(&mut self, parcel: MainEntry<usize>) {
-            self.main.push_back(parcel);
+        fn send_main_entry(&mut self, entry: MainEntry<usize>) {
+            self.main_stream.push_back(entry);
             self.sender.count_main_entry();
         }
 
-        fn frame(&mut self, ends: LinkEnds, now: Instant) {
-            let number = self.sent.len();
-            self.sent.push(SentItem::Frame(ends));
+        fn send_frame(&mut self, ends: LinkEnds, now: Instant) {
+            let item_index = self.sent_items.len();
+            self.sent_items.push(SentItem::Frame(ends));
             match self.sender.choose_stream(ends, now) {
-                StreamChoice::Main => self.put_main(MainEntry::Item(number)),
-                StreamChoice::Lane { lane, new, barrier } => {
-                    assert_eq!(new, !self.lanes.contains_key(&lane));
-                    self.opened += usize::from(new);
+                StreamChoice::Main => self.send_main_entry(MainEntry::Item(item_index)),
+                StreamChoice::Lane {
+                    lane,
+                    is_new,
+                    barrier,
+                } => {
+                    assert_eq!(is_new, !self.lanes.contains_key(&lane));
+                    self.opened_lane_count += usize::from(is_new);
                     let stream = self.lanes.entry(lane).or_default();
                     stream.extend(barrier.map(LaneEntry::Barrier));
-                    stream.push_back(LaneEntry::Item(number));
+                    stream.push_back(LaneEntry::Item(item_index));
                     self.sender.count_frame(ends);
                 }
             }
         }
 
-        fn control_item(&mut self, word: &DataMsg, about: Tid, now: Instant) {
-            let ended = matches!(word, DataMsg::Ended { .. });
-            let number = self.sent.len();
-            self.sent.push(SentItem::Item(about, ended));
-            if let Some(marks) = self.sender.barrier_for(word) {
-                self.put_main(MainEntry::Barrier(marks));
+        fn send_control_item(&mut self, message: &DataMsg, subject: Tid, now: Instant) {
+            let is_task_end = matches!(message, DataMsg::TaskEnded { .. });
+            let item_index = self.sent_items.len();
+            self.sent_items.push(SentItem::Item(subject, is_task_end));
+            if let Some(positions) = self.sender.barrier_for(message) {
+                self.send_main_entry(MainEntry::Barrier(positions));
             }
-            self.put_main(MainEntry::Item(number));
-            if ended {
-                self.close(now, Some(about));
-            }
-        }
-
-        fn close(&mut self, now: Instant, task: Option<Tid>) {
-            for mark in self.sender.end_lanes(now, task) {
-                self.put_main(MainEntry::End(mark));
+            self.send_main_entry(MainEntry::Item(item_index));
+            if is_task_end {
+                self.end_lanes(now, Some(subject));
             }
         }
 
-        fn arrive(&mut self, stream: usize, count: usize) {
-            for _ in 0..count {
+        fn end_lanes(&mut self, now: Instant, task: Option<Tid>) {
+            for position in self.sender.end_lanes(now, task) {
+                self.send_main_entry(MainEntry::End(position));
+            }
+        }
+
+        fn deliver_entries(&mut self, stream: usize, entries_max: usize) {
+            for _ in 0..entries_max {
                 if stream == 0 {
-                    let Some(parcel) = self.main.pop_front() else {
+                    let Some(entry) = self.main_stream.pop_front() else {
                         break;
                     };
-                    self.receiver.push_main(parcel);
+                    self.receiver.push_main(entry);
                 } else {
-                    let Some((lane, stream)) =
-                        self.lanes.iter_mut().nth((stream - 1) % TASKS as usize)
+                    let Some((lane, stream)) = self
+                        .lanes
+                        .iter_mut()
+                        .nth((stream - 1) % TASK_COUNT as usize)
                     else {
                         break;
                     };
-                    let Some(parcel) = stream.pop_front() else {
+                    let Some(entry) = stream.pop_front() else {
                         break;
                     };
-                    self.receiver.push_lane(*lane, parcel);
+                    self.receiver.push_lane(*lane, entry);
                 }
-                self.received
-                    .extend(std::iter::from_fn(|| self.receiver.pop()));
+                self.received_indexes
+                    .extend(std::iter::from_fn(|| self.receiver.next_item()));
             }
         }
 
         fn perform(&mut self, action: Action, now: &mut Instant) {
             match action {
-                Action::Frame(src, dst) => self.frame((task(src), task(dst)), *now),
+                Action::Frame(src, dst) => self.send_frame((task(src), task(dst)), *now),
                 Action::Item(n) => {
-                    self.control_item(
-                        &DataMsg::Item {
+                    self.send_control_item(
+                        &DataMsg::ControlItem {
                             dst: task(n),
                             item: ToTask::PeerGone { tid: task(0) },
                         },
@@ -515,7 +540,7 @@ mod tests {
                         *now,
                     );
                 }
-                Action::Migrate(n) => self.control_item(
+                Action::DrainRoute(n) => self.send_control_item(
                     &DataMsg::RouteDrained {
                         dst: task(n),
                         epoch: Epoch(1),
@@ -523,8 +548,8 @@ mod tests {
                     task(n),
                     *now,
                 ),
-                Action::End(n) => self.control_item(
-                    &DataMsg::Ended {
+                Action::End(n) => self.send_control_item(
+                    &DataMsg::TaskEnded {
                         tid: task(n),
                         watermarks: Vec::new(),
                     },
@@ -533,53 +558,63 @@ mod tests {
                 ),
                 Action::Idle => {
                     *now += LANE_IDLE_TIMEOUT;
-                    self.close(*now, None);
+                    self.end_lanes(*now, None);
                 }
-                Action::Arrive(stream, count) => self.arrive(stream, count),
+                Action::Arrive(stream, entries_max) => self.deliver_entries(stream, entries_max),
             }
         }
 
         /// Delivers all remaining entries: first the main stream, then the lanes in reverse order.
-        fn finish(&mut self) {
-            self.arrive(0, usize::MAX);
+        fn deliver_remaining(&mut self) {
+            self.deliver_entries(0, usize::MAX);
             let lanes: Vec<LaneId> = self.lanes.keys().rev().copied().collect();
             for lane in lanes {
-                for parcel in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list"))
-                {
-                    self.receiver.push_lane(lane, parcel);
-                    self.received
-                        .extend(std::iter::from_fn(|| self.receiver.pop()));
+                for entry in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list")) {
+                    self.receiver.push_lane(lane, entry);
+                    self.received_indexes
+                        .extend(std::iter::from_fn(|| self.receiver.next_item()));
                 }
             }
         }
 
-        /// True if the items with these numbers must arrive in the order in which they were sent.
+        /// True if two items, identified by their indexes in the list of sent items, must arrive in
+        /// the order in which they were sent.
         fn must_keep_order(&self, a: usize, b: usize) -> bool {
-            match (self.sent[a], self.sent[b]) {
-                (SentItem::Frame(one), SentItem::Frame(other)) => one == other,
-                (SentItem::Item(..), SentItem::Item(..)) => true,
-                (SentItem::Frame((src, dst)), SentItem::Item(task, ended)) => {
-                    dst == task || (ended && src == task)
+            match (self.sent_items[a], self.sent_items[b]) {
+                (SentItem::Frame(first_pair), SentItem::Frame(second_pair)) => {
+                    first_pair == second_pair
                 }
-                (SentItem::Item(task, ended), SentItem::Frame((src, dst))) => {
-                    dst == task || (ended && src == task)
+                (SentItem::Item(..), SentItem::Item(..)) => true,
+                (SentItem::Frame((src, dst)), SentItem::Item(task, is_task_end)) => {
+                    dst == task || (is_task_end && src == task)
+                }
+                (SentItem::Item(task, is_task_end), SentItem::Frame((src, dst))) => {
+                    dst == task || (is_task_end && src == task)
                 }
             }
         }
 
-        fn check(&self) {
-            let mut place = vec![None; self.sent.len()];
-            for (at, number) in self.received.iter().enumerate() {
-                assert_eq!(place[*number].replace(at), None, "{number} came twice");
+        fn check_order(&self) {
+            let mut arrival_positions = vec![None; self.sent_items.len()];
+            for (position, item_index) in self.received_indexes.iter().enumerate() {
+                assert_eq!(
+                    arrival_positions[*item_index].replace(position),
+                    None,
+                    "{item_index} came twice"
+                );
             }
-            for b in 0..self.sent.len() {
-                assert!(place[b].is_some(), "{b} never came: {:?}", self.sent[b]);
+            for b in 0..self.sent_items.len() {
+                assert!(
+                    arrival_positions[b].is_some(),
+                    "{b} never came: {:?}",
+                    self.sent_items[b]
+                );
                 for a in (0..b).filter(|a| self.must_keep_order(*a, b)) {
                     assert!(
-                        place[a] < place[b],
+                        arrival_positions[a] < arrival_positions[b],
                         "{a} {:?} came behind {b} {:?}",
-                        self.sent[a],
-                        self.sent[b]
+                        self.sent_items[a],
+                        self.sent_items[b]
                     );
                 }
             }
@@ -587,14 +622,14 @@ mod tests {
     }
 
     fn any_action() -> impl Strategy<Value = Action> {
-        let n = || 0..TASKS;
+        let task_number = || 0..TASK_COUNT;
         prop_oneof![
-            12 => (n(), n()).prop_map(|(src, dst)| Action::Frame(src, dst)),
-            1 => n().prop_map(Action::Item),
-            1 => n().prop_map(Action::Migrate),
-            1 => n().prop_map(Action::End),
+            12 => (task_number(), task_number()).prop_map(|(src, dst)| Action::Frame(src, dst)),
+            1 => task_number().prop_map(Action::Item),
+            1 => task_number().prop_map(Action::DrainRoute),
+            1 => task_number().prop_map(Action::End),
             1 => Just(Action::Idle),
-            6 => (0..=TASKS as usize, 1..6usize).prop_map(|(stream, count)| Action::Arrive(stream, count)),
+            6 => (0..=TASK_COUNT as usize, 1..6usize).prop_map(|(stream, entries_max)| Action::Arrive(stream, entries_max)),
         ]
     }
 
@@ -603,12 +638,12 @@ mod tests {
         /// same task keep their order.
         #[test]
         fn streams_in_any_order_keep_fenced_order(
-            acts in prop::collection::vec(any_action(), 0..200)
+            actions in prop::collection::vec(any_action(), 0..200)
         ) {
             let (mut session, mut now) = (Session::default(), Instant::now());
-            acts.into_iter().for_each(|act| session.perform(act, &mut now));
-            session.finish();
-            session.check();
+            actions.into_iter().for_each(|action| session.perform(action, &mut now));
+            session.deliver_remaining();
+            session.check_order();
         }
     }
 
@@ -620,58 +655,62 @@ mod tests {
             session.perform(Action::Frame(0, 1), &mut now);
             session.perform(Action::Frame(0, 2), &mut now);
         }
-        assert_eq!(session.opened, 2);
-        session.arrive(0, usize::MAX);
+        assert_eq!(session.opened_lane_count, 2);
+        session.deliver_entries(0, usize::MAX);
         // Stream 2 is the lane from 0 to 2. The lane from 0 to 1 delivers nothing.
-        session.arrive(2, usize::MAX);
-        let came = 10 + MAIN_STREAM_FRAMES as usize;
-        assert_eq!(session.received.len(), came, "another pair's frames wait");
-        session.perform(Action::Item(2), &mut now);
-        session.arrive(0, usize::MAX);
+        session.deliver_entries(2, usize::MAX);
+        let received_count = 10 + MAIN_STREAM_FRAMES_MAX as usize;
         assert_eq!(
-            session.received.len(),
-            came + 1,
+            session.received_indexes.len(),
+            received_count,
+            "another pair's frames wait"
+        );
+        session.perform(Action::Item(2), &mut now);
+        session.deliver_entries(0, usize::MAX);
+        assert_eq!(
+            session.received_indexes.len(),
+            received_count + 1,
             "a word for another task waits"
         );
         session.perform(Action::Item(1), &mut now);
-        session.arrive(0, usize::MAX);
+        session.deliver_entries(0, usize::MAX);
         assert_eq!(
-            session.received.len(),
-            came + 1,
+            session.received_indexes.len(),
+            received_count + 1,
             "a word has overtaken what it is behind"
         );
-        session.finish();
-        session.check();
+        session.deliver_remaining();
+        session.check_order();
     }
 
     /// The number of lanes is limited. Lanes end when they are idle or their task ends.
     #[test]
     fn lanes_are_limited_and_end_when_unused() {
-        let (mut fork, now) = (FenceSender::default(), Instant::now());
+        let (mut sender, now) = (FenceSender::default(), Instant::now());
         let ends = |n: usize| (task(n as i32), task(-1));
-        let is_lane = |fork: &mut FenceSender, n| {
-            (0..=MAIN_STREAM_FRAMES)
-                .map(|_| fork.choose_stream(ends(n), now))
-                .any(|w| w != StreamChoice::Main)
+        let is_lane = |sender: &mut FenceSender, n| {
+            (0..=MAIN_STREAM_FRAMES_MAX)
+                .map(|_| sender.choose_stream(ends(n), now))
+                .any(|choice| choice != StreamChoice::Main)
         };
-        let lanes = (0..2 * LANES_MAX)
-            .filter(|n| is_lane(&mut fork, *n))
+        let lane_count = (0..2 * LANES_MAX)
+            .filter(|n| is_lane(&mut sender, *n))
             .count();
-        assert_eq!(lanes, LANES_MAX);
-        assert_eq!(fork.end_lanes(now, Some(task(0))).len(), 1);
-        assert!(is_lane(&mut fork, 2 * LANES_MAX));
+        assert_eq!(lane_count, LANES_MAX);
+        assert_eq!(sender.end_lanes(now, Some(task(0))).len(), 1);
+        assert!(is_lane(&mut sender, 2 * LANES_MAX));
         assert_eq!(
-            fork.end_lanes(now + LANE_IDLE_TIMEOUT, None).len(),
+            sender.end_lanes(now + LANE_IDLE_TIMEOUT, None).len(),
             LANES_MAX
         );
-        assert!(fork.lanes.is_empty());
+        assert!(sender.lanes.is_empty());
         for n in 0..2 * COUNTED_PAIRS_MAX {
-            fork.choose_stream(ends(n), now);
-            assert!(fork.frame_counts.len() <= COUNTED_PAIRS_MAX);
+            sender.choose_stream(ends(n), now);
+            assert!(sender.frame_counts.len() <= COUNTED_PAIRS_MAX);
         }
     }
 
-    /// The ends of a link are read from the header of a valid frame only.
+    /// Sender and receiver are read only from the header of a valid frame.
     #[test]
     fn ends_are_read_from_the_frame_header() {
         use sempa_proto::link::{LinkFrame, LinkKind};
@@ -685,8 +724,8 @@ mod tests {
             incarnation: 0,
             payload: Bytes::new(),
         };
-        assert_eq!(ends_of(&frame.encode_head()), Some((src, dst)));
-        assert_eq!(ends_of(&frame.encode_head()[1..]), None);
-        assert_eq!(ends_of(&[1; LINK_HEAD_BYTES]), None);
+        assert_eq!(link_ends(&frame.encode_head()), Some((src, dst)));
+        assert_eq!(link_ends(&frame.encode_head()[1..]), None);
+        assert_eq!(link_ends(&[1; LINK_HEAD_BYTES]), None);
     }
 }

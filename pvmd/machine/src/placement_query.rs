@@ -20,17 +20,17 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Largest number of queries of one daemon at a time; further ones are refused.
+/// Largest number of open queries of one daemon; further queries are refused.
 const PLACEMENT_QUERIES_MAX: usize = 64;
 /// Time limit for all answers. A tasker that has just started tests its engine before it answers,
-/// and reads executables that it has not seen before.
+/// and each tasker reads executables that are new to it.
 const PLACEMENT_QUERY_TIMEOUT: Micros = Micros::from_secs(30);
 
-/// A query of a task of this host.
+/// A placement query that a task of this host has made and that is not answered yet.
 #[derive(Debug)]
 struct PlacementQuery {
     requester: Tid,
-    id: RequestId,
+    request_id: RequestId,
     task: Tid,
     source: HostId,
     resident_bytes: u64,
@@ -40,55 +40,56 @@ struct PlacementQuery {
     engines: Vec<(HostId, Engine)>,
 }
 
-/// The queries of this host's tasks, and the requests to this host's tasker on behalf of any
+/// The open queries of this host's tasks, and the requests to this host's tasker on behalf of any
 /// daemon.
 #[derive(Debug, Default)]
 pub(super) struct PlacementQueries {
-    pending: BTreeMap<u64, PlacementQuery>,
+    open_queries: BTreeMap<u64, PlacementQuery>,
     last_query_number: u64,
     /// Requests that the tasker has not answered, by the id of the request.
     tasker_requests: BTreeMap<RequestId, TaskerRequest>,
-    last_tasker_request: RequestId,
+    last_tasker_request_id: RequestId,
 }
 
 /// A request to the tasker, with its requester.
 #[derive(Debug)]
 enum TaskerRequest {
     Inspect(ReplyAddress, Tid),
-    /// A request for the tasker's verdict. It contains the objections of the daemon itself, and the
-    /// verdict on restarting the program instead.
+    /// A request for the tasker's verdict, with the daemon's own objections and the verdict of the
+    /// restart engine.
     Verdict(ReplyAddress, Verdict, RestartVerdict),
 }
 
 impl PlacementQueries {
-    fn add_tasker_request(&mut self, asked: TaskerRequest) -> RequestId {
-        self.last_tasker_request = self.last_tasker_request.next();
-        self.tasker_requests.insert(self.last_tasker_request, asked);
-        self.last_tasker_request
+    fn add_tasker_request(&mut self, request: TaskerRequest) -> RequestId {
+        self.last_tasker_request_id = self.last_tasker_request_id.next();
+        self.tasker_requests
+            .insert(self.last_tasker_request_id, request);
+        self.last_tasker_request_id
     }
 }
 
 impl Machine {
-    /// Starts a query: which hosts would accept a task, or, if `to` is given, whether that host
-    /// would.
+    /// Starts a query of the task `requester`: which hosts would accept `task`, or, if `target_name` is a
+    /// host name, whether that host would.
     pub(super) fn start_placement_query(
         &mut self,
         requester: Tid,
         id: RequestId,
         task: Tid,
-        to: Option<&str>,
+        target_name: Option<&str>,
     ) {
-        if self.placement_queries.pending.len() >= PLACEMENT_QUERIES_MAX {
+        if self.placement_queries.open_queries.len() >= PLACEMENT_QUERIES_MAX {
             let reason = format!(
                 "{PLACEMENT_QUERIES_MAX} such queries are waiting for answers already; try again later"
             );
             return self.reply_error(requester, id, PvmError::OutOfRes, reason);
         }
-        let candidates = match to.map(|name| self.host_by_name(name)) {
+        let candidates = match target_name.map(|name| self.host_by_name(name)) {
             Some(None) => {
                 let reason = format!(
                     "{task} cannot migrate to {}: {}",
-                    to.unwrap_or_default(),
+                    target_name.unwrap_or_default(),
                     Refusal::NoSuchHost
                 );
                 return self.reply_error(requester, id, PvmError::NoHost, reason);
@@ -107,10 +108,10 @@ impl Machine {
             );
         };
         self.placement_queries.last_query_number += 1;
-        let number = self.placement_queries.last_query_number;
-        let open = PlacementQuery {
+        let query_number = self.placement_queries.last_query_number;
+        let placement_query = PlacementQuery {
             requester,
-            id,
+            request_id: id,
             task,
             source,
             resident_bytes: 0,
@@ -118,146 +119,179 @@ impl Machine {
             verdicts: BTreeMap::new(),
             engines: Vec::new(),
         };
-        self.placement_queries.pending.insert(number, open);
-        self.set_timer(PLACEMENT_QUERY_TIMEOUT, Timer::PlacementQuery(number));
+        self.placement_queries
+            .open_queries
+            .insert(query_number, placement_query);
+        self.set_timer(
+            PLACEMENT_QUERY_TIMEOUT,
+            Timer::PlacementQueryTimeout(query_number),
+        );
         self.call_host_of_task(
             task,
             HostRequest::Inspect { tid: task },
-            RpcPurpose::Inspection(number),
+            RpcPurpose::Inspection(query_number),
         );
     }
 
     /// Handles the properties of the task, or the reason why it cannot migrate at all. `result` is
-    /// `None` if the task's host is lost.
+    /// `None` if the host of the task is lost.
     pub(super) fn handle_query_facts(
         &mut self,
-        query: u64,
-        from: HostId,
+        query_number: u64,
+        source: HostId,
         result: Option<Result<TaskFacts, Refusal>>,
     ) {
-        let Some(open) = self.placement_queries.pending.get_mut(&query) else {
+        let Some(placement_query) = self.placement_queries.open_queries.get_mut(&query_number)
+        else {
             return;
         };
-        let facts = match result.unwrap_or(Err(Refusal::HostLost(open.source))) {
+        let facts = match result.unwrap_or(Err(Refusal::HostLost(placement_query.source))) {
             Ok(facts) => facts,
-            Err(refusal) => return self.reply_placement_query(query, Err(refusal)),
+            Err(refusal) => return self.reply_placement_query(query_number, Err(refusal)),
         };
-        (open.source, open.resident_bytes) = (from, facts.resident_bytes);
-        open.unanswered_hosts.remove(&from);
-        let hosts: Vec<HostId> = open.unanswered_hosts.iter().copied().collect();
+        (placement_query.source, placement_query.resident_bytes) = (source, facts.memory_bytes);
+        placement_query.unanswered_hosts.remove(&source);
+        let hosts: Vec<HostId> = placement_query.unanswered_hosts.iter().copied().collect();
         if hosts.is_empty() {
-            return self.complete_placement_query(query);
+            return self.complete_placement_query(query_number);
         }
         for host in hosts {
-            let question = HostRequest::Verdict {
+            let verdict_request = HostRequest::Verdict {
                 facts: facts.clone(),
             };
-            self.call_host(host, question, RpcPurpose::Verdict { query, host });
+            self.call_host(
+                host,
+                verdict_request,
+                RpcPurpose::Verdict { query_number, host },
+            );
         }
     }
 
-    /// Handles a host's objections to the task. `answer` is `None` if the host is lost.
+    /// Handles the verdict of a candidate host. `reply` is `None` if the host is lost.
     pub(super) fn handle_query_verdict(
         &mut self,
-        query: u64,
+        query_number: u64,
         host: HostId,
-        answer: Option<(Verdict, Engine)>,
+        reply: Option<(Verdict, Engine)>,
     ) {
-        let Some(open) = self.placement_queries.pending.get_mut(&query) else {
+        let Some(placement_query) = self.placement_queries.open_queries.get_mut(&query_number)
+        else {
             return;
         };
-        if open.unanswered_hosts.remove(&host) {
+        if placement_query.unanswered_hosts.remove(&host) {
             let (verdict, engine) =
-                answer.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
-            open.engines
+                reply.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
+            placement_query
+                .engines
                 .extend(verdict.is_empty().then_some((host, engine)));
-            open.verdicts.insert(host, verdict);
+            placement_query.verdicts.insert(host, verdict);
         }
-        if open.unanswered_hosts.is_empty() {
-            self.complete_placement_query(query);
+        if placement_query.unanswered_hosts.is_empty() {
+            self.complete_placement_query(query_number);
         }
     }
 
-    /// Ends the query. Hosts that have not answered count as lost.
-    pub(super) fn handle_placement_query_timeout(&mut self, query: u64) {
-        let Some(open) = self.placement_queries.pending.get_mut(&query) else {
+    /// Completes a query at its time limit. Hosts that have not answered count as lost.
+    pub(super) fn handle_placement_query_timeout(&mut self, query_number: u64) {
+        let Some(placement_query) = self.placement_queries.open_queries.get_mut(&query_number)
+        else {
             return;
         };
-        if open.verdicts.is_empty() && open.unanswered_hosts.contains(&open.source) {
-            let from = open.source;
-            return self.reply_placement_query(query, Err(Refusal::HostLost(from)));
+        if placement_query.verdicts.is_empty()
+            && placement_query
+                .unanswered_hosts
+                .contains(&placement_query.source)
+        {
+            let source = placement_query.source;
+            return self.reply_placement_query(query_number, Err(Refusal::HostLost(source)));
         }
-        for host in std::mem::take(&mut open.unanswered_hosts) {
-            open.verdicts.insert(host, vec![Refusal::HostLost(host)]);
+        for host in std::mem::take(&mut placement_query.unanswered_hosts) {
+            placement_query
+                .verdicts
+                .insert(host, vec![Refusal::HostLost(host)]);
         }
-        self.complete_placement_query(query);
+        self.complete_placement_query(query_number);
     }
 
-    fn complete_placement_query(&mut self, query: u64) {
-        let Some(open) = self.placement_queries.pending.get_mut(&query) else {
+    fn complete_placement_query(&mut self, query_number: u64) {
+        let Some(placement_query) = self.placement_queries.open_queries.get_mut(&query_number)
+        else {
             return;
         };
-        let (tid, from, resident_bytes) = (open.task, open.source, open.resident_bytes);
-        let mut verdicts: Vec<(HostId, Verdict)> =
-            std::mem::take(&mut open.verdicts).into_iter().collect();
-        let engines = std::mem::take(&mut open.engines);
-        let zone = |host: HostId| {
+        let (tid, source, resident_bytes) = (
+            placement_query.task,
+            placement_query.source,
+            placement_query.resident_bytes,
+        );
+        let mut verdicts: Vec<(HostId, Verdict)> = std::mem::take(&mut placement_query.verdicts)
+            .into_iter()
+            .collect();
+        let engines = std::mem::take(&mut placement_query.engines);
+        let zone_of = |host: HostId| {
             self.table
                 .get(host)
                 .map(sempa_proto::table::HostEntry::network_zone)
         };
-        let here = zone(from);
-        verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
+        let source_zone = zone_of(source);
+        verdicts.sort_by_key(|(host, _)| (zone_of(*host) != source_zone, *host));
         self.reply_placement_query(
-            query,
+            query_number,
             Ok(MigrationTargets {
                 tid,
-                from,
-                resident_bytes,
+                from: source,
+                memory_bytes: resident_bytes,
                 verdicts,
-                engines,
+                usable_engines: engines,
             }),
         );
     }
 
-    fn reply_placement_query(&mut self, query: u64, result: Result<MigrationTargets, Refusal>) {
-        if let Some(open) = self.placement_queries.pending.remove(&query) {
-            self.reply(open.requester, open.id, Reply::MigrationTargets(result));
+    fn reply_placement_query(
+        &mut self,
+        query_number: u64,
+        result: Result<MigrationTargets, Refusal>,
+    ) {
+        if let Some(placement_query) = self.placement_queries.open_queries.remove(&query_number) {
+            self.reply(
+                placement_query.requester,
+                placement_query.request_id,
+                Reply::MigrationTargets(result),
+            );
         }
     }
 
     // ---- requests of other daemons about this host and its tasks
 
     /// Inspects a task of this host for a query.
-    pub(super) fn inspect_for_query(&mut self, back: ReplyAddress, tid: Tid) {
-        let migrating = self
+    pub(super) fn inspect_for_query(&mut self, reply_to: ReplyAddress, tid: Tid) {
+        let departing_source = self
             .migrations
             .sources
             .values()
             .find(|source| source.migration().tid == tid && source.is_departing());
-        let refusal = migrating
+        let refusal = departing_source
             .map(|source| Refusal::AlreadyMigrating(source.migration().id))
             .or_else(|| self.migration_refusal(tid));
         if let Some(refusal) = refusal {
-            return self.send_host_reply(back, HostReply::Inspected(Err(refusal)));
+            return self.send_host_reply(reply_to, HostReply::Inspected(Err(refusal)));
         }
         if let Some(result) = self.inspect_without_criu(tid, None) {
             return self.send_host_reply(
-                back,
+                reply_to,
                 HostReply::Inspected(self.add_program_name(tid, result)),
             );
         }
-        let question = self
+        let tasker_request_id = self
             .placement_queries
-            .add_tasker_request(TaskerRequest::Inspect(back, tid));
+            .add_tasker_request(TaskerRequest::Inspect(reply_to, tid));
         self.send_to_tasker(ToTasker::QueryInspect {
-            query: question,
+            query: tasker_request_id,
             tid,
         });
     }
 
-    /// Adds the name of the task's program to its properties: owners of other hosts may not permit
-    /// the program.
+    /// Adds the name of a task's program to the task's properties, because the owner of another
+    /// host may forbid the program.
     pub(super) fn add_program_name(
         &self,
         tid: Tid,
@@ -271,88 +305,102 @@ impl Machine {
         result.map(|facts| TaskFacts { program, ..facts })
     }
 
-    /// Starts to determine whether this host would accept a task with these properties.
-    pub(super) fn judge_for_query(&mut self, back: ReplyAddress, facts: TaskFacts) {
+    /// Starts to determine whether this host would accept a task with these properties. The verdict
+    /// is sent to the requester later.
+    pub(super) fn start_query_verdict(&mut self, reply_to: ReplyAddress, facts: TaskFacts) {
         let objections: Verdict = self
             .guest_refusal(Tid::NONE, &facts.program)
             .into_iter()
             .chain(self.no_tasker_refusal())
             .collect();
-        if self.tasker_gone {
-            return self.answer_verdict(back, objections, Engine::Criu);
+        if self.tasker_has_ended {
+            return self.answer_verdict(reply_to, objections, Engine::Criu);
         }
         self.world_calls
-            .push_back(WorldCall::JudgeQuery(back, objections, facts));
+            .push_back(WorldCall::QueryVerdict(reply_to, objections, facts));
     }
 
     /// Asks the tasker for its objections to a migration by CRIU.
     pub(super) fn request_tasker_verdict(
         &mut self,
-        back: ReplyAddress,
+        reply_to: ReplyAddress,
         objections: Verdict,
-        other: RestartVerdict,
+        restart_verdict: RestartVerdict,
         facts: TaskFacts,
     ) {
-        let question = self
+        let tasker_request_id = self
             .placement_queries
-            .add_tasker_request(TaskerRequest::Verdict(back, objections, other));
+            .add_tasker_request(TaskerRequest::Verdict(
+                reply_to,
+                objections,
+                restart_verdict,
+            ));
         self.send_to_tasker(ToTasker::QueryVerdict {
-            query: question,
+            query: tasker_request_id,
             facts,
         });
     }
 
-    /// Answers with all objections of this host.
-    pub(super) fn answer_verdict(&mut self, back: ReplyAddress, verdict: Verdict, engine: Engine) {
-        self.send_host_reply(back, HostReply::Verdict(verdict, engine));
+    /// Sends the verdict of this host to the requester.
+    pub(super) fn answer_verdict(
+        &mut self,
+        reply_to: ReplyAddress,
+        verdict: Verdict,
+        engine: Engine,
+    ) {
+        self.send_host_reply(reply_to, HostReply::Verdict(verdict, engine));
     }
 
     /// Handles the result of the tasker's inspection of a task.
     pub(super) fn handle_tasker_inspection(
         &mut self,
-        question: RequestId,
+        tasker_request_id: RequestId,
         result: Result<TaskFacts, Refusal>,
     ) {
-        if let Some(TaskerRequest::Inspect(back, tid)) =
-            self.placement_queries.tasker_requests.remove(&question)
+        if let Some(TaskerRequest::Inspect(reply_to, tid)) = self
+            .placement_queries
+            .tasker_requests
+            .remove(&tasker_request_id)
         {
             let result = result.map_err(|refusal| self.set_refusal_host(refusal));
             let result = self.merge_criu_facts(tid, None, result);
             self.send_host_reply(
-                back,
+                reply_to,
                 HostReply::Inspected(self.add_program_name(tid, result)),
             );
         }
     }
 
     /// Handles the tasker's verdict on a task.
-    pub(super) fn handle_tasker_verdict(&mut self, question: RequestId, verdict: Verdict) {
-        if let Some(TaskerRequest::Verdict(back, mut known, other)) =
-            self.placement_queries.tasker_requests.remove(&question)
+    pub(super) fn handle_tasker_verdict(&mut self, tasker_request_id: RequestId, verdict: Verdict) {
+        if let Some(TaskerRequest::Verdict(reply_to, mut objections, restart_verdict)) = self
+            .placement_queries
+            .tasker_requests
+            .remove(&tasker_request_id)
         {
             let verdict = verdict
                 .into_iter()
                 .map(|refusal| self.set_refusal_host(refusal))
                 .collect();
-            let (verdict, engine) = choose_engine(verdict, other);
-            known.extend(verdict);
-            self.answer_verdict(back, known, engine);
+            let (verdict, engine) = choose_engine(verdict, restart_verdict);
+            objections.extend(verdict);
+            self.answer_verdict(reply_to, objections, engine);
         }
     }
 
-    /// Answers all open requests to the tasker after the tasker has ended.
+    /// Answers all open requests to the tasker with a refusal, because the tasker has ended.
     pub(super) fn fail_tasker_requests(&mut self) {
         let Some(refusal) = self.no_tasker_refusal() else {
             return;
         };
-        for asked in std::mem::take(&mut self.placement_queries.tasker_requests).into_values() {
-            match asked {
-                TaskerRequest::Inspect(back, _) => {
-                    self.send_host_reply(back, HostReply::Inspected(Err(refusal.clone())))
+        for request in std::mem::take(&mut self.placement_queries.tasker_requests).into_values() {
+            match request {
+                TaskerRequest::Inspect(reply_to, _) => {
+                    self.send_host_reply(reply_to, HostReply::Inspected(Err(refusal.clone())))
                 }
-                TaskerRequest::Verdict(back, mut known, _) => {
-                    known.push(refusal.clone());
-                    self.answer_verdict(back, known, Engine::Criu);
+                TaskerRequest::Verdict(reply_to, mut objections, _) => {
+                    objections.push(refusal.clone());
+                    self.answer_verdict(reply_to, objections, Engine::Criu);
                 }
             }
         }

@@ -11,8 +11,8 @@
 //!    after all forwarded items.
 //!
 //! A session between two live daemons may break and lose messages in transit. The source therefore
-//! remembers for a while what it has forwarded. When a new session is established, both daemons
-//! repeat these messages.
+//! retains what it has forwarded until no message can be in transit any more. When a new session is
+//! established, both daemons repeat the messages that may be lost.
 
 use super::restart_engine::{RestartVerdict, TERMINATING_SIGNALS};
 use super::suspension::TaskSuspension;
@@ -36,13 +36,13 @@ const KILLED_STATUS: i32 = 9;
 pub(super) struct ArrivingTask {
     pub(super) tid: Tid,
     pub(super) migration: MigrationId,
-    from: HostId,
-    /// State of the task; final when the source has released the task.
+    source: HostId,
+    /// State of the task. It is final when the source has released the task.
     pub(super) record: Option<TaskRecord>,
-    record_complete: bool,
+    is_record_complete: bool,
     /// Items that the source has forwarded.
     forwarded_items: Inbox,
-    all_forwarded: bool,
+    has_all_forwarded: bool,
     /// Items that other daemons have sent directly to this host.
     pub(super) direct_items: Inbox,
     /// True if this host is the task's location.
@@ -51,8 +51,8 @@ pub(super) struct ArrivingTask {
     pub(super) has_run: bool,
     /// True if the tasker was ordered to run the task.
     pub(super) run_ordered: bool,
-    /// True if the task's process on this host is dead. If the commit is not revoked, this has
-    /// ended the task.
+    /// True if the task's process on this host is dead. The task has ended, unless the commit is
+    /// revoked.
     is_dead: bool,
     pub(super) exit_report: Option<(i32, Usage)>,
     /// Connection on which the task's library has reconnected.
@@ -64,39 +64,40 @@ pub(super) struct ArrivingTask {
     pub(super) suspension: Option<TaskSuspension>,
     /// True if the task has not run on this host yet: its library waits for the resume token.
     pub(super) library_quiesced: bool,
-    /// Signals that arrived before the task ran.
-    pub(super) signals: Vec<i32>,
+    /// Signals that have arrived before the task runs.
+    pub(super) pending_signals: Vec<i32>,
     pub(super) pid: i32,
-    /// Set if the task does not migrate, but is restarted from a checkpoint.
+    /// Restart group of the task; `None` if the task migrates and is not restarted from a
+    /// checkpoint.
     pub(super) restart_group: Option<RestartGroup>,
-    /// Verdict on a restart engine, for the case that CRIU is not possible.
+    /// This host's verdict on a restart engine, for the case that CRIU is not possible.
     pub(super) restart_verdict: RestartVerdict,
     /// True if the task's program is started again on this host.
-    pub(super) by_restart: bool,
+    pub(super) restarts_program: bool,
     /// Spawn token by which the restarted program claims the task's tid.
     pub(super) spawn_token: Option<i32>,
 }
 
-/// A task that has migrated away. Items that still arrive for it are forwarded until all daemons
-/// use its new location.
+/// Forwarding of the items that still arrive for a task that has migrated away. It ends when all
+/// daemons use the task's new location.
 #[derive(Debug)]
 pub(super) struct Forwarding {
     pub(super) migration: MigrationId,
-    pub(super) to: HostId,
+    pub(super) target: HostId,
     epoch: Epoch,
     awaited_hosts: BTreeSet<HostId>,
 }
 
-/// State and items that were forwarded to the target. They are retained as long as the session may
-/// turn out to have broken.
+/// State and items that were forwarded to the target. They are retained until it is certain that
+/// the session has not lost them.
 #[derive(Debug)]
 pub(super) struct ForwardedItems {
-    to: HostId,
+    target: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
-    /// Forwarded items, without link frames that their senders retransmit.
+    /// Forwarded items. Link frames that their senders retransmit are not included.
     items: Vec<PendingItem>,
-    all_sent: bool,
+    is_complete: bool,
     /// Time until which the items are retained; `None` if they are retained until the target is
     /// connected again.
     retained_until: Option<Micros>,
@@ -104,12 +105,13 @@ pub(super) struct ForwardedItems {
 
 impl ForwardedItems {
     fn is_needed(&self, now: Micros) -> bool {
-        self.retained_until.is_none_or(|until| until > now)
+        self.retained_until.is_none_or(|end_time| end_time > now)
     }
 }
 
 impl Machine {
-    /// True if this is the spawn token of a program that is started again on this host.
+    /// True if this is the spawn token of an arriving task's program that is started again on this
+    /// host.
     pub(super) fn is_respawn_token(&self, spawn_token: i32) -> bool {
         self.migrations
             .arrivals
@@ -118,7 +120,7 @@ impl Machine {
     }
 
     /// Handles the connection of an arriving task's program, which was started again on this host.
-    pub(super) fn connect_respawned(&mut self, conn: ConnId, spawn_token: i32) {
+    pub(super) fn connect_restarted_program(&mut self, conn: ConnId, spawn_token: i32) {
         let Some(arrival) = self
             .migrations
             .arrivals
@@ -127,11 +129,11 @@ impl Machine {
         else {
             return;
         };
-        // Another process that presents the same token is refused.
+        // The token is used once: another process that presents it is refused.
         arrival.spawn_token = None;
         arrival.conn = Some(conn);
         let tid = arrival.tid;
-        self.conns.bind_when_record_arrives(conn, tid);
+        self.conns.await_record(conn, tid);
         self.advance_arrival(tid);
     }
 
@@ -143,11 +145,13 @@ impl Machine {
             .get_mut(&tid)
             .filter(|a| a.migration == migration && a.is_located)
         {
-            if let Some(older) = arrival.conn.replace(conn) {
-                self.conns.retire(older);
-                self.outputs.push_back(Output::CloseTask { conn: older });
+            if let Some(previous_conn) = arrival.conn.replace(conn) {
+                self.conns.retire(previous_conn);
+                self.outputs.push_back(Output::CloseTask {
+                    conn: previous_conn,
+                });
             }
-            self.conns.bind_when_record_arrives(conn, tid);
+            self.conns.await_record(conn, tid);
             return self.advance_arrival(tid);
         }
         let is_migrating = self
@@ -155,25 +159,25 @@ impl Machine {
             .sources
             .get(&migration)
             .is_some_and(|s| s.migration().tid == tid);
-        let may = |t: &&mut Task| {
+        let may_reconnect = |t: &&mut Task| {
             (is_migrating || t.has_resume_id(migration))
                 && t.holds_items
-                && t.phase != ConnectionPhase::Left
+                && t.connection_phase != ConnectionPhase::Left
         };
-        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
+        let Some(task) = self.tasks.get_mut(tid).filter(may_reconnect) else {
             return self
                 .refuse_connection(conn, format!("{tid} is not expected here ({migration})"));
         };
-        task.quiesced = false;
-        if let Some(older) = task.conn() {
-            self.conns.retire(older);
+        task.has_quiesced = false;
+        if let Some(previous_conn) = task.conn() {
+            self.conns.retire(previous_conn);
         }
-        self.welcome(conn, tid);
+        self.bind_and_welcome(conn, tid);
         self.notify_sources_reconnected(tid);
         self.handle_guest_reconnected(tid);
     }
 
-    /// Handles the master's order that sets the location of a task.
+    /// Handles the master's order that sets the location of a task, and acknowledges it.
     pub(super) fn handle_location(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
@@ -191,24 +195,24 @@ impl Machine {
         let Location {
             tid,
             host,
-            previous_host: from,
+            previous_host,
             epoch,
         } = location;
         if !self.locations.update(location) {
             return;
         }
-        // A task that has ended may have been restarted.
-        self.tasks.known_exits.forget(tid);
-        let me = self.config.host;
-        if tid.birth_host() == Some(me) {
+        // A task whose exit is known has a location again if it was restarted.
+        self.tasks.known_exits.forget_exit(tid);
+        let own_host = self.config.host;
+        if tid.birth_host() == Some(own_host) {
             // A task from a checkpoint may have a number that this daemon has not allocated.
             self.tasks.reserve_ids_up_to(tid.local_part());
         }
-        if host == me {
+        if host == own_host {
             if self.tasks.get(tid).is_none() {
                 let arrival = self.migrations.arrivals.entry(tid);
                 arrival
-                    .or_insert_with(|| ArrivingTask::new(tid, MigrationId(0), from))
+                    .or_insert_with(|| ArrivingTask::new(tid, MigrationId(0), previous_host))
                     .is_located = true;
             }
         } else if self
@@ -218,185 +222,195 @@ impl Machine {
             .is_some_and(|a| a.is_located && (!a.has_run || a.is_dead))
             && let Some(mut arrival) = self.migrations.arrivals.remove(&tid)
         {
-            // The commit was revoked.
-            for held in arrival.direct_items.drain() {
-                match held {
+            // The commit was revoked: the items return to the task's location.
+            for direct_item in arrival.direct_items.drain() {
+                match direct_item {
                     PendingItem::Control(item) => self.deliver(tid, item),
                     // Dropped, because links retransmit.
                     PendingItem::Frame(_) => {}
                 }
             }
         }
-        if from == me {
-            let others = self.other_hosts();
+        if previous_host == own_host {
+            let other_hosts = self.other_hosts();
             if let Some(task) = self.tasks.get_mut(tid) {
-                task.undrained_hosts = others;
+                task.undrained_hosts = other_hosts;
             }
-        } else if from != host && self.table.get(from).is_some() {
+        } else if previous_host != host && self.table.get(previous_host).is_some() {
             self.outputs.push_back(Output::SendData {
-                host: from,
+                host: previous_host,
                 message: DataMsg::RouteDrained { dst: tid, epoch },
             });
         }
         self.notify_peers_of_migration(tid);
     }
 
-    pub(super) fn send_record(&mut self, of: &Migration, complete: bool) {
-        if let Some(task) = self.tasks.get(of.tid) {
+    pub(super) fn send_record(&mut self, migration: &Migration, is_complete: bool) {
+        if let Some(task) = self.tasks.get(migration.tid) {
             let record = Box::new(self.task_record(task));
             let message = DataMsg::Record {
-                dst: of.tid,
-                migration: of.id,
+                dst: migration.tid,
+                migration: migration.id,
                 record,
-                complete,
+                is_final: is_complete,
             };
             self.outputs.push_back(Output::SendData {
-                host: of.to,
+                host: migration.to,
                 message,
             });
         }
     }
 
-    pub(super) fn transfer_ownership(&mut self, of: &Migration) {
-        let (dst, migration, to) = (of.tid, of.id, of.to);
-        self.send_record(of, true);
-        let Some(mut task) = self.tasks.live.remove(&dst) else {
+    pub(super) fn transfer_ownership(&mut self, committed_migration: &Migration) {
+        let (dst, migration, target) = (
+            committed_migration.tid,
+            committed_migration.id,
+            committed_migration.to,
+        );
+        self.send_record(committed_migration, true);
+        let Some(mut task) = self.tasks.live_tasks.remove(&dst) else {
             return;
         };
-        self.remember_forwarding(of, Box::new(self.task_record(&task)));
+        self.remember_forwarding(committed_migration, Box::new(self.task_record(&task)));
         self.forget_guest(&task);
-        for held in task.inbox.drain() {
-            self.forward(dst, to, migration, held);
+        for item in task.inbox.drain() {
+            self.forward_item(dst, target, migration, item);
         }
         let epoch = self.locations.epoch_of(dst);
-        // A host that joined later has never used the old location.
-        let open = |host: &HostId| {
+        // A host that joined after the migration has never used the old location.
+        let is_awaited = |host: &HostId| {
             self.table.get(*host).is_some() && !task.drained_hosts.contains(&(epoch, *host))
         };
-        let awaited_hosts = task.undrained_hosts.iter().copied().filter(open).collect();
+        let awaited_hosts = task
+            .undrained_hosts
+            .iter()
+            .copied()
+            .filter(is_awaited)
+            .collect();
         self.migrations.forwarding.insert(
             dst,
             Forwarding {
                 migration,
-                to,
+                target,
                 epoch,
                 awaited_hosts,
             },
         );
         self.advance_forwarding(dst);
-        // A daemon that is shutting down may have waited only for this task.
+        // This task may have been the last one for which a daemon that shuts down waits.
         self.advance_stop();
     }
 
-    fn remember_forwarding(&mut self, of: &Migration, record: Box<TaskRecord>) {
-        let (now, kept_until) = (self.now, Some(self.delivery_known_at()));
+    fn remember_forwarding(&mut self, migration: &Migration, record: Box<TaskRecord>) {
+        let (now, retained_until) = (self.now, Some(self.delivery_certain_at()));
         self.migrations
             .unconfirmed_transfers
-            .retain(|_, forwarded| forwarded.is_needed(now));
-        let forwarded = ForwardedItems {
-            to: of.to,
-            migration: of.id,
+            .retain(|_, transfer| transfer.is_needed(now));
+        let transfer = ForwardedItems {
+            target: migration.to,
+            migration: migration.id,
             record,
             items: Vec::new(),
-            all_sent: false,
-            retained_until: kept_until,
+            is_complete: false,
+            retained_until,
         };
         self.migrations
             .unconfirmed_transfers
-            .insert(of.tid, forwarded);
+            .insert(migration.tid, transfer);
     }
 
-    /// Returns the time at which everything sent now has arrived, or the session is known to be
-    /// broken.
-    fn delivery_known_at(&self) -> Micros {
+    /// Returns the time at which everything sent now has arrived, unless the session is known to be
+    /// broken by then.
+    fn delivery_certain_at(&self) -> Micros {
         self.now + self.config.lease + self.config.lease
     }
 
-    /// Forwards an item for a task that has migrated away.
-    pub(super) fn forward(
+    /// Forwards an item for a task that has migrated away to its target.
+    pub(super) fn forward_item(
         &mut self,
         dst: Tid,
-        to: HostId,
+        target: HostId,
         migration: MigrationId,
-        held: PendingItem,
+        item: PendingItem,
     ) {
-        let until = self.delivery_known_at();
-        let remembered = self
+        let certain_at = self.delivery_certain_at();
+        let transfer = self
             .migrations
             .unconfirmed_transfers
             .get_mut(&dst)
-            .filter(|handed| handed.migration == migration);
-        // Link frames are retransmitted, except those of a process that has exited.
-        let remembered = remembered.filter(|handed| {
-            matches!(held, PendingItem::Control(_)) || handed.record.handoff.is_some()
+            .filter(|open_transfer| open_transfer.migration == migration);
+        // Link frames are not retained, because their senders retransmit them. The exception is the
+        // frames of a process that has exited.
+        let transfer = transfer.filter(|open_transfer| {
+            matches!(item, PendingItem::Control(_)) || open_transfer.record.handoff.is_some()
         });
-        if let Some(handed) = remembered {
-            handed.items.push(held.clone());
-            handed.retained_until = handed.retained_until.map(|_| until);
+        if let Some(open_transfer) = transfer {
+            open_transfer.items.push(item.clone());
+            open_transfer.retained_until = open_transfer.retained_until.map(|_| certain_at);
         }
         self.outputs.push_back(Output::SendData {
-            host: to,
+            host: target,
             message: DataMsg::Forwarded {
                 dst,
                 migration,
-                item: held,
+                item,
             },
         });
     }
 
     /// Retains the items that were forwarded to a live daemon whose session has broken, because
     /// messages in transit may be lost.
-    pub(super) fn retain_forwarded_for(&mut self, host: HostId) {
+    pub(super) fn retain_forwarded_items(&mut self, host: HostId) {
         let now = self.now;
-        for handed in self
+        for transfer in self
             .migrations
             .unconfirmed_transfers
             .values_mut()
-            .filter(|handed| handed.to == host && handed.is_needed(now))
+            .filter(|transfer| transfer.target == host && transfer.is_needed(now))
         {
-            handed.retained_until = None;
+            transfer.retained_until = None;
         }
     }
 
     /// Handles a new session with a daemon. If there was an earlier session, repeats the messages
     /// that may have been lost with it.
-    pub(super) fn repeat_forwarded(&mut self, host: HostId) {
+    pub(super) fn repeat_forwarded_items(&mut self, host: HostId) {
         if self.migrations.known_hosts.insert(host) {
             return;
         }
-        let (now, until) = (self.now, Some(self.delivery_known_at()));
-        for (dst, handed) in &mut self.migrations.unconfirmed_transfers {
-            if handed.to != host || !handed.is_needed(now) {
+        let (now, certain_at) = (self.now, Some(self.delivery_certain_at()));
+        for (dst, transfer) in &mut self.migrations.unconfirmed_transfers {
+            if transfer.target != host || !transfer.is_needed(now) {
                 continue;
             }
-            handed.retained_until = until;
-            let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
+            transfer.retained_until = certain_at;
+            let (dst, migration, record) = (*dst, transfer.migration, transfer.record.clone());
             let mut send = |message| self.outputs.push_back(Output::SendData { host, message });
             send(DataMsg::Record {
                 dst,
                 migration,
                 record,
-                complete: true,
+                is_final: true,
             });
-            for held in handed.items.iter().cloned() {
+            for item in transfer.items.iter().cloned() {
                 send(DataMsg::Forwarded {
                     dst,
                     migration,
-                    item: held,
+                    item,
                 });
             }
-            if handed.all_sent {
-                send(DataMsg::ForwardedAll { dst, migration });
+            if transfer.is_complete {
+                send(DataMsg::ForwardingComplete { dst, migration });
             }
         }
         for Location {
             tid,
-            host: to,
-            previous_host: from,
+            host: new_host,
+            previous_host,
             epoch,
-        } in self.locations.all()
+        } in self.locations.all_locations()
         {
-            if from == host && to != host {
+            if previous_host == host && new_host != host {
                 self.outputs.push_back(Output::SendData {
                     host,
                     message: DataMsg::RouteDrained { dst: tid, epoch },
@@ -407,13 +421,14 @@ impl Machine {
 
     /// Records that a host sends no more items to the old location of a task.
     pub(super) fn record_route_drained(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
-        if let Some(departed) = self.migrations.forwarding.get_mut(&tid) {
-            if departed.epoch == epoch {
-                departed.awaited_hosts.remove(&host);
+        if let Some(forwarding) = self.migrations.forwarding.get_mut(&tid) {
+            if forwarding.epoch == epoch {
+                forwarding.awaited_hosts.remove(&host);
             }
             self.advance_forwarding(tid);
         } else if let Some(task) = self.tasks.get_mut(tid) {
-            task.drained_hosts.retain(|(older, _)| *older >= epoch);
+            task.drained_hosts
+                .retain(|(drained_epoch, _)| *drained_epoch >= epoch);
             task.drained_hosts.insert((epoch, host));
         }
     }
@@ -424,21 +439,23 @@ impl Machine {
             .forwarding
             .get(&dst)
             .is_some_and(|d| d.awaited_hosts.is_empty())
-            && let Some(Forwarding { migration, to, .. }) = self.migrations.forwarding.remove(&dst)
+            && let Some(Forwarding {
+                migration, target, ..
+            }) = self.migrations.forwarding.remove(&dst)
         {
             self.outputs.push_back(Output::SendData {
-                host: to,
-                message: DataMsg::ForwardedAll { dst, migration },
+                host: target,
+                message: DataMsg::ForwardingComplete { dst, migration },
             });
-            let until = self.delivery_known_at();
-            let handed = self
+            let certain_at = self.delivery_certain_at();
+            let transfer = self
                 .migrations
                 .unconfirmed_transfers
                 .get_mut(&dst)
-                .filter(|handed| handed.migration == migration);
-            if let Some(handed) = handed {
-                (handed.all_sent, handed.retained_until) =
-                    (true, handed.retained_until.map(|_| until));
+                .filter(|transfer| transfer.migration == migration);
+            if let Some(transfer) = transfer {
+                (transfer.is_complete, transfer.retained_until) =
+                    (true, transfer.retained_until.map(|_| certain_at));
             }
         }
     }
@@ -449,7 +466,7 @@ impl Machine {
         tid: Tid,
         migration: MigrationId,
         record: TaskRecord,
-        complete: bool,
+        is_complete: bool,
     ) {
         let Some(arrival) = self
             .migrations
@@ -459,31 +476,32 @@ impl Machine {
         else {
             return;
         };
-        let is_first_record = arrival.by_restart && arrival.record.is_none();
-        if complete {
-            // A repeated record is followed by all forwarded items again.
-            (arrival.forwarded_items, arrival.all_forwarded) = (Inbox::default(), false);
+        let is_first_record = arrival.restarts_program && arrival.record.is_none();
+        if is_complete {
+            // A complete record starts the sequence of forwarded items; a repeated record starts it
+            // again.
+            (arrival.forwarded_items, arrival.has_all_forwarded) = (Inbox::default(), false);
         }
-        if complete || !arrival.record_complete {
+        if is_complete || !arrival.is_record_complete {
             arrival.record = Some(record);
-            arrival.record_complete |= complete;
+            arrival.is_record_complete |= is_complete;
         }
         if is_first_record {
-            // With a restart engine, the record takes the place of the images.
-            self.target_event(migration, TargetEvent::Received(Ok(0)));
+            // A restart engine transfers the record instead of images.
+            self.pass_to_target(migration, TargetEvent::ImagesReceived(Ok(0)));
         }
         self.advance_arrival(tid);
     }
 
     /// Queues an item that the source has forwarded.
-    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: PendingItem) {
+    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, item: PendingItem) {
         match self
             .migrations
             .arrivals
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         {
-            Some(arrival) => arrival.forwarded_items.push(held),
+            Some(arrival) => arrival.forwarded_items.push(item),
             None => self.log_warning(format!(
                 "an item was forwarded for {tid}, which is not migrating to this host; dropped"
             )),
@@ -498,35 +516,37 @@ impl Machine {
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         {
-            arrival.all_forwarded = true;
+            arrival.has_all_forwarded = true;
         }
         self.advance_arrival(tid);
     }
 
     /// Makes an arriving task a task of this host when its record, all forwarded items, its process
-    /// and its library have arrived. A task that has already exited needs no library.
+    /// and its library have arrived. For a task that has already exited, the library need not
+    /// arrive.
     pub(super) fn advance_arrival(&mut self, tid: Tid) {
         let Some(arrival) = self.migrations.arrivals.get_mut(&tid) else {
             return;
         };
         if arrival.has_run && arrival.exit_report.is_none() {
-            // A program that is just starting has no signal handlers yet: signals that it would
-            // handle must not end it.
-            let anew = arrival.by_restart;
-            let counts = |signal: &i32| !anew || TERMINATING_SIGNALS.contains(signal);
-            for signal in std::mem::take(&mut arrival.signals)
+            // A program that is just starting has no signal handlers yet. A signal that the program
+            // would handle must not end it, so only terminating signals are sent.
+            let is_new_program = arrival.restarts_program;
+            let may_be_sent =
+                |signal: &i32| !is_new_program || TERMINATING_SIGNALS.contains(signal);
+            for signal in std::mem::take(&mut arrival.pending_signals)
                 .into_iter()
-                .filter(counts)
+                .filter(may_be_sent)
             {
                 self.outputs
-                    .push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
+                    .push_back(Output::SendToTasker(ToTasker::Signal { tid, signal }));
             }
         }
-        let here = arrival.is_located
-            && arrival.record_complete
-            && arrival.all_forwarded
+        let has_arrived = arrival.is_located
+            && arrival.is_record_complete
+            && arrival.has_all_forwarded
             && arrival.has_run;
-        if !here
+        if !has_arrived
             || (arrival.conn.is_none()
                 && arrival.exit_report.is_none()
                 && !arrival.library_quiesced)
@@ -538,7 +558,7 @@ impl Machine {
         };
         if !arrival.library_quiesced {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.resume_token(arrival.migration),
+                path: self.config.paths.resume_token_path(arrival.migration),
             });
         }
         let Some(record) = arrival.record.take() else {
@@ -547,25 +567,29 @@ impl Machine {
         let (hosts, epoch) = (record.known_hosts.clone(), record.hosts_epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
-        if arrival.by_restart {
-            (task.phase, task.spawn_token, task.awaits_restarted_process) = (
+        if arrival.restarts_program {
+            (
+                task.connection_phase,
+                task.spawn_token,
+                task.awaits_restarted_process,
+            ) = (
                 ConnectionPhase::Expected,
                 arrival.spawn_token,
                 arrival.conn.is_none(),
             );
         }
-        for held in arrival
+        for item in arrival
             .forwarded_items
             .drain()
             .into_iter()
             .chain(arrival.direct_items.drain())
         {
-            task.inbox.push(held);
+            task.inbox.push(item);
         }
-        if task.restart.is_some() {
-            // To other tasks, a task that is restarted from a checkpoint starts now.
+        if task.restart_info.is_some() {
+            // For other tasks, a task that is restarted from a checkpoint starts now.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
-            self.record(EventKind::TaskStarted {
+            self.record_event(EventKind::TaskStarted {
                 tid,
                 parent,
                 name,
@@ -574,14 +598,14 @@ impl Machine {
         }
         self.tasks.insert(task);
         if let Some(conn) = arrival.conn {
-            self.welcome(conn, tid);
+            self.bind_and_welcome(conn, tid);
             self.flush_inbox(tid);
         }
-        if let Some((status, used)) = arrival.exit_report {
-            self.handle_process_exit(tid, status, used);
+        if let Some((status, usage)) = arrival.exit_report {
+            self.handle_process_exit(tid, status, usage);
             return self.start_queued_migration(tid);
         }
-        if arrival.by_restart {
+        if arrival.restarts_program {
             self.pause_if_required(tid);
         } else {
             self.adopt_arrived_guest(
@@ -589,8 +613,8 @@ impl Machine {
                 Some(arrival.migration).filter(|_| arrival.library_quiesced),
             );
         }
-        self.expire_preemptions();
-        self.recheck_notifies(tid, &hosts, epoch);
+        self.end_expired_preemptions();
+        self.recheck_notifications(tid, &hosts, epoch);
         self.start_queued_migration(tid);
     }
 
@@ -599,32 +623,34 @@ impl Machine {
         self.notify_coordinators_of_lost_host(host);
         self.migrations
             .unconfirmed_transfers
-            .retain(|_, handed| handed.to != host);
+            .retain(|_, transfer| transfer.target != host);
         self.migrations.known_hosts.remove(&host);
-        let departed: Vec<Tid> = self.migrations.forwarding.keys().copied().collect();
-        self.migrations.forwarding.retain(|_, d| d.to != host);
-        for tid in departed {
-            if let Some(d) = self.migrations.forwarding.get_mut(&tid) {
-                d.awaited_hosts.remove(&host);
+        let departed_tasks: Vec<Tid> = self.migrations.forwarding.keys().copied().collect();
+        self.migrations
+            .forwarding
+            .retain(|_, forwarding| forwarding.target != host);
+        for tid in departed_tasks {
+            if let Some(forwarding) = self.migrations.forwarding.get_mut(&tid) {
+                forwarding.awaited_hosts.remove(&host);
             }
             self.advance_forwarding(tid);
         }
-        let orphans: Vec<Tid> = self
+        let orphaned_tasks: Vec<Tid> = self
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.from == host && a.is_located)
+            .filter(|a| a.source == host && a.is_located)
             .map(|a| a.tid)
             .collect();
-        for tid in orphans {
+        for tid in orphaned_tasks {
             if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
-                // Items that the lost source held back are lost with it. Links retransmit, and the
-                // items that an exited process had left have come with the record. All other items
-                // count as part of the loss of that host.
-                (arrival.record_complete, arrival.all_forwarded) = (true, true);
+                // The items that the lost source held back are lost with it. Links retransmit their
+                // frames, and the items from the handoff of an exited process have arrived with the
+                // record. All other items count as part of the loss of that host.
+                (arrival.is_record_complete, arrival.has_all_forwarded) = (true, true);
                 arrival
                     .record
-                    .get_or_insert_with(|| ArrivingTask::bare_record(tid));
+                    .get_or_insert_with(|| ArrivingTask::minimal_record(tid));
             }
             self.advance_arrival(tid);
         }
@@ -632,15 +658,15 @@ impl Machine {
 }
 
 impl ArrivingTask {
-    pub(super) fn new(tid: Tid, migration: MigrationId, from: HostId) -> ArrivingTask {
-        ArrivingTask {
+    pub(super) fn new(tid: Tid, migration: MigrationId, source: HostId) -> Self {
+        Self {
             tid,
             migration,
-            from,
+            source,
             record: None,
-            record_complete: false,
+            is_record_complete: false,
             forwarded_items: Inbox::default(),
-            all_forwarded: false,
+            has_all_forwarded: false,
             direct_items: Inbox::default(),
             is_located: false,
             has_run: false,
@@ -651,27 +677,28 @@ impl ArrivingTask {
             pause_ordered: false,
             suspension: None,
             library_quiesced: false,
-            signals: Vec::new(),
+            pending_signals: Vec::new(),
             pid: 0,
             restart_group: None,
             restart_verdict: None,
-            by_restart: false,
+            restarts_program: false,
             spawn_token: None,
         }
     }
 
     /// Sets the state of the task to the state that was stored next to its images.
-    pub(super) fn set_saved_state(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
-        (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
-        waiting
+    pub(super) fn set_saved_state(&mut self, record: TaskRecord, saved_items: Vec<PendingItem>) {
+        (self.record, self.is_record_complete, self.has_all_forwarded) = (Some(record), true, true);
+        saved_items
             .into_iter()
-            .for_each(|held| self.forwarded_items.push(held));
+            .for_each(|item| self.forwarded_items.push(item));
     }
 
-    /// Records the order to run the task: its process at the source is gone. A suspended task stays
-    /// paused.
-    pub(super) fn record_run_order(&mut self, now: Micros, suspended: Suspensions) {
-        (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
+    /// Records the order to run the task, because its process at the source has been killed. A
+    /// suspended task stays paused.
+    pub(super) fn record_run_order(&mut self, now: Micros, suspensions: Suspensions) {
+        (self.run_ordered, self.suspension) =
+            (true, TaskSuspension::update(None, now, suspensions));
     }
 
     /// Returns the migration whose coordinator decides on suspensions of the task; `None` if this
@@ -680,16 +707,17 @@ impl ArrivingTask {
         (self.is_located && !self.run_ordered && !self.is_dead).then_some(self.migration)
     }
 
-    /// True if the task's process on this host is dead, even if that is not reported yet.
+    /// True if the task's process on this host is dead, even if the death is not reported yet.
     pub(super) fn is_lost(&self) -> bool {
         self.is_dead
     }
 
-    /// Ends a pause of the task. Returns the id under which its library must be resumed, if it is
-    /// quiesced.
+    /// Ends a pause of the task. Returns the id under which the task's library must be resumed;
+    /// `None` if the library is not quiesced.
     pub(super) fn end_pause(&mut self) -> Option<MigrationId> {
         self.pause_ordered = false;
-        (std::mem::take(&mut self.library_quiesced) && !self.by_restart).then_some(self.migration)
+        (std::mem::take(&mut self.library_quiesced) && !self.restarts_program)
+            .then_some(self.migration)
     }
 
     /// Records that the task's process on this host is dead.
@@ -699,8 +727,8 @@ impl ArrivingTask {
             .get_or_insert((KILLED_STATUS, Usage::default()));
     }
 
-    /// Returns a minimal record, for a task whose source was lost before it sent one.
-    fn bare_record(tid: Tid) -> TaskRecord {
+    /// Returns a minimal record, for a task whose source was lost before it sent a record.
+    fn minimal_record(tid: Tid) -> TaskRecord {
         let task = Task::new(tid, Tid::NONE, ConnectionPhase::Detached);
         TaskRecord {
             tid,
@@ -708,13 +736,13 @@ impl ArrivingTask {
             name: task.name,
             flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
             spawn_token: None,
-            output: task.output,
-            trace: task.trace,
+            output_sink: task.output_sink,
+            trace_sink: task.trace_sink,
             exit_rm: None,
             watermarks: Vec::new(),
-            requests: Vec::new(),
+            open_requests: Vec::new(),
             untimed_requests: Vec::new(),
-            restart: None,
+            restart_info: None,
             launch: None,
             handoff: None,
             notifications: Vec::new(),

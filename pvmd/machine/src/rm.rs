@@ -29,7 +29,8 @@ use std::collections::VecDeque;
 const RM_RESTARTS_MAX: usize = 5;
 const RM_RESTART_WINDOW: Micros = Micros::from_secs(60);
 
-/// True for an unintended end: by a signal that kills instead of requesting an exit, or by a panic.
+/// True if a wait status reports an unintended end: a panic, or a signal other than those that
+/// request an exit.
 fn has_crashed(status: i32) -> bool {
     const PANIC_STATUS: i32 = 101;
     const EXIT_REQUEST_SIGNALS: [i32; 3] = [1, 2, 15];
@@ -39,7 +40,7 @@ fn has_crashed(status: i32) -> bool {
     }
 }
 
-/// True if the program reports a failure by its exit status.
+/// True if a wait status reports an exit status other than 0.
 fn has_failed(status: i32) -> bool {
     status & 0x7f == 0 && status >> 8 != 0
 }
@@ -51,13 +52,13 @@ pub(super) struct RmState {
     restart_times: VecDeque<Micros>,
     /// The resource manager that is registered with this daemon.
     own_rm: Option<RmInfo>,
-    /// The resource manager that is registered with the master, for hosts without one of their own.
-    /// If it serves all requests and not only spawns, it serves only hosts that join after its
-    /// registration, as in PVM.
+    /// The resource manager that is registered with the master, if it serves this host when no
+    /// resource manager is registered with this daemon. If it serves all requests and not only
+    /// spawns, it serves only hosts that join after its registration, as in PVM.
     pub(super) vm_wide_rm: Option<RmInfo>,
-    /// The resource manager that is registered with the master, even if tasks of this host use
-    /// another one.
-    registered_with_master: Option<RmInfo>,
+    /// The resource manager that is registered with the master, even if it does not serve this
+    /// host.
+    master_rm: Option<RmInfo>,
     /// Time since which this daemon knows no resource manager; `None` while it knows one.
     absent_since: Option<Micros>,
 }
@@ -68,7 +69,8 @@ impl RmState {
         self.own_rm.or(self.vm_wide_rm)
     }
 
-    /// Returns the time since which there is no resource manager; `None` while there is one.
+    /// Returns the time since which this daemon knows no resource manager; `None` while it knows
+    /// one.
     pub(super) fn absent_since(&self) -> Option<Micros> {
         self.absent_since
     }
@@ -78,7 +80,7 @@ impl RmState {
     }
 
     fn find(&self, tid: Tid) -> Option<RmInfo> {
-        [self.own_rm, self.vm_wide_rm, self.registered_with_master]
+        [self.own_rm, self.vm_wide_rm, self.master_rm]
             .into_iter()
             .flatten()
             .find(|rm| rm.tid == tid)
@@ -87,28 +89,25 @@ impl RmState {
 
 impl Machine {
     /// Registers a task as the resource manager of this daemon.
-    pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, serves: RmServices) {
-        let previous = self.rm.current().map_or(Tid::NONE, |rm| rm.tid);
-        self.reply(tid, id, Reply::Rm { previous });
-        self.record(EventKind::RmRegistered { tid });
-        self.set_own_rm(Some(RmInfo {
-            tid,
-            services: serves,
-        }));
+    pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, services: RmServices) {
+        let previous_rm = self.rm_state.current().map_or(Tid::NONE, |rm| rm.tid);
+        self.reply(tid, id, Reply::Rm { previous_rm });
+        self.record_event(EventKind::RmRegistered { tid });
+        self.replace_own_rm(Some(RmInfo { tid, services }));
     }
 
-    fn set_own_rm(&mut self, rm: Option<RmInfo>) {
-        if let Some(old) = self.rm.own_rm
-            && let Some(task) = self.tasks.get_mut(old.tid)
+    fn replace_own_rm(&mut self, rm: Option<RmInfo>) {
+        if let Some(old_rm) = self.rm_state.own_rm
+            && let Some(task) = self.tasks.get_mut(old_rm.tid)
         {
             task.flags &= !TASK_RM;
         }
         if let Some(task) = rm.and_then(|rm| self.tasks.get_mut(rm.tid)) {
             task.flags |= TASK_RM;
         }
-        self.rm.own_rm = rm;
+        self.rm_state.own_rm = rm;
         if self.master.is_some() {
-            self.rm.vm_wide_rm = rm;
+            self.rm_state.vm_wide_rm = rm;
             for host in self.other_hosts() {
                 self.send_to_host(host, HostMsg::Rm { rm });
             }
@@ -118,42 +117,42 @@ impl Machine {
     }
 
     fn update_rm_absence(&mut self) {
-        let (serves, now) = (
-            self.rm.current().is_some() || self.rm.registered_with_master.is_some(),
+        let (has_rm, now) = (
+            self.rm_state.current().is_some() || self.rm_state.master_rm.is_some(),
             self.now,
         );
-        self.rm.absent_since = if serves {
+        self.rm_state.absent_since = if has_rm {
             None
         } else {
-            self.rm.absent_since.or(Some(now))
+            self.rm_state.absent_since.or(Some(now))
         };
-        self.expire_preemptions();
+        self.end_expired_preemptions();
     }
 
-    /// Handles the master's notice of the virtual machine's resource manager.
-    pub(super) fn set_vm_rm(&mut self, rm: Option<RmInfo>) {
-        let before = self.rm.current();
-        self.rm.registered_with_master = rm;
-        if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.services.other_requests) {
-            self.rm.vm_wide_rm = rm;
+    /// Handles the master's notice of the resource manager that is registered with the master.
+    pub(super) fn handle_master_rm(&mut self, rm: Option<RmInfo>) {
+        let old_rm = self.rm_state.current();
+        self.rm_state.master_rm = rm;
+        if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.services.vm_requests) {
+            self.rm_state.vm_wide_rm = rm;
         }
-        if self.rm.current() != before {
+        if self.rm_state.current() != old_rm {
             self.notify_tasks_of_rm(false);
         }
         self.update_rm_absence();
     }
 
-    /// Notifies the connected tasks of a change. A death is always reported. A new resource manager
-    /// is reported only if it serves only spawns: if it serves all requests, it serves the tasks
-    /// that connect from now on, as in PVM.
-    fn notify_tasks_of_rm(&mut self, death: bool) {
-        let rm = self.rm.current();
-        if !death && rm.is_some_and(|rm| rm.services.other_requests) {
+    /// Notifies the connected tasks of a change of their resource manager. A death is always
+    /// reported. A new resource manager is reported only if it serves only spawns: if it serves all
+    /// requests, it serves the tasks that connect from now on, as in PVM.
+    fn notify_tasks_of_rm(&mut self, is_death: bool) {
+        let rm = self.rm_state.current();
+        if !is_death && rm.is_some_and(|rm| rm.services.vm_requests) {
             return;
         }
         let tasks: Vec<Tid> = self
             .tasks
-            .live
+            .live_tasks
             .keys()
             .copied()
             .filter(|tid| Some(*tid) != rm.map(|rm| rm.tid))
@@ -164,26 +163,26 @@ impl Machine {
                 .get_mut(tid)
                 .filter(|t| t.conn().is_some() || t.holds_items)
             {
-                task.rm = task.rm.or(rm.map(|rm| rm.tid));
+                task.exit_rm = task.exit_rm.or(rm.map(|rm| rm.tid));
                 self.deliver(tid, ToTask::RmChanged { rm });
             }
         }
     }
 
-    /// Handles the end of a task that may have been a resource manager. Without one, the daemons
-    /// place tasks themselves.
+    /// Handles the end of a task that may have been a resource manager. Without a resource manager,
+    /// the daemons place tasks themselves.
     pub(super) fn handle_rm_exit(&mut self, tid: Tid) {
-        if !self.rm.is_accepted(tid) {
+        if !self.rm_state.is_accepted(tid) {
             return;
         }
-        if self.rm.own_rm.is_some_and(|rm| rm.tid == tid) {
-            self.record(EventKind::RmGone { tid });
+        if self.rm_state.own_rm.is_some_and(|rm| rm.tid == tid) {
+            self.record_event(EventKind::RmGone { tid });
         }
-        self.rm.own_rm = self.rm.own_rm.filter(|rm| rm.tid != tid);
-        self.rm.vm_wide_rm = self.rm.vm_wide_rm.filter(|rm| rm.tid != tid);
-        self.rm.registered_with_master = self.rm.registered_with_master.filter(|rm| rm.tid != tid);
-        for task in self.tasks.live.values_mut() {
-            task.rm = task.rm.filter(|rm| *rm != tid);
+        self.rm_state.own_rm = self.rm_state.own_rm.filter(|rm| rm.tid != tid);
+        self.rm_state.vm_wide_rm = self.rm_state.vm_wide_rm.filter(|rm| rm.tid != tid);
+        self.rm_state.master_rm = self.rm_state.master_rm.filter(|rm| rm.tid != tid);
+        for task in self.tasks.live_tasks.values_mut() {
+            task.exit_rm = task.exit_rm.filter(|rm| *rm != tid);
         }
         self.notify_tasks_of_rm(true);
         self.update_rm_absence();
@@ -191,7 +190,10 @@ impl Machine {
 
     /// Handles the loss of a host on which a resource manager may have run.
     pub(super) fn handle_rm_host_lost(&mut self, host: HostId) {
-        for rm in [self.rm.own_rm, self.rm.vm_wide_rm].into_iter().flatten() {
+        for rm in [self.rm_state.own_rm, self.rm_state.vm_wide_rm]
+            .into_iter()
+            .flatten()
+        {
             if self.location(rm.tid) == Some(host) {
                 self.handle_rm_exit(rm.tid);
             }
@@ -203,42 +205,47 @@ impl Machine {
     pub(super) fn report_exit_to_rm(
         &mut self,
         task: &Task,
-        marks: &[SendWatermark],
+        watermarks: &[SendWatermark],
         status: i32,
-        used: Usage,
+        usage: Usage,
     ) {
-        let wants = |rm: &Tid| {
-            *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.services.task_exits)
+        let requests_exit_reports = |rm: &Tid| {
+            *rm != task.tid
+                && self
+                    .rm_state
+                    .find(*rm)
+                    .is_some_and(|rm| rm.services.task_exits)
         };
-        let Some(rm) = task.rm.filter(wants) else {
+        let Some(rm) = task.exit_rm.filter(requests_exit_reports) else {
             return;
         };
         let body = pack_task_exit(&TaskExit {
             tid: task.tid,
             status,
-            used,
+            usage,
         });
         let message = self.build_daemon_message(rm, 0, SM_TASKX, 0, body);
-        self.send_after_last_messages(message, task.tid, watermark_for(task.tid, marks, rm));
+        self.send_after_last_messages(message, task.tid, watermark_for(task.tid, watermarks, rm));
     }
 
     /// Reports to the resource manager that a task has joined without being spawned.
     pub(super) fn report_enrolled_task_to_rm(&mut self, tid: Tid) {
-        if let Some(rm) = self.rm.current().filter(|rm| rm.tid != tid) {
+        if let Some(rm) = self.rm_state.current().filter(|rm| rm.tid != tid) {
             self.send_daemon_message(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));
         }
     }
 
     /// Reports the loss of a host to the master's resource manager.
     pub(super) fn report_lost_host_to_rm(&mut self, host: HostId) {
-        if let (true, Some(rm)) = (self.master.is_some(), self.rm.vm_wide_rm) {
+        if let (true, Some(rm)) = (self.master.is_some(), self.rm_state.vm_wide_rm) {
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(host.daemon_tid().raw());
+            body.pack_int(host.daemon_tid().raw());
             self.send_daemon_message(rm.tid, 0, SM_HOSTX, 0, body.finish());
         }
     }
 
-    /// Handles a task's message to the address of a daemon.
+    /// Handles a task's message to the address of a daemon: handles it here if it is for this
+    /// daemon, or sends it to the daemon's host.
     pub(super) fn forward_to_daemon(&mut self, message: Message) {
         let host = if message.dst == Tid::MY_DAEMON {
             Some(self.config.host)
@@ -257,7 +264,8 @@ impl Machine {
         }
     }
 
-    /// Handles a message to this daemon. Only resource managers, taskers and hosters may send one.
+    /// Handles a message to this daemon. Only resource managers, taskers and hosters may send such
+    /// a message.
     pub(super) fn handle_daemon_message(&mut self, message: Message) {
         let Message {
             src,
@@ -266,13 +274,13 @@ impl Machine {
             body,
             ..
         } = message;
-        let server_says = match tag {
+        let server_result = match tag {
             SM_TASKX => Some(self.handle_task_end_report(src, body.clone())),
-            SM_STHOSTACK => Some(self.handle_hoster_answer(src, wid, body.clone())),
+            SM_STHOSTACK => Some(self.handle_hoster_reply(src, wid, body.clone())),
             _ => None,
         };
-        if let Some(decoded) = server_says {
-            return decoded.unwrap_or_else(|error| {
+        if let Some(decode_result) = server_result {
+            return decode_result.unwrap_or_else(|error| {
                 self.log_warning(format!(
                     "a message {tag:#x} of {src} cannot be read: {error}"
                 ))
@@ -283,28 +291,28 @@ impl Machine {
                 "{src} sent a message with the unknown tag {tag:#x} to this daemon; dropped"
             ));
         }
-        if !self.rm.is_accepted(src) {
+        if !self.rm_state.is_accepted(src) {
             return self.log_warning(format!(
                 "{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"
             ));
         }
-        let decoded = match tag {
+        let decode_result = match tag {
             SM_EXEC => unpack_exec(body).map(|(parent, request)| {
                 self.queue_exec(parent, request, ExecRequester::Rm { rm: src, wid });
             }),
-            SM_ADD => Unpacker::xdr(body)
-                .strings()
+            SM_ADD => Unpacker::new_xdr(body)
+                .read_strings()
                 .map(|lines| self.add_hosts_for_rm(src, wid, &lines)),
-            _ => Unpacker::xdr(body)
-                .int()
+            _ => Unpacker::new_xdr(body)
+                .read_int()
                 .map(|tid| self.hand_over_rm_role(src, Tid::from_raw(tid))),
         };
-        if let Err(error) = decoded {
+        if let Err(error) = decode_result {
             self.log_warning(format!(
                 "a message {tag:#x} of resource manager {src} cannot be read: {error}"
             ));
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(error.code());
+            body.pack_int(error.code());
             match tag {
                 SM_EXEC => self.send_daemon_message(src, 0, SM_EXECACK, wid, body.finish()),
                 SM_ADD => self.send_daemon_message(src, 0, SM_ADDACK, wid, body.finish()),
@@ -313,15 +321,19 @@ impl Machine {
         }
     }
 
-    fn hand_over_rm_role(&mut self, from: Tid, to: Tid) {
-        let serves = self.rm.current().map(|rm| rm.services).unwrap_or_default();
-        self.record(EventKind::RmGone { tid: from });
-        if to.is_task() {
-            self.record(EventKind::RmRegistered { tid: to });
+    fn hand_over_rm_role(&mut self, old_rm: Tid, new_rm: Tid) {
+        let services = self
+            .rm_state
+            .current()
+            .map(|rm| rm.services)
+            .unwrap_or_default();
+        self.record_event(EventKind::RmGone { tid: old_rm });
+        if new_rm.is_task() {
+            self.record_event(EventKind::RmRegistered { tid: new_rm });
         }
-        self.set_own_rm(to.is_task().then_some(RmInfo {
-            tid: to,
-            services: serves,
+        self.replace_own_rm(new_rm.is_task().then_some(RmInfo {
+            tid: new_rm,
+            services,
         }));
     }
 
@@ -335,18 +347,23 @@ impl Machine {
     }
 
     /// Reports to a resource manager which of its requested hosts were added.
-    pub(super) fn reply_hosts_added_to_rm(&mut self, rm: Tid, wid: i32, added: &[AddedHost]) {
+    pub(super) fn reply_hosts_added_to_rm(&mut self, rm: Tid, wid: i32, added_hosts: &[AddedHost]) {
         let mut body = Packer::new(Encoding::Xdr);
-        body.int(added.len() as i32).int(0);
-        for host in added {
+        body.pack_int(added_hosts.len() as i32).pack_int(0);
+        for host in added_hosts {
             match &host.result {
                 Ok(e) => body
-                    .int(e.id.tid().raw())
-                    .str(e.name.as_bytes())
-                    .str(e.arch.as_bytes())
-                    .int(e.speed)
-                    .int(e.dsig),
-                Err(error) => body.int(error.code()).str(b"").str(b"").int(0).int(0),
+                    .pack_int(e.id.tid().raw())
+                    .pack_str(e.name.as_bytes())
+                    .pack_str(e.arch.as_bytes())
+                    .pack_int(e.speed)
+                    .pack_int(e.dsig),
+                Err(error) => body
+                    .pack_int(error.code())
+                    .pack_str(b"")
+                    .pack_str(b"")
+                    .pack_int(0)
+                    .pack_int(0),
             };
         }
         self.send_daemon_message(rm, 0, SM_ADDACK, wid, body.finish());
@@ -355,8 +372,11 @@ impl Machine {
     /// Starts the configured programs: taskers, tracers and hosters first, then the resource
     /// manager.
     pub(super) fn start_commands(&mut self) {
-        let servers = std::mem::take(&mut self.config.server_commands);
-        for words in servers.into_iter().chain(self.config.rm_command.clone()) {
+        let server_commands = std::mem::take(&mut self.config.server_commands);
+        for words in server_commands
+            .into_iter()
+            .chain(self.config.rm_command.clone())
+        {
             self.start_command(words);
         }
     }
@@ -366,17 +386,18 @@ impl Machine {
         let mut words = words.into_iter();
         let Some(file) = words.next() else { return };
         let request = SpawnRequest {
-            file,
+            program: file,
             args: words.map(String::into_bytes).collect(),
             flags: SPAWN_NO_PARENT | SPAWN_PINNED,
-            count: 1,
+            task_count: 1,
             ..SpawnRequest::default()
         };
         self.queue_exec(Tid::NONE, request, ExecRequester::Startup);
     }
 
-    /// Handles the end of a task that may be the resource manager started by this daemon. After a
-    /// crash it is restarted, unless it has crashed too often; after an intended exit it is not.
+    /// Handles the end of a task that may be the resource manager started by this daemon. A crashed
+    /// resource manager is restarted, unless it has crashed too often. After an intended exit it is
+    /// not restarted.
     pub(super) fn handle_rm_command_end(&mut self, task: &Task, status: i32) {
         let command = self
             .config
@@ -400,10 +421,10 @@ impl Machine {
             return;
         }
         let now = self.now;
-        self.rm
+        self.rm_state
             .restart_times
-            .retain(|at| now.since(*at) < RM_RESTART_WINDOW);
-        if self.rm.restart_times.len() >= RM_RESTARTS_MAX {
+            .retain(|restart_time| now.since(*restart_time) < RM_RESTART_WINDOW);
+        if self.rm_state.restart_times.len() >= RM_RESTARTS_MAX {
             let text = format!(
                 "{name} has died ({cause}) after {RM_RESTARTS_MAX} restarts within {} s; it is not restarted, and \
                  spawns are placed round robin: start one with 'pvm spawn {name}'",
@@ -412,7 +433,7 @@ impl Machine {
             return self.log_warning_and_record(text);
         }
         self.log_warning_and_record(format!("{name} has died ({cause}); it is restarted"));
-        self.rm.restart_times.push_back(now);
+        self.rm_state.restart_times.push_back(now);
         self.start_command(words);
     }
 
@@ -436,12 +457,12 @@ impl Machine {
     /// Adds a text to the daemon's log and to the event log.
     pub(super) fn log_and_record(&mut self, text: String) {
         self.log(text.clone());
-        self.record(EventKind::Note { text });
+        self.record_event(EventKind::Note { text });
     }
 
     /// Adds a text to the daemon's log, as a warning, and to the event log.
     pub(super) fn log_warning_and_record(&mut self, text: String) {
         self.log_warning(text.clone());
-        self.record(EventKind::Note { text });
+        self.record_event(EventKind::Note { text });
     }
 }

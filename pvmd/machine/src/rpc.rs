@@ -1,9 +1,9 @@
 //! Requests between daemons, and their replies.
 //!
 //! The daemon that sends a request records the purpose of the reply ([`RpcPurpose`]) and the
-//! request itself. The receiver serves the request, or names the host to which the task in question
-//! has migrated; then the request is sent to that host. If the receiver is lost, the request ends
-//! with the result for a lost host.
+//! request itself. The receiver serves the request. If the task of the request has migrated, the
+//! receiver replies with the task's host instead, and the request is sent to that host. If the
+//! receiver is lost, the request ends with the result for a lost host.
 
 use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
@@ -20,24 +20,23 @@ use std::fmt;
 /// Largest number of times that a request is sent again because its task has migrated.
 const HOPS_MAX: u32 = 8;
 
-/// The purpose of a request: determines how its reply is handled.
+/// The purpose of a request. It determines how the reply is handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RpcPurpose {
     /// The reply answers a request of a task.
     Task { tid: Tid, id: RequestId },
-    /// The reply is one host's part of a task list that is collected from several hosts; the number
+    /// The reply contains the tasks of one host, for a task list of several hosts. The number
     /// identifies the list.
-    ScatterGather(u64),
-    /// The reply is the result of one part of a spawn.
-    Spawn { spawn: u64, part: u64 },
+    TaskList(u64),
+    /// The reply contains the results of one part of a spawn.
+    Spawn { spawn_number: u64, part_number: u64 },
     /// The reply states whether a task is alive. `watcher` has requested a notification of the
     /// task's exit.
     Watch { watcher: Tid },
     /// The reply states whether a group member is alive.
     GroupMember { tid: Tid },
-    /// The reply is one host's part of an inventory of tasks and contexts, for a checkpoint or a
-    /// restart.
-    Inventory { inventory: u64, host: HostId },
+    /// The reply contains the tasks and contexts of one host, for an inventory.
+    Inventory { inventory_number: u64, host: HostId },
     /// The reply states whether a host accepts a copy of a checkpoint.
     StoreCopy { migration: MigrationId },
     /// No reply is needed.
@@ -45,16 +44,14 @@ pub(super) enum RpcPurpose {
     /// The reply contains the properties of a task; the number identifies the placement query.
     Inspection(u64),
     /// The reply is a host's verdict for a placement query.
-    Verdict { query: u64, host: HostId },
+    Verdict { query_number: u64, host: HostId },
 }
 
 impl RpcPurpose {
-    /// True if the request stays open when the session breaks, as long as the host is in the table.
+    /// True if the request stays open when the session breaks, as long as its receiver is in the
+    /// host table.
     fn survives_broken_session(self) -> bool {
-        matches!(
-            self,
-            RpcPurpose::Watch { .. } | RpcPurpose::GroupMember { .. }
-        )
+        matches!(self, Self::Watch { .. } | Self::GroupMember { .. })
     }
 }
 
@@ -62,29 +59,38 @@ impl RpcPurpose {
 impl fmt::Display for RpcPurpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RpcPurpose::Task { tid, id } => write!(f, "Task {{ tid: {tid:?}, id: {id:?} }}"),
-            RpcPurpose::ScatterGather(query) => write!(f, "Gather({query})"),
-            RpcPurpose::Spawn { spawn, part } => {
+            Self::Task { tid, id } => write!(f, "Task {{ tid: {tid:?}, id: {id:?} }}"),
+            Self::TaskList(query) => write!(f, "Gather({query})"),
+            Self::Spawn {
+                spawn_number: spawn,
+                part_number: part,
+            } => {
                 write!(f, "Spawn {{ spawn: {spawn}, part: {part} }}")
             }
-            RpcPurpose::Watch { watcher } => write!(f, "Watch {{ watcher: {watcher:?} }}"),
-            RpcPurpose::GroupMember { tid } => write!(f, "Member {{ tid: {tid:?} }}"),
-            RpcPurpose::Inventory { inventory, host } => {
+            Self::Watch { watcher } => write!(f, "Watch {{ watcher: {watcher:?} }}"),
+            Self::GroupMember { tid } => write!(f, "Member {{ tid: {tid:?} }}"),
+            Self::Inventory {
+                inventory_number: inventory,
+                host,
+            } => {
                 write!(f, "Count {{ count: {inventory}, host: {host:?} }}")
             }
-            RpcPurpose::StoreCopy { migration } => {
+            Self::StoreCopy { migration } => {
                 write!(f, "Copy {{ migration: {migration:?} }}")
             }
-            RpcPurpose::Ignored => f.write_str("Nobody"),
-            RpcPurpose::Inspection(query) => write!(f, "Facts({query})"),
-            RpcPurpose::Verdict { query, host } => {
+            Self::Ignored => f.write_str("Nobody"),
+            Self::Inspection(query) => write!(f, "Facts({query})"),
+            Self::Verdict {
+                query_number: query,
+                host,
+            } => {
                 write!(f, "Verdict {{ survey: {query}, host: {host:?} }}")
             }
         }
     }
 }
 
-/// Return address of a reply.
+/// Daemon and request to which a reply is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ReplyAddress {
     pub(super) host: HostId,
@@ -95,108 +101,102 @@ pub(super) struct ReplyAddress {
 struct OpenRequest {
     host: HostId,
     request: HostRequest,
-    caller: RpcPurpose,
-    hops: u32,
+    purpose: RpcPurpose,
+    hop_count: u32,
 }
 
 /// Requests that have no reply yet, by id.
 #[derive(Debug, Default)]
 pub(super) struct OpenRequests {
-    open: BTreeMap<RequestId, OpenRequest>,
+    open_requests: BTreeMap<RequestId, OpenRequest>,
     last_id: RequestId,
 }
 
 impl OpenRequests {
     /// Returns one line per open request, for the log.
     pub(super) fn log_lines(&self) -> Vec<String> {
-        self.open
+        self.open_requests
             .iter()
-            .map(|(id, p)| format!("{id} to {}: {}", p.host, p.caller))
+            .map(|(id, p)| format!("{id} to {}: {}", p.host, p.purpose))
             .collect()
     }
 }
 
 impl Machine {
-    /// Sends a request to a host, which may be this one.
-    pub(super) fn call_host(&mut self, host: HostId, question: HostRequest, caller: RpcPurpose) {
-        self.call_with_hops(host, question, caller, 0);
+    /// Sends a request to a host, which may be this host.
+    pub(super) fn call_host(&mut self, host: HostId, request: HostRequest, purpose: RpcPurpose) {
+        self.send_host_request(host, request, purpose, 0);
     }
 
-    /// Sends a request to the host on which this task runs.
+    /// Sends a request to the host that is the task's location.
     pub(super) fn call_host_of_task(
         &mut self,
         tid: Tid,
-        question: HostRequest,
-        caller: RpcPurpose,
+        request: HostRequest,
+        purpose: RpcPurpose,
     ) {
         match self.location(tid) {
-            Some(host) => self.call_host(host, question, caller),
-            None => self.fail_host_request(question, caller),
+            Some(host) => self.call_host(host, request, purpose),
+            None => self.fail_host_request(request, purpose),
         }
     }
 
-    fn call_with_hops(
+    fn send_host_request(
         &mut self,
         host: HostId,
-        question: HostRequest,
-        caller: RpcPurpose,
-        hops: u32,
+        request: HostRequest,
+        purpose: RpcPurpose,
+        hop_count: u32,
     ) {
-        if self.table.get(host).is_none() || hops > HOPS_MAX {
-            return self.fail_host_request(question, caller);
+        if self.table.get(host).is_none() || hop_count > HOPS_MAX {
+            return self.fail_host_request(request, purpose);
         }
         self.rpcs.last_id = self.rpcs.last_id.next();
         let id = self.rpcs.last_id;
-        self.rpcs.open.insert(
+        self.rpcs.open_requests.insert(
             id,
             OpenRequest {
                 host,
-                request: question.clone(),
-                caller,
-                hops,
+                request: request.clone(),
+                purpose,
+                hop_count,
             },
         );
         if host == self.config.host {
-            self.serve_host_request(ReplyAddress { host, id }, question);
+            self.serve_host_request(ReplyAddress { host, id }, request);
         } else {
-            self.send_to_host(
-                host,
-                HostMsg::HostRequest {
-                    id,
-                    request: question,
-                },
-            );
+            self.send_to_host(host, HostMsg::HostRequest { id, request });
         }
     }
 
     /// Sends a reply to the daemon that sent the request.
-    pub(super) fn send_host_reply(&mut self, reply_to: ReplyAddress, answer: HostReply) {
+    pub(super) fn send_host_reply(&mut self, reply_to: ReplyAddress, reply: HostReply) {
         if reply_to.host == self.config.host {
-            self.handle_host_reply(reply_to.host, reply_to.id, answer);
+            self.handle_host_reply(reply_to.host, reply_to.id, reply);
         } else {
             self.send_to_host(
                 reply_to.host,
                 HostMsg::HostReply {
                     id: reply_to.id,
-                    reply: answer,
+                    reply,
                 },
             );
         }
     }
 
-    pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, question: HostRequest) {
-        if let Some(tid) = subject_task(&question)
+    pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, host_request: HostRequest) {
+        if let Some(tid) = subject_task(&host_request)
             && let Some(host) = self.remote_location(tid)
         {
             return self.send_host_reply(reply_to, HostReply::MigratedTo(host));
         }
-        let reply = match question {
+        let reply = match host_request {
             HostRequest::Exec { parent, request } => {
-                return self.queue_exec(parent, request, ExecRequester::Answer(reply_to));
+                return self.queue_exec(parent, request, ExecRequester::Daemon(reply_to));
             }
             HostRequest::Watch { tid, watcher } => {
-                let gone = !self.is_alive(tid);
-                let after = if gone {
+                let has_ended = !self.is_alive(tid);
+                let watermark = if has_ended {
                     self.tasks.exited_watermark(tid, watcher)
                 } else {
                     None
@@ -204,8 +204,8 @@ impl Machine {
                 return self.send_host_reply(
                     reply_to,
                     HostReply::Watched {
-                        gone,
-                        watermark: after,
+                        has_ended,
+                        watermark,
                     },
                 );
             }
@@ -220,10 +220,10 @@ impl Machine {
             }
             HostRequest::Suspend(order) => return self.handle_suspend_order(reply_to, order),
             HostRequest::Inspect { tid } => return self.inspect_for_query(reply_to, tid),
-            HostRequest::Verdict { facts } => return self.judge_for_query(reply_to, facts),
+            HostRequest::Verdict { facts } => return self.start_query_verdict(reply_to, facts),
             HostRequest::Inventory => {
                 let contexts = self
-                    .contexts
+                    .context_owners
                     .iter()
                     .map(|(ctx, owner)| (*ctx, *owner))
                     .collect();
@@ -241,12 +241,12 @@ impl Machine {
             }
             HostRequest::StoreCopy {
                 migration,
-                checkpoint: set,
-            } => self.handle_copy_request(reply_to.host, migration, set),
+                checkpoint,
+            } => self.handle_copy_request(reply_to.host, migration, checkpoint),
             HostRequest::Clock => Reply::Clock(self.unix_time),
-            HostRequest::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
+            HostRequest::FreeContext { owner, ctx } => match self.context_owners.get(&ctx) {
                 Some(holder) if *holder == owner => {
-                    self.contexts.remove(&ctx);
+                    self.context_owners.remove(&ctx);
                     Reply::Done
                 }
                 _ => no_context_reply(ctx),
@@ -255,8 +255,8 @@ impl Machine {
         self.send_host_reply(reply_to, HostReply::Reply(reply));
     }
 
-    /// Returns the host of a task that is on another host. `None` if the task is on this host, or
-    /// should be.
+    /// Returns the location of a task that is on another host; `None` if the task is on this host,
+    /// or this host is its location.
     fn remote_location(&self, tid: Tid) -> Option<HostId> {
         if self.is_alive(tid) {
             return None;
@@ -265,7 +265,7 @@ impl Machine {
     }
 
     /// True if the task is on this host and has not ended. A task that has left the virtual machine
-    /// counts until its process exits.
+    /// counts as alive until its process exits.
     pub(super) fn is_alive(&self, tid: Tid) -> bool {
         self.tasks.get(tid).is_some()
             || self
@@ -282,80 +282,113 @@ impl Machine {
         if let Some(task) = self.tasks.get(tid) {
             if task.is_spawned() {
                 self.send_to_tasker(ToTasker::Signal { tid, signal });
-            } else if let ConnectionPhase::Connected(conn) = task.phase {
-                self.outputs.push_back(Output::Signal { conn, signal });
-            } else if task.phase != ConnectionPhase::Left {
+            } else if let ConnectionPhase::Connected(conn) = task.connection_phase {
+                self.outputs.push_back(Output::SendSignal { conn, signal });
+            } else if task.connection_phase != ConnectionPhase::Left {
                 self.log_warning(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
             }
         } else if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
-            arrival.signals.push(signal);
+            arrival.pending_signals.push(signal);
             self.advance_arrival(tid);
         }
     }
 
-    /// Finds the request of a reply and continues the work of its caller.
-    pub(super) fn handle_host_reply(&mut self, from: HostId, id: RequestId, answer: HostReply) {
-        let Some(pending) = self.rpcs.open.remove(&id) else {
+    /// Removes the request of a reply and continues according to its purpose.
+    pub(super) fn handle_host_reply(
+        &mut self,
+        replying_host: HostId,
+        id: RequestId,
+        host_reply: HostReply,
+    ) {
+        let Some(open_request) = self.rpcs.open_requests.remove(&id) else {
             return;
         };
-        if pending.host != from {
+        if open_request.host != replying_host {
             self.log_warning(format!(
-                "{from} replied to a request that was sent to {}; the reply was dropped",
-                pending.host
+                "{replying_host} replied to a request that was sent to {}; the reply was dropped",
+                open_request.host
             ));
-            self.rpcs.open.insert(id, pending);
+            self.rpcs.open_requests.insert(id, open_request);
             return;
         }
-        match (answer, pending.caller) {
-            (HostReply::MigratedTo(host), caller) => {
-                self.call_with_hops(host, pending.request, caller, pending.hops + 1)
-            }
+        match (host_reply, open_request.purpose) {
+            (HostReply::MigratedTo(host), caller) => self.send_host_request(
+                host,
+                open_request.request,
+                caller,
+                open_request.hop_count + 1,
+            ),
             (HostReply::Reply(reply), RpcPurpose::Task { tid, id }) => self.reply(tid, id, reply),
-            (HostReply::Reply(Reply::Tasks(tasks)), RpcPurpose::ScatterGather(query)) => {
+            (HostReply::Reply(Reply::Tasks(tasks)), RpcPurpose::TaskList(query)) => {
                 self.add_to_task_list(query, tasks)
             }
-            (HostReply::Inventory { tasks, contexts }, RpcPurpose::Inventory { inventory, .. }) => {
+            (
+                HostReply::Inventory { tasks, contexts },
+                RpcPurpose::Inventory {
+                    inventory_number: inventory,
+                    ..
+                },
+            ) => {
                 self.handle_inventory(inventory, Ok(Inventory::new(tasks, contexts)));
             }
             (HostReply::Reply(reply), RpcPurpose::StoreCopy { migration }) => {
                 self.handle_copy_reply(migration, Some(reply))
             }
             (_, RpcPurpose::Ignored) => {}
-            (HostReply::Reply(Reply::Spawned(results)), RpcPurpose::Spawn { spawn, part }) => {
+            (
+                HostReply::Reply(Reply::Spawned(results)),
+                RpcPurpose::Spawn {
+                    spawn_number: spawn,
+                    part_number: part,
+                },
+            ) => {
                 self.handle_part_spawned(spawn, part, Ok(results));
             }
             (
                 HostReply::Watched {
-                    gone,
-                    watermark: after,
+                    has_ended: gone,
+                    watermark,
                 },
                 RpcPurpose::Watch { watcher },
             ) => {
-                if let (true, HostRequest::Watch { tid, .. }) = (gone, &pending.request) {
-                    self.notify_watcher_of_exit(watcher, *tid, after);
+                if let (true, HostRequest::Watch { tid, .. }) = (gone, &open_request.request) {
+                    self.notify_watcher_of_exit(watcher, *tid, watermark);
                 }
             }
-            (HostReply::Watched { gone, .. }, RpcPurpose::GroupMember { tid }) => {
+            (
+                HostReply::Watched {
+                    has_ended: gone, ..
+                },
+                RpcPurpose::GroupMember { tid },
+            ) => {
                 if gone {
                     self.remove_ended_member(tid);
                 }
             }
             (HostReply::Inspected(result), RpcPurpose::Inspection(query)) => {
-                self.handle_query_facts(query, from, Some(result))
+                self.handle_query_facts(query, replying_host, Some(result))
             }
-            (HostReply::Verdict(verdict, engine), RpcPurpose::Verdict { query, host }) => {
+            (
+                HostReply::Verdict(verdict, engine),
+                RpcPurpose::Verdict {
+                    query_number: query,
+                    host,
+                },
+            ) => {
                 self.handle_query_verdict(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
-                self.log_warning(format!("{from} sent a reply that does not fit the request"));
-                self.fail_host_request(pending.request, caller);
+                self.log_warning(format!(
+                    "{replying_host} sent a reply that does not fit the request"
+                ));
+                self.fail_host_request(open_request.request, caller);
             }
         }
     }
 
-    /// Completes a request that no host can answer.
-    fn fail_host_request(&mut self, request: HostRequest, caller: RpcPurpose) {
-        match caller {
+    /// Completes a request whose receiver is lost or does not answer.
+    fn fail_host_request(&mut self, request: HostRequest, purpose: RpcPurpose) {
+        match purpose {
             RpcPurpose::Task { tid, id } => {
                 let reply = match request {
                     HostRequest::Tasks { .. } => Reply::Tasks(Vec::new()),
@@ -370,18 +403,23 @@ impl Machine {
                 };
                 self.reply(tid, id, reply);
             }
-            RpcPurpose::ScatterGather(query) => self.add_to_task_list(query, Vec::new()),
-            RpcPurpose::Inventory { inventory, host } => {
-                self.handle_inventory(inventory, Err(host))
-            }
+            RpcPurpose::TaskList(query) => self.add_to_task_list(query, Vec::new()),
+            RpcPurpose::Inventory {
+                inventory_number: inventory,
+                host,
+            } => self.handle_inventory(inventory, Err(host)),
             RpcPurpose::StoreCopy { migration } => self.handle_copy_reply(migration, None),
             RpcPurpose::Ignored => {}
-            RpcPurpose::Spawn { spawn, part } => {
-                self.handle_part_spawned(spawn, part, Err(PvmError::HostFail))
-            }
+            RpcPurpose::Spawn {
+                spawn_number: spawn,
+                part_number: part,
+            } => self.handle_part_spawned(spawn, part, Err(PvmError::HostFail)),
             RpcPurpose::GroupMember { tid } => self.remove_ended_member(tid),
             RpcPurpose::Inspection(query) => self.handle_query_facts(query, self.config.host, None),
-            RpcPurpose::Verdict { query, host } => self.handle_query_verdict(query, host, None),
+            RpcPurpose::Verdict {
+                query_number: query,
+                host,
+            } => self.handle_query_verdict(query, host, None),
             RpcPurpose::Watch { watcher } => {
                 if let HostRequest::Watch { tid, .. } = request {
                     self.notify_watcher_of_exit(watcher, tid, None::<SendWatermark>);
@@ -391,48 +429,42 @@ impl Machine {
     }
 
     /// Completes the requests to a lost host. While the host is in the table, requests that survive
-    /// a broken session stay open: tasks of that host are reported as gone when the table changes,
+    /// a broken session stay open: tasks of that host are reported as ended when the table changes,
     /// after the loss of the host itself.
     pub(super) fn fail_requests_to(&mut self, host: HostId) {
         let in_table = self.table.get(host).is_some();
-        let lost =
-            |p: &OpenRequest| p.host == host && !(in_table && p.caller.survives_broken_session());
-        let lost: Vec<RequestId> = self
+        let lost_requests =
+            |p: &OpenRequest| p.host == host && !(in_table && p.purpose.survives_broken_session());
+        let lost_requests: Vec<RequestId> = self
             .rpcs
-            .open
+            .open_requests
             .iter()
-            .filter(|(_, p)| lost(p))
+            .filter(|(_, p)| lost_requests(p))
             .map(|(id, _)| *id)
             .collect();
-        for id in lost {
-            if let Some(pending) = self.rpcs.open.remove(&id) {
-                self.fail_host_request(pending.request, pending.caller);
+        for id in lost_requests {
+            if let Some(open_request) = self.rpcs.open_requests.remove(&id) {
+                self.fail_host_request(open_request.request, open_request.purpose);
             }
         }
     }
 
     /// Resends requests after a session was established, if they survive a broken session.
     pub(super) fn resend_requests_to(&mut self, host: HostId) {
-        let open: Vec<(RequestId, HostRequest)> = self
+        let surviving_requests: Vec<(RequestId, HostRequest)> = self
             .rpcs
-            .open
+            .open_requests
             .iter()
-            .filter(|(_, p)| p.host == host && p.caller.survives_broken_session())
+            .filter(|(_, p)| p.host == host && p.purpose.survives_broken_session())
             .map(|(id, p)| (*id, p.request.clone()))
             .collect();
-        for (id, question) in open {
-            self.send_to_host(
-                host,
-                HostMsg::HostRequest {
-                    id,
-                    request: question,
-                },
-            );
+        for (id, request) in surviving_requests {
+            self.send_to_host(host, HostMsg::HostRequest { id, request });
         }
     }
 }
 
-/// Returns the task that a request is about, if the request must reach that task's host.
+/// Returns the task that a request concerns; `None` if the request need not reach a task's host.
 fn subject_task(request: &HostRequest) -> Option<Tid> {
     match request {
         HostRequest::Tasks { task: Some(tid) }

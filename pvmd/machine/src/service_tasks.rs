@@ -1,11 +1,11 @@
-//! Tasks that do a part of the daemon's work, by PVM's documented messages:
+//! Tasks that serve this daemon by PVM's documented messages:
 //!
 //! - A tasker starts the tasks of its host (`pvm_reg_tasker`).
 //! - A hoster starts daemons on other hosts (`pvm_reg_hoster`, master only).
 //! - A tracer receives the output and the trace records that have no other destination
 //!   (`pvm_reg_tracer`).
 //!
-//! When such a task ends, the daemon does the work itself again.
+//! When a tasker or hoster ends, the daemon provides the service itself again.
 //!
 //! In this module "tasker" means a task that has registered as a tasker; the daemon's own tasker is
 //! reached by [`super::io::Output::ToTasker`].
@@ -32,7 +32,7 @@ struct HosterRequest {
     starts: BTreeMap<Tid, StartId>,
 }
 
-/// The tasks that work for this daemon.
+/// The tasks that provide services for this daemon.
 #[derive(Debug, Default)]
 pub(super) struct ServiceTasks {
     tasker: Option<Tid>,
@@ -46,48 +46,48 @@ pub(super) struct ServiceTasks {
 }
 
 impl ServiceTasks {
-    fn slot(&mut self, service: Service) -> (&mut Option<Tid>, i32) {
+    fn registration(&mut self, service: Service) -> (&mut Option<Tid>, i32) {
         match service {
             Service::Hoster => (&mut self.hoster, TASK_HOSTER),
             Service::Tasker => (&mut self.tasker, TASK_TASKER),
         }
     }
 
-    /// Returns the task that starts tasks on this host, if one is registered.
+    /// Returns the task that is registered as the tasker of this host; `None` if there is none.
     pub(super) fn tasker(&self) -> Option<Tid> {
         self.tasker
     }
 }
 
 impl Machine {
-    /// Registers a task for a service, or unregisters it if it is registered.
+    /// Registers a task for a service. If the task is already registered, unregisters it.
     pub(super) fn toggle_service(&mut self, tid: Tid, id: RequestId, service: Service) {
         if service == Service::Hoster && self.master.is_none() {
             let reason = "a hoster serves the master, so it must run on the master's host";
             return self.reply_error(tid, id, PvmError::HosterNotMaster, reason);
         }
-        let (slot, flag) = self.service_tasks.slot(service);
-        let registers = match *slot {
-            Some(other) if other != tid => {
-                let reason = format!("{other} provides this service already");
+        let (registered_task, flag) = self.service_tasks.registration(service);
+        let is_registered = match *registered_task {
+            Some(other_task) if other_task != tid => {
+                let reason = format!("{other_task} provides this service already");
                 return self.reply_error(tid, id, PvmError::Already, reason);
             }
-            before => before.is_none(),
+            previous_task => previous_task.is_none(),
         };
-        *slot = registers.then_some(tid);
-        self.set_flag(tid, flag, registers);
-        let change = if registers {
+        *registered_task = is_registered.then_some(tid);
+        self.set_task_flag(tid, flag, is_registered);
+        let change = if is_registered {
             "serves this daemon from now on"
         } else {
             "does not serve this daemon any more"
         };
         self.log_and_record(format!("{tid} {change} ({service:?})"));
-        self.reply(tid, id, Reply::Serving(registers));
+        self.reply(tid, id, Reply::Serving(is_registered));
     }
 
-    fn set_flag(&mut self, tid: Tid, flag: i32, on: bool) {
+    fn set_task_flag(&mut self, tid: Tid, flag: i32, is_set: bool) {
         if let Some(task) = self.tasks.get_mut(tid) {
-            task.flags = if on {
+            task.flags = if is_set {
                 task.flags | flag
             } else {
                 task.flags & !flag
@@ -95,17 +95,18 @@ impl Machine {
         }
     }
 
-    /// Registers the tracer of the virtual machine, or unregisters it (master only).
+    /// Registers a task as the tracer of the virtual machine (master only). If the task is already
+    /// the tracer, unregisters it.
     pub(super) fn toggle_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
-        let registers = match &self.service_tasks.tracer {
-            Some(other) if other.tid != tid => {
-                let reason = format!("{} is the tracer of this virtual machine", other.tid);
+        let is_registered = match &self.service_tasks.tracer {
+            Some(other_tracer) if other_tracer.tid != tid => {
+                let reason = format!("{} is the tracer of this virtual machine", other_tracer.tid);
                 return self.reply_error(tid, id, PvmError::Already, reason);
             }
-            before => before.is_none(),
+            previous_tracer => previous_tracer.is_none(),
         };
-        self.announce_tracer(registers.then_some(TracerInfo { tid, settings }));
-        self.reply(tid, id, Reply::Serving(registers));
+        self.announce_tracer(is_registered.then_some(TracerInfo { tid, settings }));
+        self.reply(tid, id, Reply::Serving(is_registered));
     }
 
     fn announce_tracer(&mut self, tracer: Option<TracerInfo>) {
@@ -120,7 +121,7 @@ impl Machine {
         self.set_tracer(tracer);
     }
 
-    /// Notifies a host that joins of the tracer (master only).
+    /// Notifies a joining host of the tracer, if there is one (master only).
     pub(super) fn send_tracer_to(&mut self, host: sempa_proto::HostId) {
         if self.master.is_some() && self.service_tasks.tracer.is_some() {
             let tracer = self.service_tasks.tracer.clone();
@@ -131,15 +132,18 @@ impl Machine {
     /// Sets the tracer of the virtual machine. Running tasks keep the destinations of their output
     /// and trace records.
     pub(super) fn set_tracer(&mut self, tracer: Option<TracerInfo>) {
-        let before = std::mem::replace(&mut self.service_tasks.tracer, tracer);
-        for (info, on) in [(before, false), (self.service_tasks.tracer.clone(), true)] {
-            if let Some(info) = info {
-                self.set_flag(info.tid, TASK_TRACER, on);
+        let old_tracer = std::mem::replace(&mut self.service_tasks.tracer, tracer);
+        for (tracer_info, is_tracer) in [
+            (old_tracer, false),
+            (self.service_tasks.tracer.clone(), true),
+        ] {
+            if let Some(tracer_info) = tracer_info {
+                self.set_task_flag(tracer_info.tid, TASK_TRACER, is_tracer);
             }
         }
     }
 
-    /// Directs output and trace records without a destination to the tracer.
+    /// Sets the tracer as the destination of output and of trace records that have no destination.
     pub(super) fn apply_tracer_sinks(&self, output: &mut Sink, trace: &mut Sink) {
         let Some(tracer) = &self.service_tasks.tracer else {
             return;
@@ -152,14 +156,14 @@ impl Machine {
         }
     }
 
-    /// Handles the end of a task that may have provided a service. This daemon provides the service
-    /// itself again.
-    pub(super) fn service_task_ended(&mut self, tid: Tid) {
+    /// Handles the end of a task that may have provided a service. A tasker's tasks end with it.
+    /// This daemon provides the services of a hoster or tasker itself again.
+    pub(super) fn handle_service_task_end(&mut self, tid: Tid) {
         for service in [Service::Hoster, Service::Tasker] {
-            let (slot, flag) = self.service_tasks.slot(service);
-            if *slot == Some(tid) {
-                *slot = None;
-                self.set_flag(tid, flag, false);
+            let (registered_task, flag) = self.service_tasks.registration(service);
+            if *registered_task == Some(tid) {
+                *registered_task = None;
+                self.set_task_flag(tid, flag, false);
                 self.log_warning_and_record(format!(
                     "{tid} is gone; this daemon provides its service again ({service:?})"
                 ));
@@ -168,7 +172,7 @@ impl Machine {
         if self.service_tasks.task_starters.remove(&tid) {
             let started_tasks: Vec<Tid> = self
                 .tasks
-                .live
+                .live_tasks
                 .values()
                 .filter(|t| t.tasker == Some(tid))
                 .map(|t| t.tid)
@@ -177,14 +181,15 @@ impl Machine {
                 self.end_task(task, 9, Default::default());
             }
         }
-        let (lost, kept) = std::mem::take(&mut self.service_tasks.hoster_requests)
-            .into_iter()
-            .partition(|(_, o)| o.hoster == tid);
-        let lost: BTreeMap<i32, HosterRequest> = lost;
-        self.service_tasks.hoster_requests = kept;
-        for start in lost
+        let (lost_requests, remaining_requests) =
+            std::mem::take(&mut self.service_tasks.hoster_requests)
+                .into_iter()
+                .partition(|(_, o)| o.hoster == tid);
+        let lost_requests: BTreeMap<i32, HosterRequest> = lost_requests;
+        self.service_tasks.hoster_requests = remaining_requests;
+        for start in lost_requests
             .into_values()
-            .flat_map(|orders| orders.starts.into_values())
+            .flat_map(|hoster_request| hoster_request.starts.into_values())
         {
             self.start_without_hoster(start);
         }
@@ -211,7 +216,7 @@ impl Machine {
         self.send_daemon_message(tasker, 0, SM_STTASK, 0, pack_tasker_start(&order));
     }
 
-    /// Returns the variables that a tasker must add to its own environment for a task.
+    /// Returns the variables that a tasker must add to its own environment when it starts a task.
     pub(super) fn tasker_environment(&self, job: &ExecJob, spawn_token: i32) -> Vec<Vec<u8>> {
         let mut env = vec![format!("PVMEPID={spawn_token}").into_bytes()];
         env.extend(
@@ -227,16 +232,16 @@ impl Machine {
 
     /// Handles a tasker's report that one of its tasks has ended.
     pub(super) fn handle_task_end_report(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
-        let end = unpack_task_exit(body)?;
-        match self.tasks.get(end.tid) {
+        let task_exit = unpack_task_exit(body)?;
+        match self.tasks.get(task_exit.tid) {
             Some(task) if task.tasker == Some(src) => {
-                self.handle_process_exit(end.tid, end.status, end.used)
+                self.handle_process_exit(task_exit.tid, task_exit.status, task_exit.usage)
             }
             Some(_) => self.log_warning(format!(
                 "{src} reported the end of {}, which it has not started; dropped",
-                end.tid
+                task_exit.tid
             )),
-            // The task has disconnected before and counts as ended since.
+            // The task has already disconnected and counts as ended.
             None => {}
         }
         Ok(())
@@ -271,8 +276,8 @@ impl Machine {
         }
     }
 
-    /// Sends prepared starts to the hoster. If the hoster has ended meanwhile, this daemon starts
-    /// them itself.
+    /// Sends prepared starts to the hoster. If the hoster has ended in the meantime, this daemon
+    /// performs the starts itself.
     pub(super) fn send_starts_to_hoster(
         &mut self,
         orders: Vec<(StartId, Result<HosterOrder, StartError>)>,
@@ -282,7 +287,7 @@ impl Machine {
                 .into_iter()
                 .for_each(|(start, _)| self.start_without_hoster(start));
         };
-        let (mut list, mut starts) = (Vec::new(), BTreeMap::new());
+        let (mut start_requests, mut starts) = (Vec::new(), BTreeMap::new());
         for (start, order) in orders {
             let Some(plan) = self.plan_of_start(start) else {
                 continue;
@@ -294,36 +299,42 @@ impl Machine {
                     secret,
                 }) => {
                     let (host, option) = (plan.id.tid(), plan.start_option.unwrap_or_default());
-                    list.push(HosterStartRequest {
-                        host,
-                        option,
+                    start_requests.push(HosterStartRequest {
+                        host_tid: host,
+                        so_option: option,
                         login,
                         command,
                         vmid: secret,
                     });
                     starts.insert(host, start);
                 }
-                Err(refused) => self.handle_host_started(start, Err(refused)),
+                Err(start_error) => self.handle_host_started(start, Err(start_error)),
             }
         }
-        if !list.is_empty() {
+        if !start_requests.is_empty() {
             self.service_tasks.last_wid = self.service_tasks.last_wid.wrapping_add(1).max(1);
             let wid = self.service_tasks.last_wid;
             self.service_tasks
                 .hoster_requests
                 .insert(wid, HosterRequest { hoster, starts });
-            self.send_daemon_message(hoster, 0, SM_STHOST, wid, pack_hoster_starts(&list));
+            self.send_daemon_message(
+                hoster,
+                0,
+                SM_STHOST,
+                wid,
+                pack_hoster_starts(&start_requests),
+            );
         }
     }
 
-    pub(super) fn handle_hoster_answer(
+    pub(super) fn handle_hoster_reply(
         &mut self,
         src: Tid,
         wid: i32,
         body: bytes::Bytes,
     ) -> PvmResult<()> {
-        let answers = unpack_hoster_reply(body)?;
-        let Some(orders) = self
+        let host_replies = unpack_hoster_reply(body)?;
+        let Some(hoster_request) = self
             .service_tasks
             .hoster_requests
             .get_mut(&wid)
@@ -334,11 +345,11 @@ impl Machine {
             ));
             return Ok(());
         };
-        let lines: Vec<(StartId, String)> = answers
+        let lines: Vec<(StartId, String)> = host_replies
             .into_iter()
-            .filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line)))
+            .filter_map(|(host, line)| Some((hoster_request.starts.remove(&host)?, line)))
             .collect();
-        if orders.starts.is_empty() {
+        if hoster_request.starts.is_empty() {
             self.service_tasks.hoster_requests.remove(&wid);
         }
         for (start, line) in lines {

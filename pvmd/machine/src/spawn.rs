@@ -3,10 +3,10 @@
 //!
 //! 1. The spawner's daemon divides the tasks among the permitted hosts round robin, or among the
 //!    hosts of a placement lease.
-//! 2. Each host starts its part and answers with one result per task.
-//! 3. If a host fails or its owner refuses the tasks, they are assigned to other hosts, unless the
-//!    request names a host or an architecture or uses a lease.
-//! 4. When all results are there, the spawner gets the reply.
+//! 2. Each host starts its share of the tasks and replies with one result per task.
+//! 3. If a host fails or its owner refuses the tasks, the tasks are assigned to other hosts, unless
+//!    the request names a host or an architecture or uses a lease.
+//! 4. When all hosts have replied, the spawner gets the reply.
 
 use super::deferred::DeferredAction;
 use super::rpc::{ReplyAddress, RpcPurpose};
@@ -16,7 +16,7 @@ use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostReply, HostRequest};
 use sempa_proto::load::is_load_watcher;
-use sempa_proto::owner::GUEST_REFUSED;
+use sempa_proto::owner::GUEST_REFUSED_ERROR;
 use sempa_proto::sm::{
     LEASE_TASKS_MAX, PlacementLeaseUse, SM_EXECACK, TaskerStartRequest, pack_tids,
 };
@@ -25,17 +25,17 @@ use sempa_proto::task::{
     LeasedSpawn, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
     SPAWN_PINNED, SpawnRequest,
 };
-use sempa_proto::tasker::{StartTask, ToTasker};
+use sempa_proto::tasker::{TaskStart, ToTasker};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// Largest number of tasks in one spawn.
 pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
-/// Debugger under which a task is started on request, unless `PVM_DEBUGGER` names another one.
+/// Debugger under which a task is started on request, unless `PVM_DEBUGGER` names another debugger.
 const DEFAULT_DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
 
-/// Interval in which the same reason for not starting tasks is logged only once.
+/// Interval in which a repeated reason for not starting tasks is not logged again.
 const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(10);
 
 type SpawnResults = Vec<Result<Tid, PvmError>>;
@@ -45,25 +45,26 @@ type TaskPositionsByHost = Vec<(HostId, Vec<usize>)>;
 
 #[derive(Debug)]
 struct PendingSpawn {
-    tid: Tid,
-    id: RequestId,
+    spawner: Tid,
+    request_id: RequestId,
     request: SpawnRequest,
     results: Vec<Option<Result<Tid, PvmError>>>,
-    /// For each part without an answer: its host and the positions of its tasks in the result.
+    /// For each part without an answer, by the number of the part: its host, and the positions of
+    /// its tasks in the result.
     open_parts: BTreeMap<u64, (HostId, Vec<usize>)>,
-    last_part: u64,
+    last_part_number: u64,
     /// Hosts that have failed or refused; they get no further task of this spawn.
     excluded_hosts: Vec<HostId>,
     /// The placement lease that determines the hosts.
     lease: Option<LeasedSpawn>,
 }
 
-/// Spawns whose tasks are being started, and the position of the round robin.
+/// Spawns whose tasks are being started, and the state of the round robin.
 #[derive(Debug, Default)]
 pub(super) struct PendingSpawns {
-    pending: BTreeMap<u64, PendingSpawn>,
-    last_number: u64,
-    /// The host that got the last task.
+    open_spawns: BTreeMap<u64, PendingSpawn>,
+    last_spawn_number: u64,
+    /// Host to which the round robin assigned the last task.
     last_host: Option<HostId>,
     /// The last logged refusal of this host's owner, and its time.
     last_refusal: Option<(Micros, String)>,
@@ -72,7 +73,7 @@ pub(super) struct PendingSpawns {
 /// The requester of a start of tasks on this host.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ExecRequester {
-    Answer(ReplyAddress),
+    Daemon(ReplyAddress),
     /// A resource manager, with the wait id of its request.
     Rm {
         rm: Tid,
@@ -91,15 +92,15 @@ pub(super) struct ExecJob {
 }
 
 impl ExecJob {
-    /// True for tasks that the daemon or the resource manager starts for its own purposes. The
-    /// policy of the host's owner does not apply to them.
+    /// True for tasks that the daemon or the resource manager starts to serve the virtual machine.
+    /// The policy of the host's owner does not apply to such tasks.
     fn is_service(&self) -> bool {
-        let own = match self.requester {
+        let is_own_request = match self.requester {
             ExecRequester::Startup => true,
             ExecRequester::Rm { rm, .. } => self.parent == rm,
-            ExecRequester::Answer(_) => false,
+            ExecRequester::Daemon(_) => false,
         };
-        own && self.request.flags & SPAWN_PINNED != 0
+        is_own_request && self.request.flags & SPAWN_PINNED != 0
     }
 
     pub(super) fn request(&self) -> &SpawnRequest {
@@ -107,7 +108,8 @@ impl ExecJob {
     }
 }
 
-/// Splits `place` into its host part and its directory part.
+/// Splits the `place` of a request into its host part and its directory part. An empty directory
+/// part counts as missing.
 fn split_place(place: &str) -> (&str, Option<&str>) {
     match place.split_once(':') {
         Some((host, dir)) => (host, Some(dir).filter(|dir| !dir.is_empty())),
@@ -116,32 +118,33 @@ fn split_place(place: &str) -> (&str, Option<&str>) {
 }
 
 impl Machine {
-    /// Handles a spawn on the hosts of a placement lease.
+    /// Handles a spawn on the hosts of a placement lease. The spawn fails if the lease is not
+    /// valid.
     pub(super) fn spawn_leased(
         &mut self,
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        grant: LeasedSpawn,
+        lease: LeasedSpawn,
     ) {
-        let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
+        let reason = if self.rm_state.current().is_none_or(|rm| rm.tid != lease.rm) {
             format!(
                 "{} is not the resource manager any more; its placement lease is void",
-                grant.rm
+                lease.rm
             )
-        } else if request.count as usize != grant.hosts.len() {
+        } else if request.task_count as usize != lease.hosts.len() {
             format!(
                 "the placement lease is for {} tasks, not for {}",
-                grant.hosts.len(),
-                request.count
+                lease.hosts.len(),
+                request.task_count
             )
-        } else if grant.hosts.len() > LEASE_TASKS_MAX {
+        } else if lease.hosts.len() > LEASE_TASKS_MAX {
             format!(
                 "a placement lease does not cover {} tasks in one request; {LEASE_TASKS_MAX} is the most",
-                request.count
+                request.task_count
             )
         } else {
-            return self.spawn(tid, id, request, Some(grant));
+            return self.spawn(tid, id, request, Some(lease));
         };
         self.reply_error(tid, id, PvmError::Denied, reason);
     }
@@ -154,7 +157,7 @@ impl Machine {
         request: SpawnRequest,
         lease: Option<LeasedSpawn>,
     ) {
-        if request.count == 0 {
+        if request.task_count == 0 {
             return self.reply_error(
                 tid,
                 id,
@@ -162,225 +165,249 @@ impl Machine {
                 "a spawn must request at least one task",
             );
         }
-        if request.count > SPAWN_COUNT_MAX {
+        if request.task_count > SPAWN_COUNT_MAX {
             let reason = format!(
                 "{} tasks were requested in one spawn; {SPAWN_COUNT_MAX} is the most",
-                request.count
+                request.task_count
             );
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         if let Err(why) = restart_engine::launch_info_of(&request) {
             return self.reply_error(tid, id, PvmError::BadParam, why);
         }
-        let count = request.count as usize;
-        self.spawns.last_number += 1;
-        let number = self.spawns.last_number;
+        let count = request.task_count as usize;
+        self.spawns.last_spawn_number += 1;
+        let spawn_number = self.spawns.last_spawn_number;
         let spawn = PendingSpawn {
-            tid,
-            id,
+            spawner: tid,
+            request_id: id,
             request,
             results: vec![None; count],
             open_parts: BTreeMap::new(),
-            last_part: 0,
+            last_part_number: 0,
             excluded_hosts: Vec::new(),
             lease,
         };
-        self.spawns.pending.insert(number, spawn);
-        self.assign_hosts(number, (0..count).collect(), PvmError::NoHost);
+        self.spawns.open_spawns.insert(spawn_number, spawn);
+        self.assign_hosts(spawn_number, (0..count).collect(), PvmError::NoHost);
     }
 
-    /// Returns the hosts that the request permits, in the order of the table.
-    fn candidates(&self, request: &SpawnRequest) -> Vec<HostId> {
-        let (place, _) = split_place(&request.place);
-        let own = &self.config.name;
-        let chosen = |host: &sempa_proto::table::HostEntry| {
+    /// Returns the hosts that the request permits, in the order of the host table.
+    fn permitted_hosts(&self, request: &SpawnRequest) -> Vec<HostId> {
+        let (host_part, _) = split_place(&request.where_arg);
+        let own_name = &self.config.host_name;
+        let fits_request = |host: &sempa_proto::table::HostEntry| {
             if request.flags & SPAWN_HOST != 0 {
-                host.name == place || (place == "." && host.name == *own)
+                host.name == host_part || (host_part == "." && host.name == *own_name)
             } else if request.flags & SPAWN_ARCH != 0 {
-                host.arch == place
+                host.arch == host_part
             } else {
                 true
             }
         };
-        let complement = request.flags & SPAWN_COMPLEMENT != 0;
+        let is_complement = request.flags & SPAWN_COMPLEMENT != 0;
         // Without a restriction the complement is empty, as in PVM.
         self.table
             .hosts
             .iter()
-            .filter(|h| chosen(h) != complement)
+            .filter(|h| fits_request(h) != is_complement)
             .map(|h| h.id)
             .collect()
     }
 
     /// Assigns tasks of a spawn to the hosts of its lease, or in blocks to the permitted hosts.
     /// Tasks without a host fail with the error `error_without_host`.
-    fn assign_hosts(&mut self, number: u64, indices: Vec<usize>, error_without_host: PvmError) {
-        let Some(spawn) = self.spawns.pending.get(&number) else {
+    fn assign_hosts(
+        &mut self,
+        spawn_number: u64,
+        indices: Vec<usize>,
+        error_without_host: PvmError,
+    ) {
+        let Some(spawn) = self.spawns.open_spawns.get(&spawn_number) else {
             return;
         };
-        if let Some(grant) = &spawn.lease {
+        if let Some(lease) = &spawn.lease {
             let mut blocks: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
             indices
                 .iter()
-                .for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
-            let (available, gone): (TaskPositionsByHost, TaskPositionsByHost) = blocks
-                .into_iter()
-                .partition(|(host, _)| self.table.get(*host).is_some());
-            return self.request_parts(
-                number,
-                available,
-                gone.into_iter().flat_map(|(_, block)| block),
+                .for_each(|index| blocks.entry(lease.hosts[*index]).or_default().push(*index));
+            let (available_blocks, unavailable): (TaskPositionsByHost, TaskPositionsByHost) =
+                blocks
+                    .into_iter()
+                    .partition(|(host, _)| self.table.get(*host).is_some());
+            return self.request_task_starts(
+                spawn_number,
+                available_blocks,
+                unavailable
+                    .into_iter()
+                    .flat_map(|(_, next_block)| next_block),
                 error_without_host,
             );
         }
-        let mut hosts = self.candidates(&spawn.request);
+        let mut hosts = self.permitted_hosts(&spawn.request);
         hosts.retain(|host| !spawn.excluded_hosts.contains(host));
-        let from = self.spawns.last_host.unwrap_or(self.config.host);
-        let start = hosts.iter().position(|host| *host > from).unwrap_or(0);
+        let previous_host = self.spawns.last_host.unwrap_or(self.config.host);
+        let start = hosts
+            .iter()
+            .position(|host| *host > previous_host)
+            .unwrap_or(0);
         hosts.rotate_left(start);
         hosts.truncate(indices.len());
         if hosts.is_empty() {
-            return self.request_parts(number, Vec::new(), indices, error_without_host);
+            return self.request_task_starts(spawn_number, Vec::new(), indices, error_without_host);
         }
         // A request that names a host does not advance the round robin, as in PVM.
         if !spawn.request.names_one_host() {
             self.spawns.last_host = hosts.last().copied();
         }
-        let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
-        let mut rest = indices.into_iter();
-        let mut block = |n: usize| rest.by_ref().take(each + usize::from(n < more)).collect();
+        let (block_len, larger_blocks) = (indices.len() / hosts.len(), indices.len() % hosts.len());
+        let mut remaining_indices = indices.into_iter();
+        let mut next_block = |n: usize| {
+            remaining_indices
+                .by_ref()
+                .take(block_len + usize::from(n < larger_blocks))
+                .collect()
+        };
         let blocks = hosts
             .into_iter()
             .enumerate()
-            .map(|(n, host)| (host, block(n)))
+            .map(|(n, host)| (host, next_block(n)))
             .collect();
-        self.request_parts(number, blocks, [], error_without_host);
+        self.request_task_starts(spawn_number, blocks, [], error_without_host);
     }
 
-    /// Requests each host to start its tasks of a spawn. The tasks at the positions `failed` fail
+    /// Requests each host to start its tasks of a spawn. The tasks at the positions `failed_indices` fail
     /// with `error`.
-    fn request_parts(
+    fn request_task_starts(
         &mut self,
-        number: u64,
+        spawn_number: u64,
         blocks: TaskPositionsByHost,
-        failed: impl IntoIterator<Item = usize>,
+        failed_indices: impl IntoIterator<Item = usize>,
         error: PvmError,
     ) {
-        let Some(spawn) = self.spawns.pending.get_mut(&number) else {
+        let Some(spawn) = self.spawns.open_spawns.get_mut(&spawn_number) else {
             return;
         };
-        for index in failed {
+        for index in failed_indices {
             spawn.results[index] = Some(Err(error));
         }
-        let mut questions = Vec::new();
+        let mut exec_requests = Vec::new();
         for (host, block) in blocks {
-            spawn.last_part += 1;
+            spawn.last_part_number += 1;
             let request = SpawnRequest {
-                count: block.len() as u32,
+                task_count: block.len() as u32,
                 ..spawn.request.clone()
             };
-            questions.push((
+            exec_requests.push((
                 host,
-                spawn.last_part,
+                spawn.last_part_number,
                 HostRequest::Exec {
-                    parent: spawn.tid,
+                    parent: spawn.spawner,
                     request,
                 },
             ));
-            spawn.open_parts.insert(spawn.last_part, (host, block));
+            spawn
+                .open_parts
+                .insert(spawn.last_part_number, (host, block));
         }
-        if questions.is_empty() {
-            return self.reply_if_spawned(number);
+        if exec_requests.is_empty() {
+            return self.reply_if_complete(spawn_number);
         }
-        for (host, part, question) in questions {
+        for (host, part, exec_request) in exec_requests {
             self.call_host(
                 host,
-                question,
+                exec_request,
                 RpcPurpose::Spawn {
-                    spawn: number,
-                    part,
+                    spawn_number,
+                    part_number: part,
                 },
             );
         }
     }
 
-    /// Handles the results of one part, or the loss of its host.
+    /// Handles the results of one part, or the loss of the part's host.
     pub(super) fn handle_part_spawned(
         &mut self,
-        number: u64,
-        part: u64,
+        spawn_number: u64,
+        part_number: u64,
         results: Result<SpawnResults, PvmError>,
     ) {
-        let Some(spawn) = self.spawns.pending.get_mut(&number) else {
+        let Some(spawn) = self.spawns.open_spawns.get_mut(&spawn_number) else {
             return;
         };
-        let Some((host, block)) = spawn.open_parts.remove(&part) else {
+        let Some((host, block)) = spawn.open_parts.remove(&part_number) else {
             return;
         };
         // With a lease, only the resource manager may choose another host.
-        let may_reassign = spawn.lease.is_none() && !spawn.request.has_fixed_place();
-        let started = match results {
-            Ok(started) => started,
+        let may_reassign = spawn.lease.is_none() && !spawn.request.names_host_or_arch();
+        let part_results = match results {
+            Ok(part_results) => part_results,
             Err(_) if may_reassign => {
                 spawn.excluded_hosts.push(host);
-                return self.assign_hosts(number, block, PvmError::HostFail);
+                return self.assign_hosts(spawn_number, block, PvmError::HostFail);
             }
             Err(error) => vec![Err(error); block.len()],
         };
-        let (mut started, mut reassigned) = (started.into_iter(), Vec::new());
+        let (mut part_results, mut reassigned_indices) = (part_results.into_iter(), Vec::new());
         for index in block {
-            match started.next().unwrap_or(Err(PvmError::DSysErr)) {
-                Err(GUEST_REFUSED) if may_reassign => reassigned.push(index),
+            match part_results.next().unwrap_or(Err(PvmError::DSysErr)) {
+                Err(GUEST_REFUSED_ERROR) if may_reassign => reassigned_indices.push(index),
                 result => spawn.results[index] = Some(result),
             }
         }
-        if reassigned.is_empty() {
-            return self.reply_if_spawned(number);
+        if reassigned_indices.is_empty() {
+            return self.reply_if_complete(spawn_number);
         }
         spawn.excluded_hosts.push(host);
-        self.assign_hosts(number, reassigned, GUEST_REFUSED);
+        self.assign_hosts(spawn_number, reassigned_indices, GUEST_REFUSED_ERROR);
     }
 
-    /// Replies to the spawner if all results are there.
-    fn reply_if_spawned(&mut self, number: u64) {
+    /// Replies to the spawner if no part is open.
+    fn reply_if_complete(&mut self, spawn_number: u64) {
         if self
             .spawns
-            .pending
-            .get(&number)
+            .open_spawns
+            .get(&spawn_number)
             .is_none_or(|s| !s.open_parts.is_empty() || s.results.contains(&None))
         {
             return;
         }
         let Some(PendingSpawn {
-            tid,
-            id,
+            spawner: tid,
+            request_id: id,
             request,
             results,
             lease,
             ..
-        }) = self.spawns.pending.remove(&number)
+        }) = self.spawns.open_spawns.remove(&spawn_number)
         else {
             return;
         };
         let results: SpawnResults = results.into_iter().flatten().collect();
-        let (mut output, mut trace) = (request.output, request.trace);
+        let (mut output, mut trace) = (request.output_sink, request.trace_sink);
         self.apply_tracer_sinks(&mut output, &mut trace);
         for child in results.iter().flatten() {
             let parent = visible_parent(tid, request.flags);
             self.report_output_requested(*child, parent, output);
             self.trace_task_request(trace, *child, parent);
         }
-        let granted = lease.map(|LeasedSpawn { rm, wid, hosts }| {
-            let tasks = hosts
-                .into_iter()
-                .zip(&results)
-                .filter_map(|(host, result)| Some((host, (*result).ok()?)));
-            (rm, wid, tasks.collect::<Vec<_>>())
-        });
+        let leased_tasks = lease.map(
+            |LeasedSpawn {
+                 rm,
+                 lease_wid: wid,
+                 hosts,
+             }| {
+                let tasks = hosts
+                    .into_iter()
+                    .zip(&results)
+                    .filter_map(|(host, result)| Some((host, (*result).ok()?)));
+                (rm, wid, tasks.collect::<Vec<_>>())
+            },
+        );
         self.reply(tid, id, Reply::Spawned(results));
-        if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
+        if let Some((rm, wid, tasks)) = leased_tasks.filter(|(_, _, tasks)| !tasks.is_empty()) {
             let hosts = tasks.iter().map(|(host, _)| *host).collect();
-            self.defer(DeferredAction::ReportLeaseUse {
+            self.defer_action(DeferredAction::ReportLeaseUse {
                 rm,
                 wid,
                 lease_use: PlacementLeaseUse {
@@ -388,10 +415,10 @@ impl Machine {
                     tasks,
                 },
             });
-            // Only the resource manager knows why it chose these hosts.
+            // Only the resource manager knows why it chose the hosts of the lease.
             let why = "by a placement lease of the resource manager".to_string();
             self.record_deferred(EventKind::Placed {
-                name: request.file,
+                name: request.program,
                 hosts,
                 why,
             });
@@ -412,62 +439,66 @@ impl Machine {
         });
     }
 
-    /// Starts tasks on this host and answers the requester.
+    /// Starts tasks on this host and sends the results to the requester.
     pub(super) fn start_tasks(&mut self, world: &mut dyn World, mut job: ExecJob) {
-        self.apply_tracer_sinks(&mut job.request.output, &mut job.request.trace);
-        let count = job.request.count.min(SPAWN_COUNT_MAX);
+        self.apply_tracer_sinks(&mut job.request.output_sink, &mut job.request.trace_sink);
+        let count = job.request.task_count.min(SPAWN_COUNT_MAX);
         let launch = restart_engine::launch_info_of(&job.request);
-        let places = self.permitted_count(&job);
+        let permitted_count = self.permitted_count(&job);
         let program = if let Err(why) = &launch {
-            // A request of the resource manager has not been checked before.
-            self.log_warning_and_record(format!("{} was not started: {why}", job.request.file));
+            // The daemon does not check a request of the resource manager before it is queued.
+            self.log_warning_and_record(format!("{} was not started: {why}", job.request.program));
             Err(PvmError::BadParam)
-        } else if self.tasker_gone || self.shutdown.is_some() {
+        } else if self.tasker_has_ended || self.shutdown.is_some() {
             Err(PvmError::DSysErr)
-        } else if places == 0 {
-            Err(GUEST_REFUSED)
+        } else if permitted_count == 0 {
+            Err(GUEST_REFUSED_ERROR)
         } else {
             find_program(world, &job.request)
         };
         let mut orders = Vec::new();
-        let started: SpawnResults = match program {
+        let results: SpawnResults = match program {
             Ok((path, argv)) => {
-                let base = StartTask {
+                let start_template = TaskStart {
                     tid: Tid::NONE,
                     path,
                     argv,
-                    env: self.environment(world, &job.request),
-                    working_dir: world.work_dir(split_place(&job.request.place).1),
+                    env: self.task_environment(world, &job.request),
+                    working_dir: world.work_dir(split_place(&job.request.where_arg).1),
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let launch = launch.unwrap_or_default();
-                let start = |n| match (n as usize) < places {
-                    true => {
-                        self.start_task(world, &job, n, (base.clone(), launch.clone()), &mut orders)
-                    }
-                    false => Err(GUEST_REFUSED),
+                let start = |n| match (n as usize) < permitted_count {
+                    true => self.start_task(
+                        world,
+                        &job,
+                        n,
+                        (start_template.clone(), launch.clone()),
+                        &mut orders,
+                    ),
+                    false => Err(GUEST_REFUSED_ERROR),
                 };
                 (0..count).map(start).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
-        if started.contains(&Err(GUEST_REFUSED))
-            && let Some(refusal) = self.guest_refusal(Tid::NONE, &job.request.file)
+        if results.contains(&Err(GUEST_REFUSED_ERROR))
+            && let Some(refusal) = self.guest_refusal(Tid::NONE, &job.request.program)
         {
-            self.log_refusal(format!("{} not started: {refusal}", job.request.file));
+            self.log_refusal(format!("{} not started: {refusal}", job.request.program));
         }
         match job.requester {
-            ExecRequester::Answer(back) => {
-                self.send_host_reply(back, HostReply::Reply(Reply::Spawned(started.clone())))
+            ExecRequester::Daemon(reply_to) => {
+                self.send_host_reply(reply_to, HostReply::Reply(Reply::Spawned(results.clone())))
             }
             ExecRequester::Rm { rm, wid } => {
-                self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(&started))
+                self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(&results))
             }
             ExecRequester::Startup => {
-                let file = &job.request.file;
-                if let Some(Err(error)) = started.first().filter(|_| is_load_watcher(file)) {
+                let file = &job.request.program;
+                if let Some(Err(error)) = results.first().filter(|_| is_load_watcher(file)) {
                     self.handle_watcher_start_failure(*error);
-                } else if let Some(Err(error)) = started.first() {
+                } else if let Some(Err(error)) = results.first() {
                     let text = format!(
                         "{file} could not be started: {error}; this daemon does its work itself"
                     );
@@ -475,8 +506,8 @@ impl Machine {
                 }
             }
         }
-        // After the answer: the tasker has a higher priority. On the same processor it would delay
-        // the answer until the first process exists.
+        // The tasker gets its orders after the requester has its answer. The tasker has a higher
+        // priority: on the same processor it would delay the answer until the first process exists.
         orders
             .into_iter()
             .for_each(|order| self.send_to_tasker(order));
@@ -484,11 +515,11 @@ impl Machine {
             visible_parent(job.parent, job.request.flags),
             self.config.uid,
         );
-        for tid in started.into_iter().flatten() {
+        for tid in results.into_iter().flatten() {
             self.record_deferred(EventKind::TaskStarted {
                 tid,
                 parent,
-                name: job.request.file.clone(),
+                name: job.request.program.clone(),
                 user,
             });
         }
@@ -499,17 +530,17 @@ impl Machine {
         match job.is_service() {
             true => usize::MAX,
             false => self
-                .free_slots_for(Tid::NONE, &job.request.file)
+                .free_slots_for(Tid::NONE, &job.request.program)
                 .unwrap_or(0),
         }
     }
 
-    /// Logs why tasks were not started. A repeated reason is logged at most once in
+    /// Logs why tasks were not started. The same text is logged at most once in
     /// [`REFUSAL_LOG_INTERVAL`].
     fn log_refusal(&mut self, text: String) {
-        let last = &self.spawns.last_refusal;
-        if last.as_ref().is_none_or(|(at, before)| {
-            *before != text || self.now.since(*at) >= REFUSAL_LOG_INTERVAL
+        let last_refusal = &self.spawns.last_refusal;
+        if last_refusal.as_ref().is_none_or(|(logged_at, last_text)| {
+            *last_text != text || self.now.since(*logged_at) >= REFUSAL_LOG_INTERVAL
         }) {
             self.spawns.last_refusal = Some((self.now, text.clone()));
             self.log_and_record(text);
@@ -521,15 +552,15 @@ impl Machine {
         world: &mut dyn World,
         job: &ExecJob,
         instance: u32,
-        (mut start, begin): (StartTask, Option<Box<LaunchInfo>>),
+        (mut start, launch): (TaskStart, Option<Box<LaunchInfo>>),
         orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
         let tid = self
             .tasks
-            .allocate(self.config.host)
+            .allocate_tid(self.config.host)
             .ok_or(PvmError::OutOfRes)?;
         let mut spawn_token = world.random_secret();
-        while self.tasks.by_spawn_token.contains_key(&spawn_token) {
+        while self.tasks.tids_by_spawn_token.contains_key(&spawn_token) {
             spawn_token = world.random_secret();
         }
         start.tid = tid;
@@ -542,25 +573,26 @@ impl Machine {
             visible_parent(job.parent, request.flags),
             ConnectionPhase::Expected,
         );
-        task.name = request.file.clone();
+        task.name = request.program.clone();
         task.spawn_token = Some(spawn_token);
         task.pinned = request.flags & SPAWN_PINNED != 0;
         task.debugged = request.flags & SPAWN_DEBUG != 0;
         task.is_service = job.is_service();
-        task.launch = begin;
-        (task.output, task.trace) = (request.output, request.trace);
-        // The daemon starts its own programs itself.
+        task.launch_info = launch;
+        (task.output_sink, task.trace_sink) = (request.output_sink, request.trace_sink);
+        // Without a tasker task that has taken over the start of tasks, the daemon's own tasker
+        // starts the program.
         let tasker = self
             .service_tasks
             .tasker()
             .filter(|_| !matches!(job.requester, ExecRequester::Startup));
         task.tasker = tasker;
         task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
-        let by_rm = match job.requester {
+        let is_rm_request = match job.requester {
             ExecRequester::Rm { rm, .. } => Some(rm),
             _ => None,
         };
-        task.rm = by_rm;
+        task.exit_rm = is_rm_request;
         let parent = task.parent;
         match tasker {
             Some(tasker) => {
@@ -571,7 +603,11 @@ impl Machine {
                     path: start.path.as_os_str().as_bytes().to_vec(),
                     argv: start.argv,
                     env: self.tasker_environment(job, spawn_token),
-                    position: [instance as i32, request.count as i32, request.count as i32],
+                    spawn_position: [
+                        instance as i32,
+                        request.task_count as i32,
+                        request.task_count as i32,
+                    ],
                 };
                 self.request_task_start(tasker, &task, order);
             }
@@ -579,64 +615,77 @@ impl Machine {
         }
         self.trace_task_start(&task);
         self.tasks.insert(task);
-        if by_rm.is_some() {
-            // The spawner's daemon does not know this task.
-            self.report_output_requested(tid, parent, request.output);
+        if is_rm_request.is_some() {
+            // The daemon of the spawner does not know a task that a resource manager starts, so it
+            // cannot report the task.
+            self.report_output_requested(tid, parent, request.output_sink);
         }
-        self.report_output_started(tid, parent, request.output);
+        self.report_output_started(tid, parent, request.output_sink);
         Ok(tid)
     }
 
     /// Returns the variables that this daemon sets for a new task.
     pub(super) fn daemon_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
-        let mut own = vec![
-            format!("PVMSOCK={}", self.config.paths.daemon_socket().display()).into_bytes(),
+        let mut variables = vec![
+            format!(
+                "PVMSOCK={}",
+                self.config.paths.daemon_socket_path().display()
+            )
+            .into_bytes(),
             format!("PVM_ARCH={}", self.config.arch).into_bytes(),
         ];
-        if let (_, Some(dir)) = split_place(&request.place) {
-            own.push(format!("PVMSPAWNWD={dir}").into_bytes());
+        if let (_, Some(dir)) = split_place(&request.where_arg) {
+            variables.push(format!("PVMSPAWNWD={dir}").into_bytes());
         }
-        own
+        variables
     }
 
     /// Returns the environment of a new task except its `PVMEPID`: the variables of the host, the
-    /// spawner and this daemon. The last entry for a name counts.
-    pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
-        let own = self.daemon_environment(request);
-        let name = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
-        let all: Vec<Vec<u8>> = world
-            .base_env()
+    /// spawner and this daemon. Of several entries with the same name only the last is returned.
+    pub(super) fn task_environment(
+        &self,
+        world: &dyn World,
+        request: &SpawnRequest,
+    ) -> Vec<Vec<u8>> {
+        let daemon_variables = self.daemon_environment(request);
+        let name_len = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
+        let entries: Vec<Vec<u8>> = world
+            .base_environment()
             .into_iter()
             .chain(request.env.iter().cloned())
-            .chain(own)
+            .chain(daemon_variables)
             .collect();
-        let last: HashMap<&[u8], usize> = all
+        let last_index_by_name: HashMap<&[u8], usize> = entries
             .iter()
             .enumerate()
-            .map(|(n, entry)| (&entry[..name(entry)], n))
+            .map(|(n, entry)| (&entry[..name_len(entry)], n))
             .collect();
-        let is_last = |n: usize, entry: &[u8]| last.get(&entry[..name(entry)]) == Some(&n);
-        let is_kept: Vec<bool> = all
+        let is_last =
+            |n: usize, entry: &[u8]| last_index_by_name.get(&entry[..name_len(entry)]) == Some(&n);
+        let is_kept: Vec<bool> = entries
             .iter()
             .enumerate()
-            .map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != SPAWN_TOKEN_VARIABLE)
+            .map(|(n, entry)| {
+                is_last(n, entry) && &entry[..name_len(entry)] != SPAWN_TOKEN_VARIABLE
+            })
             .collect();
-        all.into_iter()
+        entries
+            .into_iter()
             .zip(is_kept)
             .filter_map(|(entry, is_kept)| is_kept.then_some(entry))
             .collect()
     }
 
-    /// Handles the report that the tasker could not create a process. To other tasks it appears as
-    /// a task that has ended immediately.
+    /// Handles the report that the tasker could not create a process. Other tasks see a task that
+    /// has ended immediately.
     pub(super) fn handle_start_failure(&mut self, tid: Tid, why: &str) {
         self.log_warning_and_record(format!("{tid} could not be started: {why}"));
-        let used = self
+        let usage = self
             .tasks
             .get(tid)
             .map(|task| task.earlier_usage)
             .unwrap_or_default();
-        self.end_task(tid, 0x100, used);
+        self.end_task(tid, 0x100, usage);
     }
 }
 
@@ -644,7 +693,7 @@ impl Machine {
 /// must not inherit it.
 const SPAWN_TOKEN_VARIABLE: &[u8] = b"PVMEPID";
 
-/// Returns the parent that a child is permitted to know.
+/// Returns the parent that a child may know: `parent`, or [`Tid::NONE`] if the spawn has no parent.
 fn visible_parent(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 {
         Tid::from_raw(PvmError::ParentNotSet.code())
@@ -653,24 +702,25 @@ fn visible_parent(parent: Tid, flags: i32) -> Tid {
     }
 }
 
-/// Returns the program to run and its arguments; for a debugged task the debugger precedes them.
+/// Returns the path of the program to run, and its arguments. A debugged task runs the debugger,
+/// with the program as an argument.
 pub(super) fn find_program(
     world: &dyn World,
     request: &SpawnRequest,
 ) -> Result<(std::path::PathBuf, Vec<Vec<u8>>), PvmError> {
     use std::os::unix::ffi::OsStrExt;
     let bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
-    let path = world.find_program(&request.file, split_place(&request.place).1)?;
+    let path = world.find_program(&request.program, split_place(&request.where_arg).1)?;
     let mut argv = vec![bytes(&path)];
     argv.extend(request.args.iter().cloned());
     if request.flags & SPAWN_DEBUG == 0 {
         return Ok((path, argv));
     }
-    let named = world
-        .base_env()
+    let configured_debugger = world
+        .base_environment()
         .into_iter()
         .find_map(|e| e.strip_prefix(b"PVM_DEBUGGER=").map(<[u8]>::to_vec));
-    let debugger = named.map_or_else(
+    let debugger = configured_debugger.map_or_else(
         || DEFAULT_DEBUGGER.to_string(),
         |d| String::from_utf8_lossy(&d).into_owned(),
     );

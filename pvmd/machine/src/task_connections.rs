@@ -33,7 +33,7 @@ enum ConnState {
         pid: i32,
     },
     Task(Tid),
-    /// A migrated task that connected before its record arrived.
+    /// A migrated task that has connected before its record arrived.
     AwaitingRecord(Tid),
     /// Refused or replaced by another connection; all further input is ignored.
     Retired,
@@ -45,7 +45,7 @@ pub(super) struct TaskConnections {
 }
 
 impl TaskConnections {
-    /// Returns the task that the connection belongs to, if any.
+    /// Returns the task that the connection is bound to; `None` if it is not bound to a task.
     pub(super) fn task_of(&self, conn: ConnId) -> Option<Tid> {
         match self.states.get(&conn) {
             Some(ConnState::Task(tid)) => Some(*tid),
@@ -64,18 +64,20 @@ impl TaskConnections {
         self.states.insert(conn, ConnState::Task(tid));
     }
 
-    /// Registers the connection of a migrated task whose record has not arrived yet.
-    pub(super) fn bind_when_record_arrives(&mut self, conn: ConnId, tid: Tid) {
+    /// Registers the connection of a migrated task whose record has not arrived yet. The arrival of
+    /// the record binds it to the task.
+    pub(super) fn await_record(&mut self, conn: ConnId, tid: Tid) {
         self.states.insert(conn, ConnState::AwaitingRecord(tid));
     }
 
-    pub(super) fn ids(&self) -> Vec<ConnId> {
+    pub(super) fn connection_ids(&self) -> Vec<ConnId> {
         self.states.keys().copied().collect()
     }
 }
 
 impl Machine {
-    /// Handles a new connection of a process. Above [`CONNECTIONS_MAX`] it is refused.
+    /// Handles a new connection of a process. The connection is refused if [`CONNECTIONS_MAX`]
+    /// connections are already open.
     pub(super) fn handle_task_connected(&mut self, conn: ConnId, pid: i32) {
         if self.conns.states.len() >= CONNECTIONS_MAX {
             self.conns.states.insert(conn, ConnState::Retired);
@@ -89,7 +91,8 @@ impl Machine {
             .insert(conn, ConnState::Unidentified { pid });
     }
 
-    /// Handles a control message from a connection. The first one must be [`ToDaemon::Hello`].
+    /// Handles a control message from a connection. The first message of a connection must be
+    /// [`ToDaemon::Hello`].
     pub(super) fn handle_task_control(&mut self, conn: ConnId, message: ToDaemon) {
         match self.conns.states.get(&conn).copied() {
             Some(ConnState::Unidentified { pid }) => match message {
@@ -110,51 +113,60 @@ impl Machine {
                 ));
                 self.outputs.push_back(Output::CloseTask { conn });
                 self.conns.retire(conn);
-                self.detach(tid);
+                self.end_connection(tid);
             }
-            ToDaemon::Request { id, request: what } => self.handle_request(tid, id, what),
+            ToDaemon::Request { id, request } => self.handle_request(tid, id, request),
             ToDaemon::Message(mut message) => {
                 message.src = tid;
                 self.forward_to_daemon(message);
             }
             ToDaemon::Quiesced {
                 migration,
-                watermarks: marks,
-                redirect_address: redirect_at,
+                watermarks,
+                redirect_address,
             } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.redirect_address = redirect_at;
+                    task.redirect_address = redirect_address;
                 }
-                self.handle_library_quiesced(tid, migration, marks);
+                self.handle_library_quiesced(tid, migration, watermarks);
             }
             ToDaemon::Handoff {
-                migration: by,
-                incarnation: line,
-                links: talks,
-                deferred_notifications: later,
-            } => self.start_handoff_log(tid, by, (line, talks, later)),
-            ToDaemon::ReadyToExit { migration: by } => self.request_exit(tid, by),
-            ToDaemon::ExitCancelled { migration: by } => self.handle_exit_cancelled(tid, by),
-            ToDaemon::Route { to, message } => {
-                self.forward_route_message(conn, to, message, Descriptors::default())
-            }
+                migration: exit_migration,
+                incarnation,
+                links,
+                deferred_notifications,
+            } => self.start_handoff_log(
+                tid,
+                exit_migration,
+                (incarnation, links, deferred_notifications),
+            ),
+            ToDaemon::ReadyToExit {
+                migration: exit_migration,
+            } => self.request_exit(tid, exit_migration),
+            ToDaemon::ExitCancelled {
+                migration: exit_migration,
+            } => self.handle_exit_cancelled(tid, exit_migration),
+            ToDaemon::Route {
+                receiver: to,
+                message,
+            } => self.forward_route_message(conn, to, message, Descriptors::default()),
         }
     }
 
-    /// Handles the close of a connection. `protocol_error` describes a violation of the protocol,
-    /// if that was the reason.
+    /// Handles the close of a connection. `protocol_error` describes the violation of the protocol
+    /// for which the connection was closed; `None` if there was none.
     ///
     /// A task that quiesced will connect again. A task that was asked to exit for a restart may be
     /// about to exit. Any other task has left the virtual machine.
     pub(super) fn handle_task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
         let state = self.conns.states.remove(&conn);
-        if let Some(what) = protocol_error {
+        if let Some(violation) = protocol_error {
             self.log_warning(match state {
                 Some(ConnState::Task(tid)) => {
-                    format!("{tid} violated the protocol ({what}); it was disconnected")
+                    format!("{tid} violated the protocol ({violation}); it was disconnected")
                 }
                 _ => format!(
-                    "a process on the socket violated the protocol ({what}); it was disconnected"
+                    "a process on the socket violated the protocol ({violation}); it was disconnected"
                 ),
             });
         }
@@ -163,22 +175,22 @@ impl Machine {
                 let Some(task) = self
                     .tasks
                     .get_mut(tid)
-                    .filter(|t| t.phase == ConnectionPhase::Connected(conn))
+                    .filter(|t| t.connection_phase == ConnectionPhase::Connected(conn))
                 else {
                     return;
                 };
-                if std::mem::take(&mut task.quiesced) {
-                    task.phase = ConnectionPhase::Detached;
+                if std::mem::take(&mut task.has_quiesced) {
+                    task.connection_phase = ConnectionPhase::Detached;
                     self.handle_guest_quiesced(tid);
                     self.handle_quiesce_completed(tid);
                 } else if task.is_exiting() {
-                    task.phase = ConnectionPhase::Detached;
+                    task.connection_phase = ConnectionPhase::Detached;
                     match task.exit_report {
-                        Some((status, used)) => self.end_task(tid, status, used),
+                        Some((status, usage)) => self.end_task(tid, status, usage),
                         None => self.handle_leave_while_exiting(tid),
                     }
                 } else {
-                    self.detach(tid);
+                    self.end_connection(tid);
                 }
             }
             Some(ConnState::AwaitingRecord(tid)) => {
@@ -197,7 +209,7 @@ impl Machine {
 
     pub(super) fn refuse_connection(&mut self, conn: ConnId, reason: String) {
         self.conns.retire(conn);
-        self.outputs.push_back(Output::ToTask {
+        self.outputs.push_back(Output::SendToTask {
             conn,
             message: ToTask::Refused { reason },
         });
@@ -216,7 +228,7 @@ impl Machine {
             );
         }
         if self.shutdown.is_some() {
-            if hello.claim == Claim::Probe {
+            if hello.claim == Claim::DaemonTest {
                 self.conns.retire(conn);
                 return self.outputs.push_back(Output::CloseTask { conn });
             }
@@ -230,18 +242,18 @@ impl Machine {
         }
         match hello.claim {
             Claim::Spawned { spawn_token }
-                if self.tasks.by_spawn_token.contains_key(&spawn_token) =>
+                if self.tasks.tids_by_spawn_token.contains_key(&spawn_token) =>
             {
                 self.bind_spawned(conn, pid, spawn_token)
             }
             Claim::Spawned { spawn_token } if self.is_respawn_token(spawn_token) => {
-                self.connect_respawned(conn, spawn_token)
+                self.connect_restarted_program(conn, spawn_token)
             }
             // The spawn token belongs to a task that has already connected or left, or to another
             // virtual machine. The process is treated as new.
-            Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
+            Claim::NotSpawned | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
-            Claim::Probe => {
+            Claim::DaemonTest => {
                 self.refuse_connection(conn, "a probe is not accepted as a task".into())
             }
         }
@@ -249,43 +261,43 @@ impl Machine {
 
     /// Accepts a process that the virtual machine did not start, under a new tid.
     fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
-        let Some(tid) = self.tasks.allocate(self.config.host) else {
+        let Some(tid) = self.tasks.allocate_tid(self.config.host) else {
             return self.refuse_connection(conn, "this host has reached its limit of tasks".into());
         };
         let mut task = Task::new(tid, Tid::NONE, ConnectionPhase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
         task.on_daemon_exit = hello.on_daemon_exit;
-        self.apply_tracer_sinks(&mut task.output, &mut task.trace);
+        self.apply_tracer_sinks(&mut task.output_sink, &mut task.trace_sink);
         self.trace_task_start(&task);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({})", hello.program));
         let user = self.config.uid;
-        self.record(EventKind::TaskStarted {
+        self.record_event(EventKind::TaskStarted {
             tid,
             parent: Tid::NONE,
             name: String::new(),
             user,
         });
-        self.welcome(conn, tid);
+        self.bind_and_welcome(conn, tid);
         self.report_enrolled_task_to_rm(tid);
     }
 
     /// Accepts a process that this daemon started, under the tid of its spawn.
     fn bind_spawned(&mut self, conn: ConnId, pid: i32, spawn_token: i32) {
-        let Some(tid) = self.tasks.by_spawn_token.remove(&spawn_token) else {
+        let Some(tid) = self.tasks.tids_by_spawn_token.remove(&spawn_token) else {
             return;
         };
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.phase = ConnectionPhase::Connected(conn);
+        task.connection_phase = ConnectionPhase::Connected(conn);
         task.flags |= TASK_CONNECTED;
         // The tasker's report of the pid may arrive after the task's first message.
         if task.pid == 0 {
             task.pid = pid;
         }
-        self.welcome(conn, tid);
+        self.bind_and_welcome(conn, tid);
         self.flush_inbox(tid);
         self.handle_guest_connected(tid);
         self.handle_respawn_connected(tid);
@@ -293,43 +305,43 @@ impl Machine {
 
     /// Binds the connection to the task and sends [`ToTask::Welcome`]. Items that wait for the task
     /// stay in its inbox.
-    pub(super) fn welcome(&mut self, conn: ConnId, tid: Tid) {
+    pub(super) fn bind_and_welcome(&mut self, conn: ConnId, tid: Tid) {
         self.conns.bind(conn, tid);
-        let rm = self.rm.current();
+        let rm = self.rm_state.current();
         let mut addresses: Vec<_> = self.config.addresses.iter().map(SocketAddr::ip).collect();
         addresses.dedup();
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.phase = ConnectionPhase::Connected(conn);
-        task.rm = task.rm.or(rm.map(|rm| rm.tid));
-        let (restart, successor) = (task.restart.take(), task.handoff.take());
+        task.connection_phase = ConnectionPhase::Connected(conn);
+        task.exit_rm = task.exit_rm.or(rm.map(|rm| rm.tid));
+        let (restart_info, handoff) = (task.restart_info.take(), task.handoff.take());
         let welcome = Welcome {
             tid,
             parent: task.parent,
             host: self.config.host,
             addresses,
             rm,
-            output: task.output,
-            trace: task.trace,
+            output_sink: task.output_sink,
+            trace_sink: task.trace_sink,
             dsig: self.config.dsig,
             spawned: task.is_spawned(),
-            tracer: self
+            tracer_settings: self
                 .service_tasks
                 .tracer
                 .as_ref()
-                .filter(|t| t.trace_sink() == task.trace)
+                .filter(|t| t.trace_sink() == task.trace_sink)
                 .map(|t| t.settings.clone()),
-            restart,
-            handoff: successor,
+            restart_info,
+            handoff,
         };
-        self.outputs.push_back(Output::ToTask {
+        self.outputs.push_back(Output::SendToTask {
             conn,
             message: ToTask::Welcome(welcome),
         });
     }
 
-    /// Delivers the items that wait for a connected task, in order. Does nothing while items for
+    /// Delivers the items that wait for a connected task, in order. Has no effect while items for
     /// the task are held back.
     pub(super) fn flush_inbox(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -339,13 +351,13 @@ impl Machine {
             return;
         };
         let items = task.inbox.drain();
-        for held in &items {
-            if let sempa_proto::host::PendingItem::Control(ToTask::Reply { id, .. }) = held {
+        for item in &items {
+            if let sempa_proto::host::PendingItem::Control(ToTask::Reply { id, .. }) = item {
                 task.remove_request(*id);
             }
         }
         items
             .into_iter()
-            .for_each(|held| self.deliver_now(conn, held));
+            .for_each(|item| self.deliver_now(conn, item));
     }
 }

@@ -9,14 +9,16 @@
 use super::checkpoints::KnownExits;
 use super::guests::Pause;
 use super::handoff_log::HandoffLog;
-use super::restart_engine::{GracefulExit, Respawning};
+use super::restart_engine::{GracefulExit, RespawnState};
 use super::ring_peers::sender_of;
 use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotify, TaskRecord};
+use sempa_proto::host::{
+    DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotification, TaskRecord,
+};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
@@ -28,63 +30,64 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Largest number of running tasks on one host.
 pub(super) const TASKS_MAX: usize = 65_536;
-/// Largest total size of the link frames that are kept for one task; further ones are dropped.
-/// Running peers limit themselves by the windows of their links. Frames beyond the limit can only
-/// be the last messages of ended tasks, which are then lost.
+/// Largest total size in bytes of the link frames in the inbox of one task; further frames are
+/// dropped. Running peers limit themselves by the windows of their links. Frames beyond the limit
+/// can only be the last messages of ended tasks, which are then lost.
 pub(super) const INBOX_FRAME_BYTES_MAX: usize = RETAINED_BYTES_MAX;
-/// Largest number of route messages that are kept for one task. Further ones are dropped, as if the
-/// task had migrated in between.
+/// Largest number of route messages in the inbox of one task. Further messages are dropped, as if
+/// the task had migrated in between.
 pub(super) const INBOX_ROUTE_MESSAGES_MAX: usize = 4096;
 /// Largest number of ended tasks whose watermarks are remembered.
 pub(super) const EXITED_WATERMARKS_MAX: usize = 4096;
-/// Time that the socket of an exited process may stay open, for example in a child of it, before
-/// the daemon drains and closes it.
+/// Time that the socket of an exited process may stay open, for example in a child process, before
+/// the daemon drains and closes the socket.
 const SOCKET_DRAIN_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// Frames and items that wait for a task, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    pub(super) queue: VecDeque<PendingItem>,
+    pub(super) items: VecDeque<PendingItem>,
     frame_bytes: usize,
-    route_messages: usize,
+    route_message_count: usize,
 }
 
 impl Inbox {
-    /// Adds a frame or an item. A link frame or route message above the limit is dropped.
-    pub(super) fn push(&mut self, held: PendingItem) {
-        match &held {
+    /// Adds a frame or an item. A link frame or a route message above its limit is dropped.
+    pub(super) fn push(&mut self, item: PendingItem) {
+        match &item {
             PendingItem::Frame(frame) if self.frame_bytes + frame.len() > INBOX_FRAME_BYTES_MAX => {
                 return;
             }
             PendingItem::Frame(frame) => self.frame_bytes += frame.len(),
             PendingItem::Control(ToTask::Route { .. })
-                if self.route_messages >= INBOX_ROUTE_MESSAGES_MAX =>
+                if self.route_message_count >= INBOX_ROUTE_MESSAGES_MAX =>
             {
                 return;
             }
-            PendingItem::Control(ToTask::Route { .. }) => self.route_messages += 1,
+            PendingItem::Control(ToTask::Route { .. }) => self.route_message_count += 1,
             PendingItem::Control(_) => {}
         }
-        self.queue.push_back(held);
+        self.items.push_back(item);
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &PendingItem> {
-        self.queue.iter()
+        self.items.iter()
     }
 
     pub(super) fn drain(&mut self) -> VecDeque<PendingItem> {
-        (self.frame_bytes, self.route_messages) = (0, 0);
-        std::mem::take(&mut self.queue)
+        (self.frame_bytes, self.route_message_count) = (0, 0);
+        std::mem::take(&mut self.items)
     }
 }
 
 /// State of a task's connection to this daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionPhase {
-    /// The start of the task's process was requested; the process has not connected.
+    /// The start of the task's process was requested; the process has not connected yet.
     Expected,
     Connected(ConnId),
-    /// The task has quiesced, or its process has exited for a restart. It will connect again.
+    /// The task has quiesced, or its process has exited for a restart. A process of the task will
+    /// connect again.
     Detached,
     /// The task has left the virtual machine; its process continues.
     Left,
@@ -101,82 +104,86 @@ pub(super) struct Task {
     pub(super) pinned: bool,
     /// True if the task was spawned under a debugger.
     pub(super) debugged: bool,
-    /// True if the daemon or the resource manager started the task for its own purposes. The task
-    /// must stay on this host.
+    /// True if the daemon or the resource manager started the task to serve the virtual machine.
+    /// The task must stay on this host.
     pub(super) is_service: bool,
-    pub(super) output: Sink,
-    pub(super) trace: Sink,
-    /// The task that has started this task as its tasker; `None` if the daemon's own tasker has.
+    pub(super) output_sink: Sink,
+    pub(super) trace_sink: Sink,
+    /// The task that has started this task as its tasker; `None` if the daemon's own tasker or a
+    /// user has started it.
     pub(super) tasker: Option<Tid>,
     /// Behavior of a task from a command line when this daemon ends.
     pub(super) on_daemon_exit: OnDaemonExit,
-    /// The resource manager to notify of the task's end.
-    pub(super) rm: Option<Tid>,
-    pub(super) phase: ConnectionPhase,
+    /// The resource manager to which the task's end is reported.
+    pub(super) exit_rm: Option<Tid>,
+    pub(super) connection_phase: ConnectionPhase,
     /// True if items for the task stay in its inbox, even if the task is connected.
     pub(super) holds_items: bool,
     /// True if the task's library has reported that it is quiesced.
-    pub(super) quiesced: bool,
-    /// Address at which the task's quiesced library looks for a redirect.
+    pub(super) has_quiesced: bool,
+    /// Address in the task's memory at which its quiesced library reads a redirect.
     pub(super) redirect_address: RedirectAddress,
-    /// Set if the task was requested to quiesce for the owner of this host or for a suspension, and
-    /// has not reconnected since.
+    /// State of a pause; `None` if the task was not requested to quiesce for the owner of this host
+    /// or for a suspension, or has reconnected since.
     pub(super) pause: Option<Pause>,
     pub(super) suspension: Option<TaskSuspension>,
     pub(super) inbox: Inbox,
     /// Watermark of the task's link to each peer: the number after the last fragment that the task
     /// sent.
     pub(super) watermarks: BTreeMap<Tid, u64>,
-    pub(super) requests: BTreeSet<RequestId>,
+    pub(super) open_requests: BTreeSet<RequestId>,
     /// Requests that wait for other tasks without a time limit. They can be repeated after a
     /// restart.
     pub(super) untimed_requests: BTreeSet<RequestId>,
-    /// The part of a checkpoint that waits until all other requests of the task are answered.
+    /// The part of a checkpoint that waits until the requests of the task are answered.
     pub(super) settling_part: Option<MigrationId>,
-    /// Ended tasks whose ends must be known on this host before this task is dumped.
+    /// Ended tasks whose exit notices must arrive on this host before this task is dumped.
     pub(super) awaited_exits: BTreeSet<Tid>,
-    /// If set, only these requests may be unanswered when the task is dumped.
+    /// The only requests that may be unanswered when the task is dumped; `None` if the other tasks
+    /// of the job are not stopped yet.
     pub(super) permitted_open_requests: Option<BTreeSet<RequestId>>,
     /// Information for the task's library after a restore from a checkpoint.
-    pub(super) restart: Option<RestartInfo>,
+    pub(super) restart_info: Option<RestartInfo>,
     /// Information for the library of the task's next process about the previous process.
     pub(super) handoff: Option<Box<ProcessHandoff>>,
     /// The handoff log of the task's process, which is about to exit.
     pub(super) handoff_log: Option<Box<HandoffLog>>,
-    /// Launch information, if the task permits engines that restart its program.
-    pub(super) launch: Option<Box<LaunchInfo>>,
+    /// Launch information; `None` if the task permits only CRIU.
+    pub(super) launch_info: Option<Box<LaunchInfo>>,
     /// The checkpoint for which the task could not be asked to exit, because its program does not
     /// handle the signal.
     pub(super) ignores_checkpoint_signal: Option<MigrationId>,
-    /// Set if the task's program was asked to exit, for a restart.
+    /// State of a requested exit of the task's program; `None` if no exit was requested for a
+    /// restart.
     pub(super) graceful_exit: Option<GracefulExit>,
-    /// Set if the task's process has exited for a restart.
-    pub(super) respawning: Option<Respawning>,
-    /// True if the task's program was restarted and has not connected.
+    /// State of the restart of the task's program; `None` if no process of the task has exited for
+    /// a restart.
+    pub(super) respawn_state: Option<RespawnState>,
+    /// True if the task's program was started again and has not connected yet.
     pub(super) awaits_restarted_process: bool,
     /// Resource usage of the task's earlier processes.
     pub(super) earlier_usage: Usage,
-    pub(super) notifications: Vec<PendingNotify>,
-    /// Exit status and usage of the task's process, if it has exited. The task ends when its socket
-    /// is drained, or when the coordinator of its migration decides.
+    pub(super) notifications: Vec<PendingNotification>,
+    /// Wait status and usage of the task's process; `None` while the process runs. The task ends
+    /// when its socket is drained, or when the coordinator of its migration decides.
     pub(super) exit_report: Option<(i32, Usage)>,
     /// The migration that is transferring the task's images. If the process exits on this host, the
     /// coordinator decides whether the task has ended.
     pub(super) transferring_migration: Option<MigrationId>,
-    /// True if the migration that transfers the images is committed: the process on this host is
-    /// being killed.
+    /// True if the migration that transfers the images is committed, and the process on this host
+    /// is being killed.
     pub(super) is_being_killed: bool,
-    /// Hosts that have nothing in flight to the task's old location any more, each with the epoch
-    /// of the new location.
+    /// Hosts that send no more items to the task's old location, each with the epoch of the new
+    /// location.
     pub(super) drained_hosts: BTreeSet<(Epoch, HostId)>,
-    /// Hosts that may have something in flight to the task's old location: those in the table when
-    /// the new location became known.
+    /// Hosts that may still send items to the task's old location: those that were in the host
+    /// table when the new location became known.
     pub(super) undrained_hosts: Vec<HostId>,
 }
 
 impl Task {
-    pub(super) fn new(tid: Tid, parent: Tid, phase: ConnectionPhase) -> Task {
-        Task {
+    pub(super) fn new(tid: Tid, parent: Tid, phase: ConnectionPhase) -> Self {
+        Self {
             tid,
             parent,
             name: String::new(),
@@ -186,31 +193,31 @@ impl Task {
             pinned: false,
             debugged: false,
             is_service: false,
-            output: Sink::default(),
-            trace: Sink::default(),
+            output_sink: Sink::default(),
+            trace_sink: Sink::default(),
             tasker: None,
             on_daemon_exit: OnDaemonExit::default(),
-            rm: None,
-            phase,
+            exit_rm: None,
+            connection_phase: phase,
             holds_items: false,
-            quiesced: false,
+            has_quiesced: false,
             redirect_address: RedirectAddress::default(),
             pause: None,
             suspension: None,
             inbox: Inbox::default(),
             watermarks: BTreeMap::new(),
-            requests: BTreeSet::new(),
+            open_requests: BTreeSet::new(),
             untimed_requests: BTreeSet::new(),
             settling_part: None,
             awaited_exits: BTreeSet::new(),
             permitted_open_requests: None,
-            restart: None,
+            restart_info: None,
             handoff: None,
             handoff_log: None,
-            launch: None,
+            launch_info: None,
             ignores_checkpoint_signal: None,
             graceful_exit: None,
-            respawning: None,
+            respawn_state: None,
             awaits_restarted_process: false,
             earlier_usage: Usage::default(),
             notifications: Vec::new(),
@@ -222,28 +229,28 @@ impl Task {
         }
     }
 
-    /// Creates a task from the record of another host. It is not connected yet.
-    pub(super) fn from_record(record: TaskRecord) -> Task {
-        Task {
+    /// Creates a task from the record of another host. The task has no connection yet.
+    pub(super) fn from_record(record: TaskRecord) -> Self {
+        Self {
             name: record.name,
             flags: record.flags,
             spawn_token: record.spawn_token,
-            output: record.output,
-            trace: record.trace,
-            rm: record.exit_rm,
+            output_sink: record.output_sink,
+            trace_sink: record.trace_sink,
+            exit_rm: record.exit_rm,
             watermarks: record
                 .watermarks
                 .iter()
                 .map(|m| (m.peer, m.end_seq))
                 .collect(),
-            requests: record.requests.into_iter().collect(),
+            open_requests: record.open_requests.into_iter().collect(),
             untimed_requests: record.untimed_requests.into_iter().collect(),
-            restart: record.restart,
-            launch: record.launch,
+            restart_info: record.restart_info,
+            launch_info: record.launch,
             handoff: record.handoff,
             notifications: record.notifications,
             redirect_address: record.redirect_address,
-            ..Task::new(record.tid, record.parent, ConnectionPhase::Detached)
+            ..Self::new(record.tid, record.parent, ConnectionPhase::Detached)
         }
     }
 
@@ -253,25 +260,25 @@ impl Task {
     }
 
     pub(super) fn conn(&self) -> Option<ConnId> {
-        match self.phase {
+        match self.connection_phase {
             ConnectionPhase::Connected(conn) => Some(conn),
             _ => None,
         }
     }
 
-    /// True if all requests of the task are answered, except those that may stay open in a
-    /// checkpoint.
+    /// True if the task can be dumped: the exits it waits for are known, and all its requests are
+    /// answered, except those that may stay open in a checkpoint.
     pub(super) fn has_settled(&self) -> bool {
         self.awaited_exits.is_empty()
-            && self.requests.is_subset(
+            && self.open_requests.is_subset(
                 self.permitted_open_requests
                     .as_ref()
                     .unwrap_or(&self.untimed_requests),
             )
     }
 
-    /// Removes and returns the part of a checkpoint that has waited for [`Task::has_settled`], if
-    /// that is true.
+    /// If the task has settled ([`Task::has_settled`]), removes and returns the part of a
+    /// checkpoint that has waited for it.
     pub(super) fn take_settled_part(&mut self) -> Option<MigrationId> {
         if self.has_settled() {
             self.settling_part.take()
@@ -281,32 +288,32 @@ impl Task {
     }
 
     pub(super) fn remove_request(&mut self, id: RequestId) {
-        self.requests.remove(&id);
+        self.open_requests.remove(&id);
         self.untimed_requests.remove(&id);
     }
 
-    /// Raises the watermarks of the task's links to at least these values.
-    pub(super) fn raise_watermarks(&mut self, marks: impl IntoIterator<Item = SendWatermark>) {
-        for SendWatermark { peer, end_seq: end } in marks {
-            let seen = self.watermarks.entry(peer).or_default();
-            *seen = end.max(*seen);
+    /// Raises the watermarks of the task's links to at least the values in `watermarks`.
+    pub(super) fn raise_watermarks(&mut self, watermarks: impl IntoIterator<Item = SendWatermark>) {
+        for SendWatermark { peer, end_seq } in watermarks {
+            let known_end_seq = self.watermarks.entry(peer).or_default();
+            *known_end_seq = end_seq.max(*known_end_seq);
         }
     }
 
     pub(super) fn link_watermarks(&self) -> Vec<SendWatermark> {
         self.watermarks
             .iter()
-            .map(|(&peer, &end)| SendWatermark { peer, end_seq: end })
+            .map(|(&peer, &end_seq)| SendWatermark { peer, end_seq })
             .collect()
     }
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Tasks {
-    pub(super) live: BTreeMap<Tid, Task>,
+    pub(super) live_tasks: BTreeMap<Tid, Task>,
     /// Tids that are reserved for started processes, by the spawn token with which the process
     /// claims its tid.
-    pub(super) by_spawn_token: BTreeMap<i32, Tid>,
+    pub(super) tids_by_spawn_token: BTreeMap<i32, Tid>,
     last_task_number: u32,
     has_reserved_ids: bool,
     /// Ended tasks with their watermarks, oldest first.
@@ -316,122 +323,133 @@ pub(super) struct Tasks {
 }
 
 impl Tasks {
-    /// Reserves the task numbers up to `local`: they belong to tasks in checkpoints, or to
+    /// Reserves the task numbers up to `task_number`, which belong to tasks in checkpoints or to
     /// restarted tasks.
-    pub(super) fn reserve_ids_up_to(&mut self, local: u32) {
-        self.last_task_number = self.last_task_number.max(local);
-        self.has_reserved_ids |= local > 0;
+    pub(super) fn reserve_ids_up_to(&mut self, task_number: u32) {
+        self.last_task_number = self.last_task_number.max(task_number);
+        self.has_reserved_ids |= task_number > 0;
     }
 
-    /// True if numbers are reserved for tasks in checkpoints.
+    /// True if any task number was reserved.
     pub(super) fn has_reserved_ids(&self) -> bool {
         self.has_reserved_ids
     }
 
-    /// Returns a tid that was never used, or `None` if there is none.
-    pub(super) fn allocate(&mut self, host: HostId) -> Option<Tid> {
-        if self.live.len() >= TASKS_MAX {
+    /// Returns a tid that was never used; `None` if there is none or the host runs [`TASKS_MAX`]
+    /// tasks.
+    pub(super) fn allocate_tid(&mut self, host: HostId) -> Option<Tid> {
+        if self.live_tasks.len() >= TASKS_MAX {
             return None;
         }
-        let tid = Tid::task(host, self.last_task_number + 1)?;
+        let tid = Tid::for_task(host, self.last_task_number + 1)?;
         self.last_task_number += 1;
         Some(tid)
     }
 
     pub(super) fn get(&self, tid: Tid) -> Option<&Task> {
-        self.live.get(&tid)
+        self.live_tasks.get(&tid)
     }
 
     pub(super) fn get_mut(&mut self, tid: Tid) -> Option<&mut Task> {
-        self.live.get_mut(&tid)
+        self.live_tasks.get_mut(&tid)
     }
 
     pub(super) fn insert(&mut self, task: Task) {
-        if let (Some(spawn_token), ConnectionPhase::Expected) = (task.spawn_token, task.phase) {
-            self.by_spawn_token.insert(spawn_token, task.tid);
+        if let (Some(spawn_token), ConnectionPhase::Expected) =
+            (task.spawn_token, task.connection_phase)
+        {
+            self.tids_by_spawn_token.insert(spawn_token, task.tid);
         }
-        self.live.insert(task.tid, task);
+        self.live_tasks.insert(task.tid, task);
     }
 
-    /// Remembers the watermarks of an ended task.
-    pub(super) fn record_exit(&mut self, tid: Tid, marks: Vec<SendWatermark>) {
+    /// Remembers the watermarks of an ended task, instead of those of the oldest task if there are
+    /// too many.
+    pub(super) fn record_exit_watermarks(&mut self, tid: Tid, watermarks: Vec<SendWatermark>) {
         if self.exited_watermarks.len() >= EXITED_WATERMARKS_MAX {
             self.exited_watermarks.pop_front();
         }
-        self.exited_watermarks.push_back((tid, marks));
+        self.exited_watermarks.push_back((tid, watermarks));
     }
 
-    /// Returns the watermark of an ended task's link to a peer.
+    /// Returns the watermark of an ended task's link to a peer; `None` if it is not remembered.
     pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
-        let marks = &self
+        let watermarks = &self
             .exited_watermarks
             .iter()
             .rev()
-            .find(|(dead, _)| *dead == tid)?
+            .find(|(exited_tid, _)| *exited_tid == tid)?
             .1;
-        watermark_for(tid, marks, peer)
+        watermark_for(tid, watermarks, peer)
     }
 }
 
-/// Returns the watermark up to which `watcher` must receive messages of `exited` before a
-/// notification of its end.
+/// Returns the watermark up to which `watcher` must receive the messages of `exited_tid` before the
+/// notification of its end; `None` if `exited_tid` has sent no message to `watcher`. `watermarks` are the
+/// watermarks of `exited_tid`.
 pub(super) fn watermark_for(
-    exited: Tid,
-    marks: &[SendWatermark],
+    exited_tid: Tid,
+    watermarks: &[SendWatermark],
     watcher: Tid,
 ) -> Option<SendWatermark> {
-    marks
+    watermarks
         .iter()
         .find(|m| m.peer == watcher)
         .map(|m| SendWatermark {
-            peer: exited,
+            peer: exited_tid,
             end_seq: m.end_seq,
         })
 }
 
 impl Machine {
-    /// Lists the tasks of this host, for `pvm_tasks`.
-    pub(super) fn list_tasks(&self, selected: Option<Tid>) -> Vec<TaskInfo> {
-        let info = |task: &Task, migrating: bool, stopped: bool, suspended: bool| TaskInfo {
-            tid: task.tid,
-            parent: task.parent,
-            host: self.config.host,
-            flags: task.flags,
-            name: task.name.clone(),
-            pid: task.pid,
-            uid: self.config.uid,
-            migrating,
-            paused: stopped && self.owner_control.pauses_guests(),
-            suspended,
-        };
-        let wanted = |tid: Tid| selected.is_none_or(|selected| selected == tid);
-        let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
-            let source = self
-                .migrations
-                .sources
-                .values()
-                .find(|s| s.migration().tid == t.tid);
-            let migrating = source.is_some_and(Source::is_departing)
-                || (t.holds_items && (t.pause.is_none() || source.is_some()));
-            info(t, migrating, t.pause.is_some(), t.suspension.is_some())
-        });
-        let arriving = self
+    /// Lists the tasks of this host, or only the task `selected_tid`, for `pvm_tasks`.
+    pub(super) fn list_tasks(&self, selected_tid: Option<Tid>) -> Vec<TaskInfo> {
+        let task_info =
+            |task: &Task, migrating: bool, is_stopped: bool, suspended: bool| TaskInfo {
+                tid: task.tid,
+                parent: task.parent,
+                host: self.config.host,
+                flags: task.flags,
+                name: task.name.clone(),
+                pid: task.pid,
+                uid: self.config.uid,
+                migrating,
+                paused: is_stopped && self.owner_control.pauses_guests(),
+                suspended,
+            };
+        let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
+        let local_tasks = self
+            .tasks
+            .live_tasks
+            .values()
+            .filter(|t| is_selected(t.tid))
+            .map(|t| {
+                let source = self
+                    .migrations
+                    .sources
+                    .values()
+                    .find(|s| s.migration().tid == t.tid);
+                let migrating = source.is_some_and(Source::is_departing)
+                    || (t.holds_items && (t.pause.is_none() || source.is_some()));
+                task_info(t, migrating, t.pause.is_some(), t.suspension.is_some())
+            });
+        let arriving_tasks = self
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.is_located && wanted(a.tid));
-        let arriving = arriving.filter_map(|a| {
-            Some(info(
+            .filter(|a| a.is_located && is_selected(a.tid));
+        let arriving_tasks = arriving_tasks.filter_map(|a| {
+            Some(task_info(
                 &Task::from_record(a.record.clone()?),
                 true,
                 a.pause_ordered,
                 a.suspension.is_some(),
             ))
         });
-        here.chain(arriving).collect()
+        local_tasks.chain(arriving_tasks).collect()
     }
 
-    /// Returns the state of a task that another daemon needs to continue it.
+    /// Returns the state that another daemon needs to continue the task.
     pub(super) fn task_record(&self, task: &Task) -> TaskRecord {
         TaskRecord {
             tid: task.tid,
@@ -439,14 +457,14 @@ impl Machine {
             name: task.name.clone(),
             flags: task.flags,
             spawn_token: task.spawn_token,
-            output: task.output,
-            trace: task.trace,
-            exit_rm: task.rm,
+            output_sink: task.output_sink,
+            trace_sink: task.trace_sink,
+            exit_rm: task.exit_rm,
             watermarks: task.link_watermarks(),
-            requests: task.requests.iter().copied().collect(),
+            open_requests: task.open_requests.iter().copied().collect(),
             untimed_requests: task.untimed_requests.iter().copied().collect(),
-            restart: task.restart.clone(),
-            launch: task.launch.clone(),
+            restart_info: task.restart_info.clone(),
+            launch: task.launch_info.clone(),
             handoff: task.handoff.clone(),
             notifications: task.notifications.clone(),
             redirect_address: task.redirect_address,
@@ -456,18 +474,23 @@ impl Machine {
     }
 
     /// Handles a task's request to leave the virtual machine (`pvm_exit`).
-    pub(super) fn leave_vm(&mut self, tid: Tid, id: RequestId, marks: Vec<SendWatermark>) {
+    pub(super) fn handle_leave_request(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        watermarks: Vec<SendWatermark>,
+    ) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.raise_watermarks(marks);
+        task.raise_watermarks(watermarks);
         match task.graceful_exit {
-            // The program was asked to exit for a restart, and leaves the virtual machine before it
+            // A program that was asked to exit for a restart leaves the virtual machine before it
             // exits.
-            Some(ending) if ending.is_self_checkpoint() && task.is_exiting() => {
+            Some(graceful_exit) if graceful_exit.is_self_checkpoint() && task.is_exiting() => {
                 return self.reply(tid, id, sempa_proto::task::Reply::Done);
             }
-            // The program has finished its work and is not restarted.
+            // The program leaves without such a request, so it is not started again.
             _ => {}
         }
         self.withdraw_exit_request(tid);
@@ -475,40 +498,40 @@ impl Machine {
             return;
         };
         task.handoff_log = None;
-        let own: Vec<PendingNotify> = task
+        let own_watches: Vec<PendingNotification> = task
             .notifications
             .extract_if(.., |w| w.subject == NotifySubject::TaskExit(tid))
             .collect();
-        for watch in own {
+        for watch in own_watches {
             self.send_exit_notification(tid, tid, &watch, None);
         }
         self.reply(tid, id, sempa_proto::task::Reply::Done);
-        self.detach(tid);
+        self.end_connection(tid);
     }
 
-    /// Ends a task's connection, because the task has left or its socket has closed. A task from a
-    /// command line ends with its connection, a spawned task when its process exits.
-    pub(super) fn detach(&mut self, tid: Tid) {
+    /// Handles a task that has left the virtual machine or whose socket has closed. A task from a
+    /// command line then ends; a spawned task ends when its process exits.
+    pub(super) fn end_connection(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        if let Some((status, used)) = task.exit_report {
-            return self.end_task(tid, status, used);
+        if let Some((status, usage)) = task.exit_report {
+            return self.end_task(tid, status, usage);
         }
         if !task.is_spawned() {
             return self.end_task(tid, 0, Usage::default());
         }
-        if task.phase == ConnectionPhase::Left {
+        if task.connection_phase == ConnectionPhase::Left {
             return;
         }
-        if let ConnectionPhase::Connected(conn) = task.phase {
+        if let ConnectionPhase::Connected(conn) = task.connection_phase {
             self.conns.retire(conn);
         }
-        task.phase = ConnectionPhase::Left;
+        task.connection_phase = ConnectionPhase::Left;
         task.flags &= !(TASK_CONNECTED | TASK_RM);
         task.notifications.clear();
-        let held = task.inbox.drain();
-        self.notify_senders_of_end(tid, held);
+        let inbox_items = task.inbox.drain();
+        self.notify_senders_of_end(tid, inbox_items);
         self.end_peer_routes(tid);
         self.notify_sources_ended(tid);
         for host in self.other_hosts() {
@@ -517,34 +540,34 @@ impl Machine {
         self.remove_from_services(tid);
     }
 
-    /// Handles the exit of a spawned task's process. Its last output to the socket may not have
-    /// been read yet.
-    pub(super) fn handle_process_exit(&mut self, tid: Tid, status: i32, used: Usage) {
+    /// Handles the exit of a spawned task's process. The daemon may not yet have read everything
+    /// that the process has written to its socket.
+    pub(super) fn handle_process_exit(&mut self, tid: Tid, status: i32, usage: Usage) {
         if let Some(arrival) = self.migrations.arrivals.get_mut(&tid).filter(|a| a.has_run) {
-            arrival.exit_report = Some((status, used));
+            arrival.exit_report = Some((status, usage));
             return self.advance_arrival(tid);
         }
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let used = used.plus(task.earlier_usage);
-        task.exit_report = Some((status, used));
+        let usage = usage.merged_with(task.earlier_usage);
+        task.exit_report = Some((status, usage));
         let spawn_token = task.spawn_token;
         if task.conn().is_some() && self.shutdown.is_none() {
             self.set_timer(
                 SOCKET_DRAIN_TIMEOUT,
-                super::Timer::SocketDrain(tid, spawn_token),
+                super::Timer::SocketDrainTimeout(tid, spawn_token),
             );
         } else {
-            self.end_task(tid, status, used);
+            self.end_task(tid, status, usage);
         }
     }
 
     /// Drains the socket of an exited process that is still open, because another process holds it
     /// or this daemon has not read everything yet. No written message may be lost, so the shell
-    /// reads the rest and then closes the socket.
+    /// reads the remaining data and then closes the socket.
     pub(super) fn handle_socket_drain_timeout(&mut self, tid: Tid, spawn_token: Option<i32>) {
-        // The task has another process by now.
+        // If the spawn token differs, the task has another process by now.
         let Some(task) = self
             .tasks
             .get(tid)
@@ -554,22 +577,23 @@ impl Machine {
         };
         match (task.exit_report, task.conn()) {
             (Some(_), Some(conn)) => self.outputs.push_back(Output::DrainConnection { conn }),
-            (Some((status, used)), None) => self.end_task(tid, status, used),
+            (Some((status, usage)), None) => self.end_task(tid, status, usage),
             (None, _) => {}
         }
     }
 
-    /// Ends a task and notifies other tasks and hosts, after everything that the task has sent.
-    pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
-        if self.handle_exit_for_restart(tid, status, used) || self.defer_exit(tid, status, used) {
+    /// Ends a task, unless its program is started again or the coordinator must decide. Notifies
+    /// other tasks and hosts after everything that the task has sent.
+    pub(super) fn end_task(&mut self, tid: Tid, status: i32, usage: Usage) {
+        if self.handle_exit_for_restart(tid, status, usage) || self.defer_exit(tid, status, usage) {
             return;
         }
-        let Some(mut task) = self.tasks.live.remove(&tid) else {
+        let Some(mut task) = self.tasks.live_tasks.remove(&tid) else {
             return;
         };
         self.tasks
-            .by_spawn_token
-            .retain(|_, expected| *expected != tid);
+            .tids_by_spawn_token
+            .retain(|_, reserved_tid| *reserved_tid != tid);
         if let Some(conn) = task.conn() {
             self.conns.retire(conn);
             self.outputs.push_back(Output::CloseTask { conn });
@@ -577,45 +601,48 @@ impl Machine {
         self.notify_sources_ended(tid);
         self.forget_guest(&task);
         if task.is_spawned() || task.tasker.is_some() {
-            self.report_output_ended(tid, task.output);
+            self.report_output_ended(tid, task.output_sink);
         }
-        let marks = task.link_watermarks();
-        self.report_exit_to_rm(&task, &marks, status, used);
-        self.trace_task_end(&task, status, used);
-        let held = task.inbox.drain();
-        self.notify_senders_of_end(tid, held);
+        let watermarks = task.link_watermarks();
+        self.report_exit_to_rm(&task, &watermarks, status, usage);
+        self.trace_task_end(&task, status, usage);
+        let inbox_items = task.inbox.drain();
+        self.notify_senders_of_end(tid, inbox_items);
         self.end_peer_routes(tid);
-        self.tasks.record_exit(tid, marks.clone());
+        self.tasks.record_exit_watermarks(tid, watermarks.clone());
         if self.shutdown.is_none() {
             for host in self.other_hosts() {
-                let message = DataMsg::Ended {
+                let message = DataMsg::TaskEnded {
                     tid,
-                    watermarks: marks.clone(),
+                    watermarks: watermarks.clone(),
                 };
                 self.outputs.push_back(Output::SendData { host, message });
             }
         }
-        self.record(EventKind::TaskEnded { tid, status, used });
-        self.handle_task_end(tid, &marks);
+        self.record_event(EventKind::TaskEnded {
+            tid,
+            status,
+            used: usage,
+        });
+        self.handle_task_end(tid, &watermarks);
         self.handle_rm_command_end(&task, status);
         self.handle_watcher_end(&task, status);
         self.advance_stop();
     }
 
     /// Handles the end of a task of any host.
-    pub(super) fn handle_task_end(&mut self, tid: Tid, marks: &[SendWatermark]) {
+    pub(super) fn handle_task_end(&mut self, tid: Tid, watermarks: &[SendWatermark]) {
         self.handle_exit_notice(tid);
-        self.notify_watchers_of_exit(tid, marks);
-        self.contexts.retain(|_, owner| *owner != tid);
+        self.notify_watchers_of_exit(tid, watermarks);
+        self.context_owners.retain(|_, owner| *owner != tid);
         self.remove_from_services(tid);
     }
 
-    /// Removes an ended task from the state of the master, and from the services that it provides
-    /// for daemons.
+    /// Removes an ended task from the state of the master, and from its services for daemons.
     pub(super) fn remove_from_services(&mut self, tid: Tid) {
         self.handle_rm_exit(tid);
         self.handle_owner_agent_end(tid);
-        self.service_task_ended(tid);
+        self.handle_service_task_end(tid);
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);
             master.mailbox.remove_owner(tid);
@@ -623,10 +650,10 @@ impl Machine {
         self.remove_ended_member(tid);
     }
 
-    /// Notifies the senders of undeliverable frames and messages, so that they need not retain
-    /// anything for this task.
-    pub(super) fn notify_senders_of_end(&mut self, tid: Tid, held: VecDeque<PendingItem>) {
-        let senders: BTreeSet<Tid> = held
+    /// Notifies the senders of undeliverable frames and messages of the end of the task, so that
+    /// their libraries need not retain anything for it.
+    pub(super) fn notify_senders_of_end(&mut self, tid: Tid, inbox_items: VecDeque<PendingItem>) {
+        let senders: BTreeSet<Tid> = inbox_items
             .iter()
             .filter_map(sender_of)
             .filter(|src| *src != tid)

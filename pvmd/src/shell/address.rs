@@ -1,16 +1,17 @@
-//! The addresses at which a daemon can be reached: those of its interfaces, or those that the user
-//! sets.
+//! The addresses at which a daemon can be reached: the addresses of its interfaces, or the
+//! addresses that the user has set.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
-/// Maximum number of announced addresses; a slave's reply must fit on one short line.
+/// Maximum number of announced addresses; a slave must be able to announce all of its addresses
+/// within the length limit of its reply line.
 pub(crate) const ADDRESSES_MAX: usize = 5;
 
 /// Returns the addresses to announce with this port, most useful first.
 ///
-/// If `SEMPA_ADDRESS` is set (`announced`), only its addresses are returned. Otherwise the
-/// `preferred` addresses come first, then all other interface addresses; loopback is used only if
-/// there is no other address.
+/// If `announced` (the value of `SEMPA_ADDRESS`) is set, only its addresses are returned. Otherwise
+/// the `preferred` addresses are first, followed by all other interface addresses. A loopback
+/// address is returned only if there is no other address.
 ///
 /// # Errors
 /// One sentence if `announced` contains a word that is not an address.
@@ -20,7 +21,7 @@ pub(crate) fn addresses_to_announce(
     port: u16,
 ) -> Result<Vec<SocketAddr>, String> {
     if let Some(list) = announced {
-        let parse = |word: &str| {
+        let parse_ip = |word: &str| {
             word.parse::<IpAddr>()
                 .map_err(|_| format!("SEMPA_ADDRESS: {word:?} is not an IP address"))
         };
@@ -28,7 +29,7 @@ pub(crate) fn addresses_to_announce(
             .split(',')
             .map(str::trim)
             .filter(|word| !word.is_empty());
-        let ips = words.map(parse).collect::<Result<Vec<_>, _>>()?;
+        let ips = words.map(parse_ip).collect::<Result<Vec<_>, _>>()?;
         return Ok(ips
             .into_iter()
             .map(|ip| SocketAddr::new(ip, port))
@@ -40,10 +41,13 @@ pub(crate) fn addresses_to_announce(
         .copied()
         .filter(|ip| !ip.is_loopback())
         .collect();
-    let own = interface_addresses();
-    // IPv4 first: hosts of one lab reach each other most often over IPv4.
-    for wanted in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
-        for ip in own.iter().filter(|ip| wanted(ip) && !ip.is_loopback()) {
+    let local_ips = interface_addresses();
+    // IPv4 addresses are first, because most hosts in one network reach each other over IPv4.
+    for is_family in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
+        for ip in local_ips
+            .iter()
+            .filter(|ip| is_family(ip) && !ip.is_loopback())
+        {
             if !ips.contains(ip) {
                 ips.push(*ip);
             }
@@ -59,14 +63,15 @@ pub(crate) fn addresses_to_announce(
         .collect())
 }
 
-/// Returns the addresses of all interfaces that are up. Link-local addresses are left out: they are
-/// ambiguous without an interface.
+/// Returns the addresses of all interfaces that are up. Link-local addresses are omitted, because
+/// they are ambiguous without an interface.
 fn interface_addresses() -> Vec<IpAddr> {
-    let Ok(all) = nix::ifaddrs::getifaddrs() else {
+    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else {
         return Vec::new();
     };
-    let up = nix::net::if_::InterfaceFlags::IFF_UP;
-    all.filter(|i| i.flags.contains(up))
+    let up_flag = nix::net::if_::InterfaceFlags::IFF_UP;
+    interfaces
+        .filter(|i| i.flags.contains(up_flag))
         .filter_map(|i| i.address)
         .filter_map(|a| {
             let v4 = a.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
@@ -79,24 +84,24 @@ fn interface_addresses() -> Vec<IpAddr> {
         .collect()
 }
 
-/// Returns the addresses of a host name; empty if there are none.
+/// Returns the addresses of the host `name`; empty if the name cannot be resolved.
 pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
-    let Ok(found) = (name, 0).to_socket_addrs() else {
+    let Ok(socket_addresses) = (name, 0).to_socket_addrs() else {
         return Vec::new();
     };
-    found.map(|a| a.ip()).collect()
+    socket_addresses.map(|a| a.ip()).collect()
 }
 
-/// Returns client and server address of the ssh session that started this process
-/// (`SSH_CONNECTION`: client address, client port, server address, server port; sshd(8)).
+/// Returns the client's and the server's address of the ssh session that started this process.
+/// `variable` is the value of `SSH_CONNECTION` (client address, client port, server address, server
+/// port; sshd(8)). Returns `None` if it is not set or malformed.
 pub(crate) fn ssh_session_addresses(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
     let words: Vec<&str> = variable?.split_whitespace().collect();
-    let [client, _, server, _] = words[..] else {
+    let [client_ip, _, server_ip, _] = words[..] else {
         return None;
     };
-    // A scoped address (`%eth0`) does not parse, and its scope would be valid only at the other
-    // end.
-    Some((client.parse().ok()?, server.parse().ok()?))
+    // A scoped address (`%eth0`) does not parse. Its scope would be valid on the other host only.
+    Some((client_ip.parse().ok()?, server_ip.parse().ok()?))
 }
 
 #[cfg(test)]
@@ -105,25 +110,29 @@ mod tests {
 
     #[test]
     fn announced_addresses_replace_all_others() {
-        let got = addresses_to_announce(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7)
-            .expect("addresses");
+        let returned_addresses =
+            addresses_to_announce(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7)
+                .expect("addresses");
         assert_eq!(
-            got,
+            returned_addresses,
             ["127.0.0.1:7", "[::1]:7"].map(|a| a.parse().expect("an address"))
         );
         assert!(addresses_to_announce(Some("nowhere"), &[], 7).is_err());
-        let own =
+        let local_addresses =
             addresses_to_announce(None, &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
-        assert_eq!(own[0], "10.0.0.9:7".parse().expect("an address"));
+        assert_eq!(
+            local_addresses[0],
+            "10.0.0.9:7".parse().expect("an address")
+        );
     }
 
     /// `SSH_CONNECTION` yields client and server address; scoped addresses are ignored.
     #[test]
     fn ssh_session_yields_both_addresses() {
-        let both =
+        let address_pair =
             ssh_session_addresses(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
         assert_eq!(
-            both,
+            address_pair,
             (IpAddr::from([10, 77, 0, 1]), IpAddr::from([10, 77, 0, 2]))
         );
         assert_eq!(

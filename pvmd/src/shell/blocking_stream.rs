@@ -1,4 +1,5 @@
-//! Blocking adapter for a QUIC stream of a session: threads read and write it as they do a socket.
+//! Blocking adapter for a QUIC stream of a session. Threads read and write the stream as they read
+//! and write a socket.
 
 use super::limits::STALL_TIMEOUT;
 use quinn::{RecvStream, SendStream};
@@ -9,58 +10,59 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// A bidirectional stream. At most one thread reads and one thread writes at a time.
+/// A bidirectional stream. At most one thread may read and one thread may write at a time.
 #[derive(Debug)]
 pub(super) struct BlockingStream {
     send_half: Mutex<SendStream>,
     receive_half: Mutex<RecvStream>,
-    aborted: watch::Sender<bool>,
+    is_aborted: watch::Sender<bool>,
     runtime: Handle,
 }
 
 impl BlockingStream {
-    /// Wraps the two halves of a stream. Must be called inside the runtime that drives them.
-    pub(super) fn new(send_half: SendStream, receive_half: RecvStream) -> BlockingStream {
+    /// Wraps the two halves of a stream. Must be called inside the runtime that drives the stream.
+    pub(super) fn new(send_half: SendStream, receive_half: RecvStream) -> Self {
         let (send_half, receive_half) = (Mutex::new(send_half), Mutex::new(receive_half));
-        BlockingStream {
+        Self {
             send_half,
             receive_half,
-            aborted: watch::Sender::new(false),
+            is_aborted: watch::Sender::new(false),
             runtime: Handle::current(),
         }
     }
 
     /// As [`io::Read::read`], with a timeout of [`STALL_TIMEOUT`].
     pub(super) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut back = self
+        let mut receive_half = self
             .receive_half
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        self.block_on(async { Ok(back.read(buffer).await?.unwrap_or(0)) })
+        self.block_on(async { Ok(receive_half.read(buffer).await?.unwrap_or(0)) })
     }
 
     /// As [`io::Write::write`], with a timeout of [`STALL_TIMEOUT`].
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        let mut out = self
+        let mut send_half = self
             .send_half
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        self.block_on(async { Ok(out.write(bytes).await?) })
+        self.block_on(async { Ok(send_half.write(bytes).await?) })
     }
 
-    /// Makes all current and future reads and writes fail. Data written before is still sent.
+    /// Makes all current and future reads and writes fail. Data that was already written is still
+    /// sent.
     pub(super) fn abort(&self) {
-        self.aborted.send_replace(true);
+        self.is_aborted.send_replace(true);
     }
 
-    fn block_on<T>(&self, done: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-        let mut cut = self.aborted.subscribe();
+    fn block_on<T>(&self, operation: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        let mut abort_receiver = self.is_aborted.subscribe();
         self.runtime.block_on(async {
             tokio::select! {
                 biased;
-                _ = cut.wait_for(|cut| *cut) => Err(io::Error::new(ErrorKind::ConnectionAborted, "the transfer was \
+                _ = abort_receiver.wait_for(|abort_receiver| *abort_receiver) => Err(io::Error::new(ErrorKind::ConnectionAborted, "the transfer was \
                                                                                                   aborted")),
-                done = timeout(STALL_TIMEOUT, done) => done.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())),
+                operation = timeout(STALL_TIMEOUT, operation) => operation.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())),
             }
         })
     }

@@ -1,8 +1,8 @@
 //! The two lines exchanged when a master starts a daemon on another host: the master's bootstrap
 //! line and the daemon's reply.
 //!
-//! They travel over the standard input and output of the remote shell. The master's line contains a
-//! private key, so it must never appear in arguments or in the environment.
+//! The lines are sent over the standard input and output of the remote shell. The master's line
+//! contains a private key, so it must never appear in arguments or in the environment.
 
 use super::pki::HostCredentials;
 use sempa_proto::{HostId, PvmError};
@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
 pub(crate) const BOOTSTRAP_BYTES_MAX: usize = 64 << 10;
-/// Version of both lines. PVM 3.4.6 daemons have 2316 in the same field.
-const DAEMON_PROTOCOL: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
+/// Protocol version in both lines. Daemons of PVM 3.4.6 send 2316 in this field.
+const DAEMON_PROTOCOL_VERSION: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
 /// First word of an error reply.
 const ERROR_PREFIX: &str = "sempa-error:";
-/// Longest reply line of a slave (example hosters keep 255 characters of it).
+/// Maximum length of a slave's reply line; the example hosters read only 255 characters of it.
 pub(crate) const REPLY_BYTES_MAX: usize = 255;
 
-/// The bootstrap line that the master writes, as JSON.
+/// The bootstrap line, which the master writes as JSON.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Bootstrap {
     pub(crate) ddpro: u32,
@@ -26,13 +26,14 @@ pub(crate) struct Bootstrap {
     pub(crate) host: u16,
     /// The new host's name in the host table.
     pub(crate) name: String,
-    /// Certificate of the authority. As in the next two fields, DER in hexadecimal.
+    /// Certificate of the authority. This field, `certificate` and `key` contain DER in
+    /// hexadecimal.
     pub(crate) authority: String,
     pub(crate) certificate: String,
     pub(crate) key: String,
     /// Addresses at which the master listens.
     pub(crate) masters: Vec<SocketAddr>,
-    /// The master's library folder, used on the new host if it exists on that host.
+    /// The master's library folder. The new host uses this path if the folder exists there, too.
     pub(crate) library: Option<String>,
     /// Search path for executables (`ep=`), not expanded.
     pub(crate) search_path: Option<String>,
@@ -42,31 +43,31 @@ pub(crate) struct Bootstrap {
     pub(crate) speed: i32,
     /// Debugger command for tasks on the new host (`bx=`).
     pub(crate) debugger: Option<String>,
-    /// True if the user has allowed root on the master; the permission applies to the new host,
-    /// too.
+    /// True if the user has allowed a daemon of root on the master; the new host may then run as
+    /// root, too.
     pub(crate) allow_root: bool,
     /// Silence in milliseconds after which a host is considered lost.
     pub(crate) lease_ms: u64,
 }
 
-/// The credentials in the master's line cannot be decoded. Nothing was started.
+/// Error: the credentials in the master's line cannot be decoded. Nothing was started.
 #[derive(Debug, thiserror::Error)]
 #[error("the master's line holds a broken certificate")]
 pub(crate) struct BrokenCertificate;
 
 impl Bootstrap {
-    pub(crate) const VERSION: u32 = DAEMON_PROTOCOL;
+    pub(crate) const VERSION: u32 = DAEMON_PROTOCOL_VERSION;
 
     /// Returns the credentials in the line.
     ///
     /// # Errors
-    /// They are not hexadecimal.
+    /// A credential is not hexadecimal.
     pub(crate) fn credentials(&self) -> Result<HostCredentials, BrokenCertificate> {
-        let part = |text: &str| from_hex(text).ok_or(BrokenCertificate);
+        let decode_hex = |text: &str| from_hex(text).ok_or(BrokenCertificate);
         Ok(HostCredentials {
-            authority_certificate: part(&self.authority)?,
-            certificate: part(&self.certificate)?,
-            key: part(&self.key)?,
+            authority_certificate: decode_hex(&self.authority)?,
+            certificate: decode_hex(&self.certificate)?,
+            key: decode_hex(&self.key)?,
         })
     }
 
@@ -80,21 +81,22 @@ impl Bootstrap {
     /// Parses the master's line.
     ///
     /// # Errors
-    /// The refusal to send as the reply, if the line is malformed or has another version.
-    pub(crate) fn parse(line: &str) -> Result<Bootstrap, Refusal> {
-        // The version is read first: all other fields may change with it.
+    /// The line is malformed or has another version. The error is the refusal that the slave must
+    /// send as its reply.
+    pub(crate) fn parse(line: &str) -> Result<Self, Refusal> {
+        // The version is read first, because another version may have other fields.
         #[derive(Deserialize)]
         struct Version {
             ddpro: u32,
         }
-        let bad = |e: serde_json::Error| Refusal {
+        let malformed = |e: serde_json::Error| Refusal {
             error: PvmError::CantStart,
             text: format!("standard input did not bring the line that a master sends: {e}"),
         };
-        let version: Version = serde_json::from_str(line).map_err(bad)?;
-        if version.ddpro != DAEMON_PROTOCOL {
+        let version: Version = serde_json::from_str(line).map_err(malformed)?;
+        if version.ddpro != DAEMON_PROTOCOL_VERSION {
             let text = format!(
-                "the master uses protocol version {}, this daemon {DAEMON_PROTOCOL}: install one version",
+                "the master uses protocol version {}, this daemon {DAEMON_PROTOCOL_VERSION}: install one version",
                 version.ddpro
             );
             return Err(Refusal {
@@ -102,11 +104,11 @@ impl Bootstrap {
                 text,
             });
         }
-        serde_json::from_str(line).map_err(bad)
+        serde_json::from_str(line).map_err(malformed)
     }
 }
 
-/// A slave's reply when it is ready.
+/// A slave's reply if it is ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ReadyReply {
     pub(crate) arch: String,
@@ -115,7 +117,7 @@ pub(crate) struct ReadyReply {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// A slave's reply when it cannot run.
+/// A slave's reply if it cannot run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub(crate) error: PvmError,
@@ -128,7 +130,7 @@ pub(crate) struct Refusal {
 pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     match reply {
         Ok(ready) => {
-            let ip = match ready.addresses.first() {
+            let hex_address = match ready.addresses.first() {
                 Some(SocketAddr::V4(v4)) => {
                     format!("{:08x}:{:04x}", u32::from(*v4.ip()), v4.port())
                 }
@@ -136,19 +138,21 @@ pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
                 None => "00000000:0000".into(),
             };
             let mut line = format!(
-                "ddpro<{DAEMON_PROTOCOL}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>",
+                "ddpro<{DAEMON_PROTOCOL_VERSION}> arch<{}> ip<{hex_address}> mtu<4080> dsig<{}>",
                 ready.arch, ready.dsig
             );
-            let mut list = String::new();
+            let mut address_list = String::new();
             for address in &ready.addresses {
-                let word = address.to_string();
-                if line.len() + list.len() + word.len() + " sempa<,>".len() > REPLY_BYTES_MAX {
+                let address_text = address.to_string();
+                if line.len() + address_list.len() + address_text.len() + " sempa<,>".len()
+                    > REPLY_BYTES_MAX
+                {
                     break;
                 }
-                list.push_str(if list.is_empty() { "" } else { "," });
-                list.push_str(&word);
+                address_list.push_str(if address_list.is_empty() { "" } else { "," });
+                address_list.push_str(&address_text);
             }
-            line.push_str(&format!(" sempa<{list}>"));
+            line.push_str(&format!(" sempa<{address_list}>"));
             line
         }
         Err(refusal) => format!(
@@ -159,7 +163,8 @@ pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     }
 }
 
-/// Parses a slave's reply. Returns `None` for other lines, such as a greeting of the login shell.
+/// Parses a line of a slave's output. Returns `None` if the line is not a reply, like a greeting of
+/// the login shell.
 pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
     if let Some(rest) = line.strip_prefix(ERROR_PREFIX) {
         let (code, text) = rest.trim().split_once(' ')?;
@@ -180,7 +185,7 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
         let start = line.find(&format!("{name}<"))? + name.len() + 1;
         line[start..].split_once('>').map(|(value, _)| value)
     };
-    let ready = || {
+    let parse_ready = || {
         let addresses = field("sempa")?
             .split(',')
             .filter_map(|a| a.parse().ok())
@@ -192,24 +197,27 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
         })
     };
     let version = field("ddpro").unwrap_or_default();
-    if version != DAEMON_PROTOCOL.to_string() {
+    if version != DAEMON_PROTOCOL_VERSION.to_string() {
         let text = format!(
-            "the daemon there is of version {version}, this one of version {DAEMON_PROTOCOL}: install one version"
+            "the daemon there is of version {version}, this one of version {DAEMON_PROTOCOL_VERSION}: install one version"
         );
         return Some(Err(Refusal {
             error: PvmError::BadVersion,
             text,
         }));
     }
-    let broken = || Refusal {
+    let malformed = || Refusal {
         error: PvmError::CantStart,
         text: format!("the daemon there answered {line:?}"),
     };
-    Some(ready().ok_or_else(broken))
+    Some(parse_ready().ok_or_else(malformed))
 }
 
-/// Returns the host that the line is for.
-pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
+/// Returns the host for which the line was written.
+///
+/// # Errors
+/// The line contains no valid host index.
+pub(crate) fn host_from_bootstrap(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
     HostId::new(bootstrap.host).ok_or_else(|| Refusal {
         error: PvmError::BadParam,
         text: format!(
@@ -219,7 +227,7 @@ pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
     })
 }
 
-pub(crate) fn to_hex(bytes: &[u8]) -> String {
+pub(crate) fn encode_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
@@ -244,9 +252,9 @@ mod tests {
             vm: "pvm".into(),
             host: 2,
             name: "h2".into(),
-            authority: to_hex(&[1, 255]),
-            certificate: to_hex(&[]),
-            key: to_hex(&[7]),
+            authority: encode_hex(&[1, 255]),
+            certificate: encode_hex(&[]),
+            key: encode_hex(&[7]),
             masters: vec!["10.0.0.1:9".parse().expect("an address")],
             library: None,
             search_path: Some("$HOME/x".into()),
@@ -258,18 +266,18 @@ mod tests {
         };
         let line = bootstrap.to_line();
         assert_eq!(line.matches('\n').count(), 1);
-        let again = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
+        let parsed = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
         assert!(
-            again == bootstrap
-                && again
+            parsed == bootstrap
+                && parsed
                     .credentials()
                     .expect("hexadecimal")
                     .authority_certificate
                     == [1, 255]
         );
-        let other = line.replacen(&DAEMON_PROTOCOL.to_string(), "9999", 1);
+        let other_version_line = line.replacen(&DAEMON_PROTOCOL_VERSION.to_string(), "9999", 1);
         assert_eq!(
-            Bootstrap::parse(&other).err().map(|r| r.error),
+            Bootstrap::parse(&other_version_line).err().map(|r| r.error),
             Some(PvmError::BadVersion)
         );
 
@@ -279,10 +287,10 @@ mod tests {
             addresses: vec!["10.0.0.2:77".parse().expect("an address")],
         };
         let line = reply_line(&Ok(ready.clone()));
-        let begin = format!(
-            "ddpro<{DAEMON_PROTOCOL}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>"
+        let expected_start = format!(
+            "ddpro<{DAEMON_PROTOCOL_VERSION}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>"
         );
-        assert!(line.starts_with(&begin), "{line}");
+        assert!(line.starts_with(&expected_start), "{line}");
         assert_eq!(parse_reply(&line), Some(Ok(ready)));
         let refusal = Refusal {
             error: PvmError::DupHost,
@@ -294,18 +302,18 @@ mod tests {
         );
     }
 
-    /// Greetings are ignored, PVM 3 replies are refused by version, and a long address list is cut
-    /// to the limit.
+    /// A greeting yields no reply. A PVM 3 reply is refused because of its version. A list of
+    /// addresses that is too long is truncated.
     #[test]
     fn unrelated_and_old_lines_are_not_replies() {
         assert_eq!(parse_reply("Welcome to this machine"), None);
-        let old =
+        let pvm3_reply =
             parse_reply("ddpro<2316> arch<LINUX64> ip<0a4e0002:9c2a> mtu<4080> dsig<4230209>");
         assert_eq!(
-            old.and_then(Result::err).map(|r| r.error),
+            pvm3_reply.and_then(Result::err).map(|r| r.error),
             Some(PvmError::BadVersion)
         );
-        let many = vec![
+        let addresses = vec![
             "[2001:db8:1111:2222:3333:4444:5555:6666]:65535"
                 .parse()
                 .expect("an address");
@@ -314,7 +322,7 @@ mod tests {
         let line = reply_line(&Ok(ReadyReply {
             arch: "LINUX64".into(),
             dsig: 4230209,
-            addresses: many,
+            addresses,
         }));
         assert!(line.len() <= REPLY_BYTES_MAX);
     }

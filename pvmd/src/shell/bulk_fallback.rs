@@ -1,9 +1,10 @@
 //! Connects two hosts for a bulk transfer: by TCP ([`super::bulk_tcp`]), or by a stream of their
 //! session where TCP is blocked.
 //!
-//! The session always exists but costs more work per byte. When the connecting end detects that TCP
-//! is blocked, it opens a session stream instead, and remembers the host for a while. The listening
-//! end accepts the first TCP connection or session stream that arrives.
+//! The session always exists but needs more processor time per byte. If the connecting end detects
+//! that TCP is blocked, it opens a session stream instead. It then uses session streams with this
+//! host for [`TCP_RETRY_INTERVAL`]. The listening end accepts the first TCP connection or session
+//! stream that arrives.
 
 use super::bulk_tcp::{
     BulkListener, ConnectionEnd, ConnectionKeys, ConnectionOffer, Transport, connect,
@@ -20,25 +21,26 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-/// Time for which TCP is not tried again with a host after a TCP connection to it was blocked.
+/// Time for which no TCP connection to a host is attempted after TCP to this host was blocked.
 const TCP_RETRY_INTERVAL: Duration = Duration::from_secs(600);
 /// Time limit for the other end to accept a session stream.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Reply of the end that accepts a session stream.
+/// Reply of the listening end when it accepts a session stream.
 const ACCEPT_REPLY: [u8; 1] = [1];
 
-type Streams = (SendStream, RecvStream);
+type StreamPair = (SendStream, RecvStream);
 
 #[derive(Debug, Default)]
 struct FallbackState {
-    /// Transfers for which the other end may open a session stream: by migration and content, that
-    /// host and the receiver of the stream. Each entry is removed with its [`ExpectedTransfer`].
-    expected_streams: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<Streams>)>,
-    /// Hosts that TCP could not reach, with the time of the last attempt.
-    tcp_blocked: HashMap<HostId, Instant>,
+    /// Transfers for which the connecting end may open a session stream. The key is the migration
+    /// and the content. The value is the connecting host and the sender that passes on the stream.
+    /// Each entry is removed with its [`ExpectedTransfer`].
+    expected_streams: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<StreamPair>)>,
+    /// Hosts that were not reachable by TCP, each with the time of the last attempt.
+    tcp_blocked_at: HashMap<HostId, Instant>,
 }
 
-/// State of bulk connections with other hosts; all clones share it.
+/// State of bulk connections with other hosts. All clones share the state.
 #[derive(Clone, Debug)]
 pub(crate) struct BulkFallbacks {
     state: Arc<Mutex<FallbackState>>,
@@ -48,7 +50,7 @@ pub(crate) struct BulkFallbacks {
 pub(super) struct ExpectedTransfer {
     fallbacks: BulkFallbacks,
     key: (MigrationId, BulkContent),
-    streams: oneshot::Receiver<Streams>,
+    streams: oneshot::Receiver<StreamPair>,
 }
 
 impl Drop for ExpectedTransfer {
@@ -58,8 +60,8 @@ impl Drop for ExpectedTransfer {
 }
 
 impl BulkFallbacks {
-    pub(crate) fn new() -> BulkFallbacks {
-        BulkFallbacks {
+    pub(crate) fn new() -> Self {
+        Self {
             state: Arc::default(),
         }
     }
@@ -69,115 +71,119 @@ impl BulkFallbacks {
     }
 
     /// Permits the host `from` to open a session stream for the transfer. Must be called before
-    /// that host is notified of the transfer.
+    /// `from` is notified of the transfer.
     pub(super) fn expect_stream(
         &self,
         from: HostId,
         migration: MigrationId,
-        what: BulkContent,
+        content: BulkContent,
     ) -> ExpectedTransfer {
         let (stream_sender, streams) = oneshot::channel();
         self.lock()
             .expected_streams
-            .insert((migration, what), (from, stream_sender));
+            .insert((migration, content), (from, stream_sender));
         ExpectedTransfer {
             fallbacks: self.clone(),
-            key: (migration, what),
+            key: (migration, content),
             streams,
         }
     }
 
-    /// Handles a stream that a host has opened in its session.
+    /// Handles a session stream that the host `from` has opened.
     pub(crate) fn on_stream(
         &self,
         from: HostId,
         migration: MigrationId,
-        what: BulkContent,
-        streams: Streams,
+        content: BulkContent,
+        streams: StreamPair,
     ) {
         let mut state = self.lock();
-        match state.expected_streams.remove(&(migration, what)) {
+        match state.expected_streams.remove(&(migration, content)) {
             Some((host, stream_sender)) if host == from => {
-                // If the transfer has ended, the streams are dropped, and the other end sees them
-                // closed.
+                // If the transfer has ended, the streams are dropped and the host `from` detects
+                // that they are closed.
                 let _ = stream_sender.send(streams);
             }
             other => {
                 state
                     .expected_streams
-                    .extend(other.map(|waits| ((migration, what), waits)));
+                    .extend(other.map(|waits| ((migration, content), waits)));
                 drop(state);
                 tracing::warn!(
-                    "refused a stream of {from} for {what:?} of {migration}: it is not expected"
+                    "refused a stream of {from} for {content:?} of {migration}: it is not expected"
                 );
             }
         }
     }
 
-    /// Records that TCP does not reach a host. Returns true if this was not known.
+    /// Records that TCP does not reach `host`. Returns true if the host was not marked already.
     pub(super) fn mark_tcp_blocked(&self, host: HostId) -> bool {
         self.lock()
-            .tcp_blocked
+            .tcp_blocked_at
             .insert(host, Instant::now())
             .is_none()
     }
 
     fn is_tcp_blocked(&self, host: HostId) -> bool {
-        let mut known = self.lock();
-        known
-            .tcp_blocked
-            .retain(|_, at| at.elapsed() < TCP_RETRY_INTERVAL);
-        known.tcp_blocked.contains_key(&host)
+        let mut state = self.lock();
+        state
+            .tcp_blocked_at
+            .retain(|_, blocked_at| blocked_at.elapsed() < TCP_RETRY_INTERVAL);
+        state.tcp_blocked_at.contains_key(&host)
     }
 
-    /// At the connecting end: connects to the listener of the other end, or else opens a session
-    /// stream.
+    /// At the connecting end: connects to the listener. If TCP is blocked, opens a session stream
+    /// instead.
     pub(super) async fn connect(
         &self,
-        (pair, session): (&SessionContext, &Connection),
-        (migration, what): (MigrationId, BulkContent),
+        (context, session): (&SessionContext, &Connection),
+        (migration, content): (MigrationId, BulkContent),
         offer: &ConnectionOffer,
     ) -> io::Result<ConnectionEnd> {
-        let host = pair.host;
-        let mut blocked = None;
+        let host = context.host;
+        let mut blocked_reason = None;
         if !self.is_tcp_blocked(host) {
             let keys = ConnectionKeys::derive(session, migration, offer, Transport::Tcp)?;
             match connect(session.remote_address().ip(), offer, keys).await {
-                Err(e) if e.is_blocked => blocked = Some(e.why),
-                other => return other.map_err(|e| e.why),
+                Err(e) if e.is_blocked => blocked_reason = Some(e.error),
+                other => return other.map_err(|e| e.error),
             }
         }
         let keys = ConnectionKeys::derive(session, migration, offer, Transport::Session)?;
-        let accepted = async {
-            let (out, mut back) =
-                open_bidirectional(pair, session, StreamPurpose::BulkFallback(migration, what))
-                    .await
-                    .map_err(io::Error::other)?;
+        let stream_result = async {
+            let (send_stream, mut receive_stream) = open_bidirectional(
+                context,
+                session,
+                StreamPurpose::BulkFallback(migration, content),
+            )
+            .await
+            .map_err(io::Error::other)?;
             let mut reply = ACCEPT_REPLY;
-            back.read_exact(&mut reply)
+            receive_stream
+                .read_exact(&mut reply)
                 .await
                 .map_err(io::Error::other)?;
-            Ok::<_, io::Error>((out, back))
+            Ok::<_, io::Error>((send_stream, receive_stream))
         };
-        let late = |_| {
+        let timeout_error = |_| {
             io::Error::new(
                 ErrorKind::TimedOut,
                 "it did not accept a stream of the session",
             )
         };
-        let accepted = timeout(ACCEPT_TIMEOUT, accepted)
+        let stream_result = timeout(ACCEPT_TIMEOUT, stream_result)
             .await
-            .map_err(late)
+            .map_err(timeout_error)
             .flatten();
-        // If the session stream fails, too, the transfer may have ended; the error then reports
-        // both attempts.
-        let (out, back) = accepted.map_err(|e| match &blocked {
+        // The session stream may also fail because the transfer has ended. Therefore the error
+        // reports both attempts.
+        let (send_stream, receive_stream) = stream_result.map_err(|e| match &blocked_reason {
             Some(why) => io::Error::new(e.kind(), format!("{why}; nor by the session: {e}")),
             None => e,
         })?;
-        // Two transfers of one migration may both detect the block; only the first one writes a
-        // line to the log.
-        if let Some(why) = blocked
+        // Two transfers of one migration may both detect that TCP is blocked; only the first one
+        // logs a line.
+        if let Some(why) = blocked_reason
             && self.mark_tcp_blocked(host)
         {
             let minutes = TCP_RETRY_INTERVAL.as_secs() / 60;
@@ -185,7 +191,11 @@ impl BulkFallbacks {
                 "{migration}: TCP does not reach {host} ({why}): transfers use the session for {minutes} minutes"
             );
         }
-        Ok(end_over_stream(out, back, keys.for_connector()))
+        Ok(end_over_stream(
+            send_stream,
+            receive_stream,
+            keys.for_connector(),
+        ))
     }
 }
 
@@ -197,14 +207,15 @@ impl ExpectedTransfer {
         migration: MigrationId,
         listener: BulkListener,
     ) -> io::Result<ConnectionEnd> {
-        let tcp = ConnectionKeys::derive(session, migration, listener.offer(), Transport::Tcp)?;
-        let keys =
+        let tcp_keys =
+            ConnectionKeys::derive(session, migration, listener.offer(), Transport::Tcp)?;
+        let session_keys =
             ConnectionKeys::derive(session, migration, listener.offer(), Transport::Session)?;
         tokio::select! {
-            accepted = listener.accept(tcp) => accepted,
-            Ok((mut out, back)) = &mut self.streams => {
-                out.write_all(&ACCEPT_REPLY).await.map_err(io::Error::other)?;
-                Ok(end_over_stream(out, back, keys.for_listener()))
+            accepted = listener.accept(tcp_keys) => accepted,
+            Ok((mut send_stream, receive_stream)) = &mut self.streams => {
+                send_stream.write_all(&ACCEPT_REPLY).await.map_err(io::Error::other)?;
+                Ok(end_over_stream(send_stream, receive_stream, session_keys.for_listener()))
             }
         }
     }

@@ -1,8 +1,9 @@
 //! Copies a checkpoint from the master's store to the store of another host.
 //!
-//! The data travels decrypted inside a connection with keys of its own ([`super::bulk_tcp`]). The
-//! receiving host encrypts it with the key of its own store; no store needs the key of another
-//! store. The copy becomes visible only when all of it is on the disk.
+//! The sender decrypts the data of the checkpoint and sends it through a connection that has its
+//! own keys ([`super::bulk_tcp`]). The receiving host encrypts the data with the key of its own
+//! store; no store needs the key of another store. The copy becomes visible only when all of its
+//! data is on the disk.
 
 use super::bulk_tcp::{RecordReader, RecordWriter};
 use super::image_transfer::{
@@ -18,113 +19,113 @@ use serde::{Deserialize, Serialize};
 use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// Maximum number of bytes of a checkpoint in one record.
+/// Maximum number of bytes of checkpoint data in one record.
 const PIECE_BYTES_MAX: usize = 256 << 10;
 
-/// Records that structure a copy. The data of the checkpoint is in the pieces between them.
+/// Records that mark the structure of a copy. The data of the checkpoint is sent between them.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum CopyMark {
-    /// Sent first: the time at which the checkpoint was begun (since 1970), and its size in the
-    /// master's store in bytes.
-    Checkpoint { made: Micros, bytes: u64 },
-    /// The part of a task begins; its images have `images_bytes` bytes when unpacked.
+    /// First record of a copy. `made` is the time at which the checkpoint was begun (since 1970),
+    /// `bytes` is its size in the master's store.
+    Checkpoint { started: Micros, bytes: u64 },
+    /// The part of the task `tid` begins. Its images have `images_bytes` bytes when unpacked.
     Part { tid: Tid, images_bytes: u64 },
-    /// The checkpoint's metadata begins; it is the last part.
+    /// The checkpoint's metadata begins; it follows all parts.
     Meta,
-    /// A part or the metadata is complete; it has `bytes` bytes.
+    /// The current part or the metadata is complete and consists of `bytes` bytes.
     End { bytes: u64 },
 }
 
-/// Sends a checkpoint. `rate` limits the transfer rate.
+/// Sends a checkpoint. `rate` limits the transfer rate. Returns the amounts of data sent.
 pub(super) fn send_checkpoint<W: Write>(
-    set: &StoredCheckpoint,
-    mut out: RecordWriter<W>,
+    checkpoint: &StoredCheckpoint,
+    mut writer: RecordWriter<W>,
     rate: &RateLimit,
 ) -> Result<SentAmounts, Failure> {
-    let info = set.info();
-    let mut sent = SentAmounts::default();
+    let checkpoint_info = checkpoint.info();
+    let mut sent_amounts = SentAmounts::default();
     send_mark(
-        &mut out,
+        &mut writer,
         &CopyMark::Checkpoint {
-            made: info.started,
-            bytes: info.bytes,
+            started: checkpoint_info.started_at,
+            bytes: checkpoint_info.bytes,
         },
     )?;
-    for part in &info.parts {
+    for part in &checkpoint_info.parts {
         send_mark(
-            &mut out,
+            &mut writer,
             &CopyMark::Part {
                 tid: part.tid,
                 images_bytes: part.images_bytes,
             },
         )?;
         let mut bytes = 0;
-        let poured = set.copy_part(part.tid, |content| {
+        let copy_result = checkpoint.copy_part(part.tid, |content| {
             bytes += content.len() as u64;
-            send_pieces(&mut out, rate, content)
+            send_pieces(&mut writer, rate, content)
         });
-        poured.map_err(|why| Failure::Images(why.to_string()))?;
-        send_mark(&mut out, &CopyMark::End { bytes })?;
-        sent.bytes += bytes;
+        copy_result.map_err(|why| Failure::Images(why.to_string()))?;
+        send_mark(&mut writer, &CopyMark::End { bytes })?;
+        sent_amounts.file_bytes += bytes;
     }
-    let meta = set.meta();
-    send_mark(&mut out, &CopyMark::Meta)?;
-    send_pieces(&mut out, rate, meta).map_err(send_failure)?;
+    let meta = checkpoint.description();
+    send_mark(&mut writer, &CopyMark::Meta)?;
+    send_pieces(&mut writer, rate, meta).map_err(send_failure)?;
     send_mark(
-        &mut out,
+        &mut writer,
         &CopyMark::End {
             bytes: meta.len() as u64,
         },
     )?;
-    sent.bytes += meta.len() as u64;
-    sent.wire_bytes = sent.bytes;
-    Ok(sent)
+    sent_amounts.file_bytes += meta.len() as u64;
+    sent_amounts.wire_bytes = sent_amounts.file_bytes;
+    Ok(sent_amounts)
 }
 
 fn send_pieces<W: Write>(
-    out: &mut RecordWriter<W>,
+    writer: &mut RecordWriter<W>,
     rate: &RateLimit,
     content: &[u8],
 ) -> io::Result<()> {
     content.chunks(PIECE_BYTES_MAX).try_for_each(|piece| {
-        rate.wait(piece.len());
-        let Ok(sent) = out.send(1 + piece.len(), |room| {
-            room[0] = RECORD_PIECE;
-            room[1..].copy_from_slice(piece);
+        rate.wait_for_slot(piece.len());
+        let Ok(send_result) = writer.send(1 + piece.len(), |buffer| {
+            buffer[0] = RECORD_PIECE;
+            buffer[1..].copy_from_slice(piece);
             Ok::<(), Infallible>(())
         });
-        sent
+        send_result
     })
 }
 
-/// Receives a checkpoint into the draft that `begin` creates from its time and size. Returns the
-/// number of bytes received.
+/// Receives a checkpoint. `create_draft` creates the draft from the checkpoint's start time and its size
+/// in bytes. Returns the number of bytes received.
 pub(super) fn receive_checkpoint<R: Read>(
-    incoming: &mut RecordReader<R>,
-    begin: impl FnOnce(Micros, u64) -> Result<CheckpointDraft, StoreError>,
+    reader: &mut RecordReader<R>,
+    create_draft: impl FnOnce(Micros, u64) -> Result<CheckpointDraft, StoreError>,
 ) -> Result<u64, Failure> {
-    let store = |why: StoreError| Failure::Io(why.to_string());
-    let ReceivedRecord::Mark(CopyMark::Checkpoint { made, bytes }) =
-        next_record(incoming).map_err(receive_failure)?
+    let store_failure = |why: StoreError| Failure::Io(why.to_string());
+    let ReceivedRecord::Mark(CopyMark::Checkpoint { started, bytes }) =
+        next_record(reader).map_err(receive_failure)?
     else {
         return Err(format_failure("the checkpoint was not announced"));
     };
-    let draft = begin(made, bytes).map_err(store)?;
-    let mut all = 0;
+    let draft = create_draft(started, bytes).map_err(store_failure)?;
+    let mut received_bytes = 0;
     loop {
-        match next_record(incoming).map_err(receive_failure)? {
+        match next_record(reader).map_err(receive_failure)? {
             ReceivedRecord::Mark(CopyMark::Part { tid, images_bytes }) => {
-                let added = draft.add_copy(tid, images_bytes, |put| {
-                    all += receive_pieces(incoming, put)?;
+                let add_result = draft.add_task_copy(tid, images_bytes, |write_piece| {
+                    received_bytes += receive_pieces(reader, write_piece)?;
                     Ok(())
                 });
-                added.map_err(store)?;
+                add_result.map_err(store_failure)?;
             }
             ReceivedRecord::Mark(CopyMark::Meta) => {
                 let mut meta = Vec::new();
-                all += receive_pieces(incoming, &mut |piece| {
-                    if meta.len() + piece.len() > checkpoint::store::META_BYTES_MAX {
-                        return Err(invalid(
+                received_bytes += receive_pieces(reader, &mut |piece| {
+                    if meta.len() + piece.len() > checkpoint::store::DESCRIPTION_BYTES_MAX {
+                        return Err(invalid_data(
                             "the checkpoint's metadata is longer than the limit",
                         ));
                     }
@@ -132,60 +133,62 @@ pub(super) fn receive_checkpoint<R: Read>(
                     Ok(())
                 })
                 .map_err(receive_failure)?;
-                draft.finish(&meta).map_err(store)?;
-                return Ok(all);
+                draft.finish(&meta).map_err(store_failure)?;
+                return Ok(received_bytes);
             }
             _ => return Err(format_failure("neither a task nor the end was announced")),
         }
     }
 }
 
-/// A record of either kind, as received.
+/// A received record: a structure mark or a piece of data.
 enum ReceivedRecord<'a> {
     Mark(CopyMark),
     Piece(&'a [u8]),
 }
 
-fn next_record<R: Read>(incoming: &mut RecordReader<R>) -> io::Result<ReceivedRecord<'_>> {
-    let ended = |e: io::Error| match e.kind() {
+fn next_record<R: Read>(reader: &mut RecordReader<R>) -> io::Result<ReceivedRecord<'_>> {
+    let read_error = |e: io::Error| match e.kind() {
         ErrorKind::UnexpectedEof => io::Error::new(e.kind(), "the transfer ended in the middle"),
         _ => e,
     };
-    match incoming.next().map_err(ended)?.split_first() {
+    match reader.wait_for_record().map_err(read_error)?.split_first() {
         Some((&RECORD_PIECE, piece)) => Ok(ReceivedRecord::Piece(piece)),
         Some((&RECORD_MARK, mark)) => from_bytes(mark)
             .map(ReceivedRecord::Mark)
             .map_err(io::Error::other),
-        _ => Err(invalid(
+        _ => Err(invalid_data(
             "received a record that does not belong to a checkpoint",
         )),
     }
 }
 
-/// Passes the pieces up to the end mark to `put` and returns their total length.
+/// Passes the pieces up to the end mark to `write_piece` and returns their total length.
 fn receive_pieces<R: Read>(
-    incoming: &mut RecordReader<R>,
-    put: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+    reader: &mut RecordReader<R>,
+    write_piece: &mut dyn FnMut(&[u8]) -> io::Result<()>,
 ) -> io::Result<u64> {
-    let mut received = 0;
+    let mut received_bytes = 0;
     loop {
-        match next_record(incoming)? {
+        match next_record(reader)? {
             ReceivedRecord::Piece(piece) => {
-                put(piece)?;
-                received += piece.len() as u64;
+                write_piece(piece)?;
+                received_bytes += piece.len() as u64;
             }
-            ReceivedRecord::Mark(CopyMark::End { bytes }) if bytes == received => {
-                return Ok(received);
+            ReceivedRecord::Mark(CopyMark::End { bytes }) if bytes == received_bytes => {
+                return Ok(received_bytes);
             }
             ReceivedRecord::Mark(_) => {
-                return Err(invalid("received another number of bytes than was sent"));
+                return Err(invalid_data(
+                    "received another number of bytes than was sent",
+                ));
             }
         }
     }
 }
 
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, what)
+fn invalid_data(reason: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, reason)
 }
 
 #[cfg(test)]
@@ -197,12 +200,12 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn store(dir: &Path, name: &str) -> CheckpointStore {
-        let place = dir.join(name);
-        std::fs::create_dir(&place).expect("made");
+    fn create_store(dir: &Path, name: &str) -> CheckpointStore {
+        let store_dir = dir.join(name);
+        std::fs::create_dir(&store_dir).expect("made");
         CheckpointStore::open(
-            &place.join("store"),
-            &place.join("key"),
+            &store_dir.join("store"),
+            &store_dir.join("key"),
             StoreLimits::default(),
         )
         .expect("opened")
@@ -210,7 +213,7 @@ mod tests {
     }
 
     /// Creates a checkpoint of two tasks and returns its id.
-    fn made(dir: &Path, store: &CheckpointStore) -> CheckpointId {
+    fn create_checkpoint(dir: &Path, store: &CheckpointStore) -> CheckpointId {
         let draft = store.begin(JOB, Micros::from_secs(5)).expect("room");
         for tid in [0x40001, 0x80001] {
             let images = dir.join(format!("images-{tid}"));
@@ -220,56 +223,64 @@ mod tests {
                 .collect();
             std::fs::write(images.join("pages-1.img"), content).expect("written");
             std::fs::write(images.join("zeros"), [0; 50_000]).expect("written");
-            draft.add(Tid::from_raw(tid), &images).expect("added");
+            draft.add_task(Tid::from_raw(tid), &images).expect("added");
         }
         draft.finish(&[7; 600_000]).expect("complete").id
     }
 
-    fn sent(store: &CheckpointStore, id: CheckpointId) -> Vec<u8> {
+    fn send_to_bytes(store: &CheckpointStore, id: CheckpointId) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let out = RecordWriter::new(&mut bytes, ConnectionKeys::for_test(1).for_listener().0);
-        let sent = send_checkpoint(
+        let writer = RecordWriter::new(&mut bytes, ConnectionKeys::for_test(1).for_listener().0);
+        let sent_amounts = send_checkpoint(
             &store.open_checkpoint(&id).expect("there"),
-            out,
+            writer,
             &RateLimit::default(),
         )
         .expect("sent");
         assert!(
-            sent.bytes > 2 * 900_000 + 600_000 && sent.bytes < 2_450_000,
-            "zeros are not sent: {sent:?}"
+            sent_amounts.file_bytes > 2 * 900_000 + 600_000 && sent_amounts.file_bytes < 2_450_000,
+            "zeros are not sent: {sent_amounts:?}"
         );
         bytes
     }
 
-    fn received(bytes: &[u8], into: &CheckpointStore, id: CheckpointId) -> Result<u64, Failure> {
-        let mut incoming = RecordReader::new(bytes, ConnectionKeys::for_test(1).for_connector().1);
-        receive_checkpoint(&mut incoming, |made, bytes| {
-            into.begin_copy(id, made, bytes)
+    fn receive_into(
+        bytes: &[u8],
+        store: &CheckpointStore,
+        id: CheckpointId,
+    ) -> Result<u64, Failure> {
+        let mut reader = RecordReader::new(bytes, ConnectionKeys::for_test(1).for_connector().1);
+        receive_checkpoint(&mut reader, |started, bytes| {
+            store.begin_copy(id, started, bytes)
         })
     }
 
     #[test]
     fn copied_checkpoint_equals_the_original() {
         let scratch = tempfile::tempdir().expect("a directory");
-        let (here, there) = (
-            store(scratch.path(), "here"),
-            store(scratch.path(), "there"),
+        let (source_store, target_store) = (
+            create_store(scratch.path(), "here"),
+            create_store(scratch.path(), "there"),
         );
-        let id = made(scratch.path(), &here);
-        received(&sent(&here, id), &there, id).expect("received");
-        let (from, to) = (
-            here.open_checkpoint(&id).expect("there"),
-            there.open_checkpoint(&id).expect("there"),
+        let id = create_checkpoint(scratch.path(), &source_store);
+        receive_into(&send_to_bytes(&source_store, id), &target_store, id).expect("received");
+        let (original, copy) = (
+            source_store.open_checkpoint(&id).expect("there"),
+            target_store.open_checkpoint(&id).expect("there"),
         );
         assert_eq!(
-            (from.meta(), &from.info().vm, from.info().started),
-            (to.meta(), &to.info().vm, to.info().started)
+            (
+                original.description(),
+                &original.info().vm,
+                original.info().started_at
+            ),
+            (copy.description(), &copy.info().vm, copy.info().started_at)
         );
-        for tid in from.info().parts.iter().map(|part| part.tid) {
+        for tid in original.info().parts.iter().map(|part| part.tid) {
             let unpacked = scratch.path().join(format!("unpacked-{tid}"));
-            to.unpack(tid, &unpacked).expect("unpacked");
+            copy.unpack_task(tid, &unpacked).expect("unpacked");
             for file in ["pages-1.img", "zeros"] {
-                let was = std::fs::read(
+                let original_content = std::fs::read(
                     scratch
                         .path()
                         .join(format!("images-{}", tid.raw()))
@@ -277,39 +288,43 @@ mod tests {
                 )
                 .expect("there");
                 assert!(
-                    std::fs::read(unpacked.join(file)).expect("there") == was,
+                    std::fs::read(unpacked.join(file)).expect("there") == original_content,
                     "{tid}: {file}"
                 );
             }
         }
-        let again = received(&sent(&here, id), &there, id).expect_err("it is there");
+        let second_copy_error = receive_into(&send_to_bytes(&source_store, id), &target_store, id)
+            .expect_err("it is there");
         assert!(
-            again.to_string().contains("is in this store already"),
-            "{again}"
+            second_copy_error
+                .to_string()
+                .contains("is in this store already"),
+            "{second_copy_error}"
         );
     }
 
-    /// A copy that arrives truncated or altered leaves nothing visible in the store.
+    /// A truncated or altered copy creates no visible checkpoint in the store.
     #[test]
     fn truncated_or_altered_copy_is_not_visible() {
         let scratch = tempfile::tempdir().expect("a directory");
-        let (here, there) = (
-            store(scratch.path(), "here"),
-            store(scratch.path(), "there"),
+        let (source_store, target_store) = (
+            create_store(scratch.path(), "here"),
+            create_store(scratch.path(), "there"),
         );
-        let id = made(scratch.path(), &here);
-        let whole = sent(&here, id);
-        for cut in [0, 1, 30, 5_000, whole.len() / 2, whole.len() - 1] {
-            let failed = received(&whole[..cut], &there, id).expect_err("not all of it");
+        let id = create_checkpoint(scratch.path(), &source_store);
+        let copy_bytes = send_to_bytes(&source_store, id);
+        for offset in [0, 1, 30, 5_000, copy_bytes.len() / 2, copy_bytes.len() - 1] {
+            let truncation_error =
+                receive_into(&copy_bytes[..offset], &target_store, id).expect_err("not all of it");
             assert!(
-                failed.to_string().contains("in the middle"),
-                "{cut}: {failed}"
+                truncation_error.to_string().contains("in the middle"),
+                "{offset}: {truncation_error}"
             );
-            let mut changed = whole.clone();
-            changed[cut] ^= 1;
-            received(&changed, &there, id).expect_err("not what was sent");
+            let mut altered_bytes = copy_bytes.clone();
+            altered_bytes[offset] ^= 1;
+            receive_into(&altered_bytes, &target_store, id).expect_err("not what was sent");
         }
-        assert_eq!(there.list_checkpoints().expect("listed").0, []);
+        assert_eq!(target_store.list_checkpoints().expect("listed").0, []);
         assert_eq!(
             std::fs::read_dir(scratch.path().join("there/store"))
                 .expect("there")
@@ -317,6 +332,6 @@ mod tests {
             1,
             "its lock"
         );
-        received(&whole, &there, id).expect("it may be sent again");
+        receive_into(&copy_bytes, &target_store, id).expect("it may be sent again");
     }
 }

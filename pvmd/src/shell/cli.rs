@@ -3,7 +3,7 @@
 use super::daemon::{self, DaemonSetup, Role};
 use super::env::{env_var, root_refusal, runtime_paths_variable};
 use super::host_env::HostEnvironmentSettings;
-use super::net::DEFAULT_LEASE;
+use super::net::LEASE_DEFAULT;
 use super::runtime_dir::RuntimeDir;
 use super::{address, slave, sys};
 use anyhow::{Context, bail};
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Size limit of a host file.
 const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
-/// Shortest and longest lease that can be set, in milliseconds.
+/// Allowed leases in milliseconds: shortest and longest.
 const LEASE_MS_RANGE: std::ops::RangeInclusive<u64> = 200..=3_600_000;
 
 /// The daemon of one host of a parallel virtual machine.
@@ -60,20 +60,20 @@ struct Arguments {
 }
 
 fn parse_mask(text: &str) -> Result<u32, String> {
-    let parsed = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+    let mask = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         Some(hex) => u32::from_str_radix(hex, 16),
         None if text.starts_with('0') => u32::from_str_radix(text, 8),
         None => text.parse(),
     };
-    parsed.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
+    mask.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
 }
 
-/// Runs the program and returns its exit status. Must be called before anything is opened.
+/// Runs the program and returns its exit status. Must be called before the program opens any file.
 pub fn main() -> i32 {
     sys::close_inherited_fds();
     let arguments = Arguments::parse();
     if arguments.slave {
-        return slave::run(arguments.foreground, arguments.join.as_deref());
+        return slave::run_slave(arguments.foreground, arguments.join.as_deref());
     }
     match run_master(arguments) {
         Ok(()) => 0,
@@ -91,11 +91,11 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     let uid = getuid().as_raw();
     let runtime_dir =
         RuntimePaths::from_env(uid, runtime_paths_variable).map_err(anyhow::Error::msg)?;
-    let hostfile = arguments
+    let hostfile_lines = arguments
         .hostfile
         .or_else(|| env_var("PVMHOSTFILE").map(PathBuf::from));
-    let hostfile = hostfile.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
-    let own_name = gethostname()
+    let hostfile_lines = hostfile_lines.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
+    let machine_name = gethostname()
         .context("cannot find this host's name")?
         .to_string_lossy()
         .into_owned();
@@ -108,8 +108,8 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             );
         }
     }
-    let name = arguments.name.unwrap_or(own_name);
-    let plan = master_plan(&hostfile, &name);
+    let name = arguments.name.unwrap_or(machine_name);
+    let plan = master_plan(&hostfile_lines, &name);
     if preferred.is_empty() && plan.contact != name {
         preferred = address::resolve(&plan.contact);
         if preferred.is_empty() {
@@ -135,20 +135,20 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         },
         lease,
         preferred_addresses: preferred,
-        role: Role::Master { hostfile },
+        role: Role::Master { hostfile_lines },
     };
-    daemon::run(setup, |ready_daemon| {
-        // Programs that start the daemon wait for this line; a closed pipe means that the line is
-        // not wanted.
-        let mut out = std::io::stdout();
-        let _ = writeln!(out, "{}", ready_daemon.socket.display()).and_then(|()| out.flush());
+    daemon::run_daemon(setup, |ready_daemon| {
+        // Programs that start the daemon wait for the line with the socket's path. If the pipe is
+        // closed, no program reads the line, and the daemon runs all the same.
+        let mut stdout = std::io::stdout();
+        let _ = writeln!(stdout, "{}", ready_daemon.socket.display()).and_then(|()| stdout.flush());
         Ok(())
     })
 }
 
 fn configured_lease() -> anyhow::Result<Duration> {
     let Some(text) = env_var("SEMPA_LEASE_MS") else {
-        return Ok(DEFAULT_LEASE);
+        return Ok(LEASE_DEFAULT);
     };
     match text.parse() {
         Ok(ms) if LEASE_MS_RANGE.contains(&ms) => Ok(Duration::from_millis(ms)),
@@ -161,15 +161,15 @@ fn configured_lease() -> anyhow::Result<Duration> {
 }
 
 fn read_hostfile(path: &Path) -> anyhow::Result<Vec<String>> {
-    let what = || format!("cannot read the host file {}", path.display());
-    let meta = std::fs::metadata(path).with_context(what)?;
+    let error_context = || format!("cannot read the host file {}", path.display());
+    let meta = std::fs::metadata(path).with_context(error_context)?;
     if !meta.is_file() || meta.len() > HOSTFILE_BYTES_MAX {
         bail!(
             "{}: it is not a file of at most {HOSTFILE_BYTES_MAX} bytes",
-            what()
+            error_context()
         );
     }
-    let text = std::fs::read_to_string(path).with_context(what)?;
+    let text = std::fs::read_to_string(path).with_context(error_context)?;
     Ok(text.lines().map(str::to_string).collect())
 }
 
@@ -179,9 +179,13 @@ mod tests {
 
     #[test]
     fn option_values_may_follow_without_space() {
-        let got = Arguments::try_parse_from(["pvmd", "-d0x1f", "-nh1", "hosts"]).expect("as PVM");
-        assert_eq!((got.debug, got.name.as_deref()), (Some(31), Some("h1")));
-        assert_eq!(got.hostfile, Some(PathBuf::from("hosts")));
+        let arguments =
+            Arguments::try_parse_from(["pvmd", "-d0x1f", "-nh1", "hosts"]).expect("as PVM");
+        assert_eq!(
+            (arguments.debug, arguments.name.as_deref()),
+            (Some(31), Some("h1"))
+        );
+        assert_eq!(arguments.hostfile, Some(PathBuf::from("hosts")));
         assert!(
             Arguments::try_parse_from(["pvmd", "-s", "-f"]).is_ok_and(|a| a.slave && a.foreground)
         );

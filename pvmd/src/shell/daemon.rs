@@ -1,5 +1,5 @@
-//! Assembles a daemon (certificates, sockets, state machine, loop), runs it, and releases its parts
-//! at the end.
+//! Assembles a daemon (certificates, sockets, state machine, loop), runs it, and releases its
+//! resources at its end.
 //!
 //! Master and slave differ in the source of their settings ([`super::cli`], [`super::slave`]) and
 //! in how they report that they are ready.
@@ -10,8 +10,8 @@ use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
 use super::host_env::{
-    ARCH, DSIG, HostEnvironment, HostEnvironmentSettings, library_folder, programs_folder,
-    unix_time,
+    ARCH_NAME, DATA_SIGNATURE, HostEnvironment, HostEnvironmentSettings, library_folder,
+    programs_folder, unix_time,
 };
 use super::host_start::{HostStarter, HostStarterSettings};
 use super::images::ImageTransfers;
@@ -42,29 +42,29 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-/// Idle time after which a blocking (disk) thread ends. Work rotates among the idle threads: with
-/// tokio's default of ten seconds, one checkpoint per second would keep every thread alive that was
-/// ever needed.
+/// Idle time after which a blocking (disk) thread ends. Work is distributed to all idle threads in
+/// turn: with tokio's default of ten seconds, one checkpoint per second would prevent every thread
+/// from ending.
 const DISK_THREAD_KEEP_ALIVE: Duration = Duration::from_secs(2);
-/// Number of arenas of the memory allocator: one for the daemon's main thread, one for all threads
-/// that read and write files.
-const HEAP_ARENAS: i32 = 2;
-/// Number of bytes of freed memory that the allocator retains for reuse; also the size from which
-/// it maps an allocation separately.
+/// Number of arenas of the memory allocator: one for the daemon's main thread, and one for all
+/// threads that read and write files.
+const HEAP_ARENA_COUNT: i32 = 2;
+/// Number of bytes of freed memory that the allocator retains for reuse. Also the size from which
+/// the allocator maps an allocation separately.
 const HEAP_RETAINED_BYTES: i32 = 32 << 20;
 
 /// The role of a daemon in the virtual machine.
 pub(crate) enum Role {
     /// The daemon creates the virtual machine.
     Master {
-        /// Lines of the host file.
-        hostfile: Vec<String>,
+        /// The lines of the host file.
+        hostfile_lines: Vec<String>,
     },
     /// A master has started the daemon.
     Slave {
-        identity: HostCredentials,
-        /// Addresses at which the master may be reached.
-        masters: Vec<SocketAddr>,
+        credentials: HostCredentials,
+        /// Addresses at which the slave may reach the master.
+        master_addresses: Vec<SocketAddr>,
     },
 }
 
@@ -76,72 +76,72 @@ pub(crate) struct DaemonSetup {
     pub(crate) speed: i32,
     pub(crate) environment_settings: HostEnvironmentSettings,
     pub(crate) lease: Duration,
-    /// Addresses to announce first.
+    /// Addresses that the daemon announces before all other addresses.
     pub(crate) preferred_addresses: Vec<IpAddr>,
     pub(crate) role: Role,
 }
 
-/// Contact data of a daemon that is ready.
+/// Contact data of a daemon that is ready to accept connections.
 pub(crate) struct ReadyDaemon {
     pub(crate) socket: PathBuf,
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// Capabilities that a daemon keeps if it runs as root. The tasker is the privileged process, not
-/// the daemon.
+/// Capabilities that a daemon retains if it runs as root. Only the tasker is a privileged process.
 const NEEDED_CAPABILITIES: [Capability; 3] = [
-    // The checkpoint store, the logs and the tasks' programs may be in folders of another user.
+    // The daemon opens the checkpoint store, the logs and the tasks' programs in folders of other
+    // users.
     Capability::DAC_OVERRIDE,
-    // For signals to tasks that have changed their user.
+    // The daemon signals tasks that have changed their user.
     Capability::KILL,
-    // For raising the priority of threads that send images.
+    // The daemon raises the priority of threads that send images.
     Capability::SYS_NICE,
 ];
 
-/// Runs a daemon to its end. `announce` is called once the daemon is ready.
+/// Runs a daemon until it ends. `announce` is called once the daemon is ready.
 ///
 /// # Errors
-/// The daemon cannot be set up; nothing is left on the host then.
-pub(crate) fn run(
+/// The daemon cannot be set up. All files that it had created on the host are then removed.
+pub(crate) fn run_daemon(
     setup: DaemonSetup,
     announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    // Before capabilities are dropped: root may bind any port and set larger socket buffers than
-    // other users.
+    // Must happen before capabilities are dropped: root may bind any port and set larger socket
+    // buffers than other users.
     let port = env_var("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
     let socket =
         bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
-    // Must happen before other threads start: capabilities belong to a thread. Programs that the
-    // daemon starts as root get root's capabilities again by their exec.
-    capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
+    // Must happen before other threads start, because each thread has its own capabilities.
+    // Programs that the daemon starts as root regain root's capabilities by exec.
+    capabilities::retain_capabilities(capabilities::capability_set(&NEEDED_CAPABILITIES))
         .context("cannot drop privileges")?;
     let log_path =
         env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log_file(), PathBuf::from);
-    let bytes_max = env_var("PVMDLOGMAX")
+    let log_bytes_max = env_var("PVMDLOGMAX")
         .and_then(|v| v.parse().ok())
-        .unwrap_or(log::LOG_BYTES_MAX);
-    let (log, mut log_thread) = log::open(&log_path, setup.host, bytes_max)
+        .unwrap_or(log::LOG_BYTES_MAX_DEFAULT);
+    let (log, mut log_thread) = log::open_log(&log_path, setup.host, log_bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
     log_thread.collect_events(&log);
-    allocator::limit_arenas(HEAP_ARENAS);
-    allocator::keep_freed_bytes(HEAP_RETAINED_BYTES);
+    allocator::limit_arenas(HEAP_ARENA_COUNT);
+    allocator::retain_freed_bytes(HEAP_RETAINED_BYTES);
     sempa_socket::request_short_slice();
-    // A single thread runs the loop and all streams: a received message is sent on without waking
-    // another thread, which would cost more than all other work on the message. Disk access uses
-    // blocking threads.
+    // A single thread runs the loop and all streams. It forwards a received message without waking
+    // another thread; waking one would cost more than all other work on the message. Disk access
+    // uses blocking threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .thread_keep_alive(DISK_THREAD_KEEP_ALIVE)
         .build()
         .context("cannot start the daemon's thread")?;
-    let ended = runtime.block_on(assemble_and_run(setup, socket, log, announce));
+    let result = runtime.block_on(assemble_and_run(setup, socket, log, announce));
     runtime.shutdown_timeout(Duration::from_secs(2));
     log_thread.join();
-    ended
+    result
 }
 
-// tidy: long because it makes the parts of the daemon one after the other, and later parts need
-// earlier ones
+// tidy: long because the function creates the parts of the daemon one after the other, and later
+// parts need earlier ones
 async fn assemble_and_run(
     setup: DaemonSetup,
     socket: UdpSocket,
@@ -154,54 +154,68 @@ async fn assemble_and_run(
         host,
         name,
         speed,
-        environment_settings: world,
+        environment_settings,
         lease,
-        preferred_addresses: preferred,
+        preferred_addresses,
         role,
     } = setup;
     let (paths, uid) = (runtime_dir.paths().clone(), nix::unistd::getuid().as_raw());
-    let (inputs, queue) = mpsc::channel(INPUT_QUEUE_MAX);
+    let (inputs, input_queue) = mpsc::channel(INPUT_QUEUE_MAX);
     let files_limit = raise_files_limit().context("cannot raise the limit of open files")?;
     let signals = catch_signals()?;
     let RoleParts {
-        hostfile,
-        masters,
-        credentials: identity,
+        hostfile_lines: hostfile,
+        master_addresses: masters,
+        credentials,
         authority,
-    } = RoleParts::of(role, &paths, host)?;
+    } = RoleParts::for_role(role, &paths, host)?;
     let is_master = authority.is_some();
-    let mut net = Net::start(socket, &identity, (paths.vm(), host), lease, inputs.clone())?;
+    let mut net = Net::start(
+        socket,
+        &credentials,
+        (paths.vm_name(), host),
+        lease,
+        inputs.clone(),
+    )?;
     let rate = Arc::new(
         RateLimit::parse(env_var("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?,
     );
     let addresses = address::addresses_to_announce(
         env_var("SEMPA_ADDRESS").as_deref(),
-        &preferred,
+        &preferred_addresses,
         net.port()?,
     );
     let addresses = addresses.map_err(anyhow::Error::msg)?;
-    let listener = task_listener::bind(&paths.daemon_socket()).with_context(|| {
-        format!(
-            "cannot listen for tasks at {}",
-            paths.daemon_socket().display()
-        )
-    })?;
-    let programs = programs_folder().context("cannot find the folder of this program")?;
+    let listener =
+        task_listener::bind_task_socket(&paths.daemon_socket_path()).with_context(|| {
+            format!(
+                "cannot listen for tasks at {}",
+                paths.daemon_socket_path().display()
+            )
+        })?;
+    let programs_dir = programs_folder().context("cannot find the folder of this program")?;
     let starter = authority.map(|authority| {
-        starter_settings(authority, &paths, &addresses, lease, &programs, files_limit)
+        starter_settings(
+            authority,
+            &paths,
+            &addresses,
+            lease,
+            &programs_dir,
+            files_limit,
+        )
     });
     let store_location = StoreSettings::from_env(env_var);
     let reserved_ids = if is_master {
-        reserved_task_ids(&store_location, paths.vm())
+        reserved_task_ids(&store_location, paths.vm_name())
     } else {
         BTreeMap::new()
     };
     let config = MachineConfig {
         host,
-        name: name.clone(),
-        vm: paths.vm().to_string(),
-        arch: ARCH.into(),
-        dsig: DSIG,
+        host_name: name.clone(),
+        vm_name: paths.vm_name().to_string(),
+        arch: ARCH_NAME.into(),
+        dsig: DATA_SIGNATURE,
         addresses: addresses.clone(),
         speed,
         uid,
@@ -213,34 +227,39 @@ async fn assemble_and_run(
         },
         server_commands: server_commands(is_master)?,
         paths: paths.clone(),
-        hostfile,
+        hostfile_lines: hostfile,
         reserved_ids_max: reserved_ids,
-        copies: store_location
+        copy_policy: store_location
             .as_ref()
             .map(|at| at.copies().clone())
             .unwrap_or_default(),
     };
     log_startup(&name, &addresses, &runtime_dir);
-    tokio::spawn(task_listener::serve(listener, uid, inputs.clone()));
+    tokio::spawn(task_listener::accept_tasks(listener, uid, inputs.clone()));
     if !masters.is_empty() {
-        net.connect(HostId::MASTER, masters);
+        net.keep_connected(HostId::MASTER, masters);
     }
     let bulk_fallbacks = BulkFallbacks::new();
     let parts = DaemonParts {
         machine: Machine::new(config, Micros(0)),
-        world: HostEnvironment::new(world, &paths, uid),
-        inputs: queue,
-        net,
-        tasker: TaskerProcess::new(programs.join("pvm-tasker"), files_limit, inputs.clone()),
-        images: ImageTransfers::new(
+        environment: HostEnvironment::new(environment_settings, &paths, uid),
+        inputs: input_queue,
+        sessions: net,
+        tasker: TaskerProcess::new(programs_dir.join("pvm-tasker"), files_limit, inputs.clone()),
+        image_transfers: ImageTransfers::new(
             paths.clone(),
             inputs.clone(),
             rate.clone(),
             bulk_fallbacks.clone(),
         ),
-        memory: MemoryTransfers::new(paths.clone(), inputs.clone(), rate, bulk_fallbacks.clone()),
+        memory_transfers: MemoryTransfers::new(
+            paths.clone(),
+            inputs.clone(),
+            rate,
+            bulk_fallbacks.clone(),
+        ),
         bulk_fallbacks,
-        starter: HostStarter::new(starter, inputs.clone()),
+        host_starter: HostStarter::new(starter, inputs.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
         checkpoints: CheckpointService::new(paths.clone(), store_location, inputs.clone()),
         migration_files: MigrationFiles::new(&paths, inputs),
@@ -249,33 +268,34 @@ async fn assemble_and_run(
         runtime_dir,
     };
     announce(ReadyDaemon {
-        socket: paths.daemon_socket(),
+        socket: paths.daemon_socket_path(),
         addresses,
     })?;
     tracing::info!("ready");
-    // Spawned like the tasks that serve the streams: waking a future in `block_on` would go through
-    // the kernel.
-    tokio::spawn(Driver::new(parts, started_at, is_master).run(signals))
+    // The driver is spawned like the tasks that serve the streams. If `block_on` ran the driver
+    // itself, each wake-up would need a system call.
+    tokio::spawn(Driver::new(parts, started_at, is_master).run_loop(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())
 }
 
-/// Returns, by host, the highest task number in stored checkpoints; these tids must not be assigned
-/// again.
+/// Returns, for each host, the highest task number in stored checkpoints; task numbers up to it
+/// must not be assigned again.
 ///
-/// An unreadable store yields no reservations: starting tasks is more important than checkpoints
-/// that cannot be read.
+/// If the store is unreadable, no task number is reserved: starting tasks is more important than
+/// checkpoints that cannot be read.
 fn reserved_task_ids(
     settings: &Result<StoreSettings, StoreSettingsError>,
     vm: &str,
 ) -> BTreeMap<HostId, u32> {
-    let read = settings.as_ref().map_err(|why| why.to_string());
-    let spared = read.and_then(|at| {
-        at.highest_task_ids(vm, unix_time())
+    let settings_result = settings.as_ref().map_err(|why| why.to_string());
+    let highest_ids = settings_result.and_then(|valid_settings| {
+        valid_settings
+            .highest_task_ids(vm, unix_time())
             .map_err(|why| why.to_string())
     });
-    spared.unwrap_or_else(|why| {
+    highest_ids.unwrap_or_else(|why| {
         tracing :: warn!(
             "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
              when that task has ended: {why}");
@@ -285,29 +305,34 @@ fn reserved_task_ids(
 
 /// The parts of a daemon that depend on its role.
 struct RoleParts {
-    hostfile: Vec<String>,
-    masters: Vec<SocketAddr>,
+    hostfile_lines: Vec<String>,
+    master_addresses: Vec<SocketAddr>,
     credentials: HostCredentials,
     /// Only on the master: issues certificates to new hosts.
     authority: Option<Arc<Authority>>,
 }
 
 impl RoleParts {
-    fn of(role: Role, place: &RuntimePaths, host: HostId) -> anyhow::Result<RoleParts> {
+    fn for_role(role: Role, paths: &RuntimePaths, host: HostId) -> anyhow::Result<Self> {
         Ok(match role {
-            Role::Master { hostfile } => {
-                let authority = Authority::new(place.vm())?;
+            Role::Master {
+                hostfile_lines: hostfile,
+            } => {
+                let authority = Authority::new(paths.vm_name())?;
                 let identity = authority.issue(host)?;
-                RoleParts {
-                    hostfile,
-                    masters: Vec::new(),
+                Self {
+                    hostfile_lines: hostfile,
+                    master_addresses: Vec::new(),
                     credentials: identity,
                     authority: Some(Arc::new(authority)),
                 }
             }
-            Role::Slave { identity, masters } => RoleParts {
-                hostfile: Vec::new(),
-                masters,
+            Role::Slave {
+                credentials: identity,
+                master_addresses: masters,
+            } => Self {
+                hostfile_lines: Vec::new(),
+                master_addresses: masters,
                 credentials: identity,
                 authority: None,
             },
@@ -317,11 +342,11 @@ impl RoleParts {
 
 /// Writes the first lines of the log.
 fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir) {
-    let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+    let address_texts: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     tracing::info!(
-        "{name} ({}) {ARCH} sempa {version}, process {pid}",
-        listed.join(" ")
+        "{name} ({}) {ARCH_NAME} sempa {version}, process {pid}",
+        address_texts.join(" ")
     );
     if let Some(pid) = runtime_dir.predecessor() {
         tracing::warn!(
@@ -339,29 +364,33 @@ fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir) {
 
 fn starter_settings(
     authority: Arc<Authority>,
-    place: &RuntimePaths,
+    paths: &RuntimePaths,
     addresses: &[SocketAddr],
     lease: Duration,
-    programs: &Path,
+    programs_dir: &Path,
     files_limit: OpenFilesLimit,
 ) -> HostStarterSettings {
     HostStarterSettings {
         authority,
-        vm: place.vm().to_string(),
+        vm: paths.vm_name().to_string(),
         addresses: addresses.to_vec(),
-        library: library_folder(Some(programs), std::env::var_os("SEMPA_LIB").as_ref(), None),
+        library: library_folder(
+            Some(programs_dir),
+            std::env::var_os("SEMPA_LIB").as_ref(),
+            None,
+        ),
         allow_root: nix::unistd::getuid().is_root(),
         lease,
         remote_shell: env_var("PVM_RSH"),
-        ssh: SshCommand::new(place.ssh_config()),
+        ssh: SshCommand::new(paths.ssh_config()),
         daemon_command: env_var("PVM_DPATH"),
-        program: programs.join("pvmd"),
+        program: programs_dir.join("pvmd"),
         files_limit,
     }
 }
 
-/// Returns the commands in `PVM_TASKER` and, on the master, `PVM_TRACER` and `PVM_HOSTER`, in PVM's
-/// order.
+/// Returns the commands in `PVM_TASKER` and, on the master, in `PVM_TRACER` and `PVM_HOSTER`, in
+/// PVM's order.
 fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     let names: &[&str] = if is_master {
         &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"]
@@ -375,7 +404,8 @@ fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     Ok(commands)
 }
 
-/// Splits the command in an environment variable into words.
+/// Returns the command in the environment variable `name`, split into words; `None` if the variable
+/// is not set or empty.
 fn command_from_env(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     let Some(command) = env_var(name) else {
         return Ok(None);
@@ -385,18 +415,18 @@ fn command_from_env(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 
-/// Catches the termination signals. The receiver yields the reason for the daemon's end for each
-/// signal.
+/// Catches the termination signals. For each signal, the receiver yields the reason for which the
+/// daemon ends.
 fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     let (sender, receiver) = mpsc::channel(8);
-    let mut kinds = vec![
+    let mut named_signals = vec![
         ("SIGTERM", SignalKind::terminate()),
         ("SIGINT", SignalKind::interrupt()),
     ];
-    if !is_ignored(nix::libc::SIGHUP) {
-        kinds.push(("SIGHUP", SignalKind::hangup()));
+    if !is_ignored(libc::SIGHUP) {
+        named_signals.push(("SIGHUP", SignalKind::hangup()));
     }
-    for (name, kind) in kinds {
+    for (name, kind) in named_signals {
         let mut signals = signal(kind).with_context(|| format!("cannot catch {name}"))?;
         let sender = sender.clone();
         tokio::spawn(async move {
@@ -408,8 +438,8 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     Ok(receiver)
 }
 
-/// True if this process was started with a signal ignored, as nohup(1) does; the signal stays
-/// ignored then.
+/// True if `signal` was ignored when this process was started, for example by nohup(1). The daemon
+/// then continues to ignore the signal.
 fn is_ignored(signal: i32) -> bool {
     checkpoint::proc::status(std::process::id().cast_signed())
         .is_some_and(|status| status.sigign & (1 << (signal - 1)) != 0)

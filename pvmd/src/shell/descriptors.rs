@@ -1,8 +1,8 @@
-//! Frames of a task's socket together with the file descriptors passed with some of them.
+//! Frames of a task's socket, and the file descriptors that some of them carry.
 //!
-//! A frame that carries descriptors is written by a call of its own, with the descriptors attached
-//! to its first byte. The kernel never merges two sets of descriptors in one read. A reader that
-//! takes all complete frames after each read therefore knows which frame a set belongs to.
+//! A frame that carries descriptors is written by a separate call, with the descriptors attached to
+//! the frame's first byte. The kernel never merges two sets of descriptors in one read. Therefore a
+//! reader that decodes all complete frames after each read can assign each set to its frame.
 
 use super::local_socket::LocalSocket;
 use nix::errno::Errno;
@@ -16,23 +16,23 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use thiserror::Error;
 
-/// Maximum number of descriptors of one connection that may wait for the rest of their frame: those
+/// Maximum number of received descriptors of one connection whose frame is still incomplete: those
 /// of a partly received frame and of the frame after it.
 const DESCRIPTORS_PENDING_MAX: usize = 2 * ROUTE_FDS_MAX;
 /// Buffer space reserved for a read.
-const READ_BYTES: usize = 256 << 10;
-/// Smallest free space in the buffer. If less is left, the buffer is enlarged.
-const READ_SPACE_MIN: usize = 16 << 10;
+const READ_SPACE_BYTES: usize = 256 << 10;
+/// Minimum free space in the buffer. If less space is free, the buffer is enlarged.
+const READ_SPACE_BYTES_MIN: usize = 16 << 10;
 
-/// Data and descriptors that were read from a task's socket and not taken yet.
+/// Data and descriptors that were read from a task's socket and not yet returned to the caller.
 #[derive(Debug, Default)]
 pub(crate) struct TaskFrameReader {
     decoder: FrameDecoder,
     received_fds: PendingFds,
 }
 
-/// Why no frame can be read from a task's socket. Earlier frames were processed; the stream cannot
-/// be used any more.
+/// Why no frame can be read from a task's socket. Earlier frames were processed. The stream is
+/// unusable after the error.
 #[derive(Debug, Error)]
 pub(crate) enum ReadFrameError {
     #[error(transparent)]
@@ -48,10 +48,10 @@ pub(crate) enum ReadFrameError {
 }
 
 impl TaskFrameReader {
-    /// Returns the next frame, or `None` at the end of the stream.
+    /// Waits for the next frame and returns it, or `None` at the end of the stream.
     ///
     /// # Errors
-    /// The bytes are not a frame.
+    /// The bytes are not a frame, or the descriptors do not match the frames.
     pub(crate) async fn next_frame(
         &mut self,
         socket: &LocalSocket,
@@ -60,31 +60,34 @@ impl TaskFrameReader {
             if let Some(frame) = self.decoder.next_frame().map_err(ReadFrameError::Decode)? {
                 return Ok(Some(frame));
             }
-            let pending = self.received_fds.len();
-            if pending > DESCRIPTORS_PENDING_MAX || (pending > 0 && self.decoder.is_empty()) {
+            let pending_fds = self.received_fds.len();
+            if pending_fds > DESCRIPTORS_PENDING_MAX || (pending_fds > 0 && self.decoder.is_empty())
+            {
                 return Err(ReadFrameError::UnannouncedDescriptors);
             }
             let buffer = self.decoder.buffer_mut();
-            if buffer.capacity() - buffer.len() < READ_SPACE_MIN {
-                buffer.reserve(READ_BYTES);
+            if buffer.capacity() - buffer.len() < READ_SPACE_BYTES_MIN {
+                buffer.reserve(READ_SPACE_BYTES);
             }
-            match socket.read(buffer, &mut self.received_fds).await {
+            match socket.read_into(buffer, &mut self.received_fds).await {
                 Ok(0) if self.decoder.is_empty() => return Ok(None),
                 Ok(0) => return Err(ReadFrameError::EndedInFrame),
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                     return Err(ReadFrameError::Read(e));
                 }
-                // A broken stream ends like a closed one: an incomplete frame never takes effect.
+                // An unreadable stream is treated like a closed one, because an incomplete frame
+                // never takes effect.
                 Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Returns the descriptors of the frame that [`TaskFrameReader::next_frame`] returned last. The
-    /// frame announces `announced` descriptors.
+    /// Returns the descriptors of the frame that [`TaskFrameReader::next_frame`] returned last.
+    /// This frame announces `announced` descriptors.
     ///
-    /// Returns none if the kernel dropped them because this daemon may have no more open files.
+    /// Returns no descriptors if the kernel has dropped them because this daemon has reached its
+    /// limit of open files.
     ///
     /// # Errors
     /// The task has sent fewer descriptors than announced.
@@ -92,7 +95,7 @@ impl TaskFrameReader {
         &mut self,
         announced: usize,
     ) -> Result<Descriptors, ReadFrameError> {
-        match self.received_fds.take(announced) {
+        match self.received_fds.take_message_fds(announced) {
             MessageFds::All(all) => Ok(Descriptors::new(all)),
             MessageFds::Lost => Ok(Descriptors::default()),
             MessageFds::Missing => Err(ReadFrameError::MissingDescriptors {
@@ -103,22 +106,22 @@ impl TaskFrameReader {
     }
 }
 
-/// Writes the beginning of a frame with its descriptors; waits until the socket accepts some of it.
-/// Returns the number of bytes written.
+/// Writes the first bytes of a frame together with its descriptors. Waits until the socket accepts
+/// at least one byte. Returns the number of bytes written.
 ///
 /// If too many descriptors of this user are in flight (ETOOMANYREFS), the frame is dropped and
-/// reported as written. Such frames offer or accept a route; both sides forget the route when no
-/// reply comes, and the daemons continue to carry the messages.
+/// reported as written. Such frames offer or accept a route: without a reply, both tasks forget the
+/// route, and the daemons continue to forward the messages.
 pub(crate) async fn send_with_descriptors(
     socket: &LocalSocket,
     frame: &[u8],
     descriptors: &Descriptors,
 ) -> io::Result<usize> {
-    let raw: Vec<RawFd> = descriptors
+    let raw_fds: Vec<RawFd> = descriptors
         .iter()
         .map(|fd: BorrowedFd<'_>| fd.as_raw_fd())
         .collect();
-    let control = [ControlMessage::ScmRights(&raw)];
+    let control = [ControlMessage::ScmRights(&raw_fds)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     let send = |socket: &UnixStream| match sendmsg::<()>(
         socket.as_raw_fd(),

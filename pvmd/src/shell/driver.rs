@@ -1,10 +1,10 @@
-//! The daemon's loop, the only place that accesses the state machine.
+//! The daemon's loop. No other code accesses the state machine.
 //!
-//! Inputs come from one queue. The state machine's outputs are carried out in their order. The loop
+//! All inputs come from one queue. The loop executes the state machine's outputs in their order. It
 //! never waits for a peer or a disk.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointService, write_part};
+use super::checkpoints::{CheckpointService, part_writer};
 use super::failpoints::{Failpoints, StepEdge};
 use super::host_env::HostEnvironment;
 use super::host_start::HostStarter;
@@ -36,27 +36,28 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-/// Time limit for an orderly stop of the state machine; after it the daemon ends immediately, and
-/// its tasks with it.
+/// Time limit for the state machine to stop in order. After it, the daemon and its tasks end
+/// immediately.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a slave's first session with its master.
 const MASTER_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time limit for tasks and hosts to receive the last data sent to them.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time limit for the exit of a slave's process after its last message; the master waits twice this
+/// Time limit for tasks and hosts to receive the data that was sent to them last.
+const FINAL_SEND_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time limit for a slave's process to exit after its last message. The master waits twice this
 /// time.
 const SLAVE_EXIT_TIMEOUT: Duration = Duration::from_millis(60);
-/// Maximum number of inputs handled before the loop reads its clock and the streams are served.
+/// Maximum number of inputs that the loop handles before it reads its clock and the runtime serves
+/// the streams.
 const INPUT_BATCH_MAX: usize = 64;
 /// Minimum interval between two releases of freed memory to the kernel.
 const HEAP_TRIM_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval at which queues and sessions are checked.
 const TICK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A connected task, with the data to detect that it does not read.
+/// A connected task, with the data by which the daemon detects that the task does not read.
 struct ConnectedTask {
     connection: TaskConnection,
-    sent_count: usize,
+    sent_item_count: usize,
     last_progress_at: Instant,
     is_disconnected: bool,
 }
@@ -64,14 +65,14 @@ struct ConnectedTask {
 /// The components of a daemon.
 pub(crate) struct DaemonParts {
     pub(crate) machine: Machine,
-    pub(crate) world: HostEnvironment,
+    pub(crate) environment: HostEnvironment,
     pub(crate) inputs: mpsc::Receiver<Input>,
-    pub(crate) net: Net,
+    pub(crate) sessions: Net,
     pub(crate) tasker: TaskerProcess,
-    pub(crate) images: ImageTransfers,
-    pub(crate) memory: MemoryTransfers,
+    pub(crate) image_transfers: ImageTransfers,
+    pub(crate) memory_transfers: MemoryTransfers,
     pub(crate) bulk_fallbacks: BulkFallbacks,
-    pub(crate) starter: HostStarter,
+    pub(crate) host_starter: HostStarter,
     pub(crate) migration_files: MigrationFiles,
     pub(crate) checkpoints: CheckpointService,
     pub(crate) program_state: ProgramStateFiles,
@@ -87,29 +88,29 @@ pub(crate) struct Driver {
     started_at: Instant,
     reply_spinner: ReplySpinner,
     /// Time at which freed memory was last returned to the kernel.
-    last_heap_trim: Instant,
+    last_heap_trim_at: Instant,
     /// Deadline for the first session with the master. Only on a slave, until the session is
     /// established.
     master_deadline: Option<Instant>,
     stop_deadline: Option<Instant>,
-    is_done: bool,
+    is_stopped: bool,
 }
 
 impl Driver {
-    /// Creates a daemon whose clock begins at `started_at`.
-    pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Driver {
+    /// Creates the driver of a daemon whose clock starts at `started_at`.
+    pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Self {
         let master_deadline = (!is_master).then(|| Instant::now() + MASTER_SESSION_TIMEOUT);
         let (tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
-        Driver {
+        Self {
             parts,
             is_master,
             tasks,
             started_at,
             reply_spinner,
-            last_heap_trim: started_at,
+            last_heap_trim_at: started_at,
             master_deadline,
             stop_deadline: None,
-            is_done: false,
+            is_stopped: false,
         }
     }
 
@@ -117,35 +118,37 @@ impl Driver {
         Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// Runs until the state machine emits [`Output::Shutdown`], then shuts down everything in
+    /// Runs until the state machine emits [`Output::Shutdown`], then shuts down all components in
     /// order.
     ///
-    /// `signals` delivers reasons to stop; a second reason ends the daemon immediately.
-    pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
+    /// `signals` delivers reasons to stop; the second reason ends the daemon immediately.
+    pub(crate) async fn run_loop(mut self, mut signals: mpsc::Receiver<String>) {
         if self.is_master {
             self.start_tasker();
         }
-        self.carry_out_all();
-        let mut tick = interval(TICK_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        self.execute_outputs();
+        let mut tick_timer = interval(TICK_INTERVAL);
+        tick_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut wake_timer, mut wake_timer_at) =
             (Box::pin(sleep_until(far_future().into())), None);
-        while !self.is_done {
-            let wake = self.parts.machine.next_wakeup();
-            if wake.is_some_and(|at| at <= self.now()) {
+        while !self.is_stopped {
+            let wakeup = self.parts.machine.next_wakeup_time();
+            if wakeup.is_some_and(|instant| instant <= self.now()) {
                 self.process_event(Event::Wake);
-                // Inputs are still served if the state machine asks for an immediate wakeup again
-                // and again.
+                // Inputs are still served if the state machine repeatedly requests an immediate
+                // wakeup.
                 tokio::task::yield_now().await;
             }
-            // The timer is reset only when the time has changed, which is rare while messages pass.
-            let wake = self.parts.machine.next_wakeup();
-            if wake != wake_timer_at {
-                let at = wake.map(|at| self.started_at + Duration::from_micros(at.0));
+            // The timer is reset only if the wakeup time has changed, which is rare while messages
+            // are forwarded.
+            let wakeup = self.parts.machine.next_wakeup_time();
+            if wakeup != wake_timer_at {
+                let instant =
+                    wakeup.map(|instant| self.started_at + Duration::from_micros(instant.0));
                 wake_timer
                     .as_mut()
-                    .reset(at.unwrap_or_else(far_future).into());
-                wake_timer_at = wake;
+                    .reset(instant.unwrap_or_else(far_future).into());
+                wake_timer_at = wakeup;
             }
             while self.reply_spinner.should_spin(Instant::now()) && self.parts.inputs.is_empty() {
                 self.reply_spinner.yield_cpu();
@@ -156,34 +159,34 @@ impl Driver {
                     Some(input) => self.handle_inputs(input),
                     None => break,
                 },
-                Some(why) = signals.recv() => self.stop(why),
+                Some(reason) = signals.recv() => self.request_stop(reason),
                 () = &mut wake_timer, if wake_timer_at.is_some() => wake_timer_at = None,
-                _ = tick.tick() => self.on_tick(),
+                _ = tick_timer.tick() => self.on_tick(),
             }
         }
         self.shut_down().await;
     }
 
     fn start_tasker(&mut self) {
-        if let Err(why) = self.parts.tasker.start() {
-            let why = why.to_string();
-            tracing::error!("{why}");
-            self.pass_to_machine(Event::TaskerGone { why });
+        if let Err(error_text) = self.parts.tasker.start_if_needed() {
+            let error_text = error_text.to_string();
+            tracing::error!("{error_text}");
+            self.pass_to_machine(Event::TaskerEnded { why: error_text });
         }
     }
 
-    fn stop(&mut self, why: String) {
-        tracing::info!("{why}");
+    fn request_stop(&mut self, reason: String) {
+        tracing::info!("{reason}");
         if self.stop_deadline.is_some() {
             tracing::warn!("second request to end: ending immediately");
-            self.is_done = true;
+            self.is_stopped = true;
             return;
         }
         self.stop_deadline = Some(Instant::now() + STOP_TIMEOUT);
-        self.process_event(Event::Stop { why });
+        self.process_event(Event::Stop { why: reason });
     }
 
-    /// Handles an input and those queued after it.
+    /// Handles the input `first` and inputs queued after it, at most [`INPUT_BATCH_MAX`] in total.
     fn handle_inputs(&mut self, first: Input) {
         self.handle_input(first);
         for _ in 1..INPUT_BATCH_MAX {
@@ -191,7 +194,7 @@ impl Driver {
                 return;
             };
             self.handle_input(input);
-            if self.is_done {
+            if self.is_stopped {
                 return;
             }
         }
@@ -207,7 +210,7 @@ impl Driver {
                     conn,
                     ConnectedTask {
                         connection,
-                        sent_count,
+                        sent_item_count: sent_count,
                         last_progress_at,
                         is_disconnected: false,
                     },
@@ -217,35 +220,43 @@ impl Driver {
             Input::Event(event) => self.handle_event_input(event),
             Input::Net(NetInput::Control {
                 host,
-                number,
+                session_number: number,
                 message,
             }) => {
-                if self.parts.net.is_current(host, number) {
+                if self.parts.sessions.is_current(host, number) {
                     self.process_event(Event::HostControl { host, message });
                 }
             }
-            Input::Net(NetInput::Data { host, number, item }) => {
-                self.parts.net.accept_data(host, number, item);
-                while let Some(message) = self.parts.net.next_data(host, number) {
+            Input::Net(NetInput::Data {
+                host,
+                session_number: number,
+                item,
+            }) => {
+                self.parts.sessions.accept_data(host, number, item);
+                while let Some(message) = self.parts.sessions.next_data(host, number) {
                     self.reply_spinner.on_reply(&message, Instant::now());
                     self.process_event(Event::HostData { host, message });
                 }
             }
-            Input::Net(NetInput::Images(announced)) => self.parts.images.on_announcement(announced),
-            Input::Net(NetInput::Memory(announced)) => self.parts.memory.on_announcement(announced),
+            Input::Net(NetInput::ImagesAnnounced(announced)) => {
+                self.parts.image_transfers.on_announcement(announced)
+            }
+            Input::Net(NetInput::MemoryAnnounced(announced)) => {
+                self.parts.memory_transfers.on_announcement(announced)
+            }
             Input::Net(NetInput::FallbackStream {
                 host,
                 migration,
-                what,
+                content,
                 streams,
             }) => {
                 self.parts
                     .bulk_fallbacks
-                    .on_stream(host, migration, what, streams);
+                    .on_stream(host, migration, content, streams);
             }
             Input::Net(input) => {
-                for news in self.parts.net.handle_input(input) {
-                    match news {
+                for net_event in self.parts.sessions.handle_input(input) {
+                    match net_event {
                         SessionChange::Connected(host) => {
                             if host == HostId::MASTER {
                                 self.master_deadline = None;
@@ -263,18 +274,18 @@ impl Driver {
 
     fn handle_event_input(&mut self, event: Event) {
         let is_ignored = match &event {
-            // After a task is disconnected, only the end of its connection is handled.
+            // For a disconnected task, only the end of its connection is handled.
             Event::TaskControl { conn, .. }
             | Event::TaskRoute { conn, .. }
             | Event::TaskLink { conn, .. } => {
                 self.tasks.get(conn).is_none_or(|t| t.is_disconnected)
             }
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
-            Event::TaskerGone { why } => {
+            Event::TaskerEnded { why } => {
                 tracing::error!("{why}");
                 self.parts.runtime_dir.undo_file_transfers();
-                // Must come first: requests that the state machine makes next are for the new
-                // tasker.
+                // Must happen before the state machine handles the event: its next requests are for
+                // the new tasker.
                 self.parts.tasker.on_exit();
                 false
             }
@@ -285,32 +296,34 @@ impl Driver {
         }
     }
 
-    /// Passes an event to the state machine and carries out its outputs.
+    /// Passes an event to the state machine and executes its outputs.
     fn process_event(&mut self, event: Event) {
         self.pass_to_machine(event);
-        self.carry_out_all();
+        self.execute_outputs();
     }
 
-    /// Passes an event to the state machine. The caller carries out the outputs.
+    /// Passes an event to the state machine. The caller must execute the outputs.
     fn pass_to_machine(&mut self, event: Event) {
         let now = self.now();
-        self.parts.machine.handle(now, &mut self.parts.world, event);
+        self.parts
+            .machine
+            .handle_event(now, &mut self.parts.environment, event);
     }
 
-    fn carry_out_all(&mut self) {
-        while let Some(output) = self.parts.machine.poll() {
-            self.carry_out(output);
+    fn execute_outputs(&mut self) {
+        while let Some(output) = self.parts.machine.next_output() {
+            self.execute_output(output);
         }
     }
 
     // tidy: long because the match is a table of all outputs; the compiler checks that it is
     // complete
-    fn carry_out(&mut self, output: Output) {
+    fn execute_output(&mut self, output: Output) {
         match output {
-            Output::ToTask { conn, message } => {
+            Output::SendToTask { conn, message } => {
                 self.send_to_task(conn, &message, Outgoing::Reliable)
             }
-            Output::ToTaskWithFds {
+            Output::SendToTaskWithFds {
                 conn,
                 message,
                 descriptors,
@@ -319,30 +332,34 @@ impl Driver {
                     Outgoing::WithFds(frame, descriptors)
                 });
             }
-            Output::LinkToTask { conn, frame } => self.send_link_frame(conn, frame),
+            Output::SendFrameToTask { conn, frame } => self.send_link_frame(conn, frame),
             Output::DrainConnection { conn } => {
                 if let Some(task) = self.tasks.get(&conn) {
                     task.connection.socket.shut_down_reads();
                 }
             }
             Output::CloseTask { conn } => self.disconnect(conn),
-            Output::ToHost { host, message } => self.parts.net.send_control(host, &message),
-            Output::SendData { host, message } => self.send_to_host(host, message),
-            Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
-            Output::Disconnect { host } => {
-                self.parts.net.expel(host);
-                self.parts.memory.on_host_lost(host);
+            Output::SendToHost { host, message } => {
+                self.parts.sessions.send_control(host, &message)
             }
-            Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
-            Output::PrepareHosts { plans } => self.parts.starter.prepare_for_hoster(plans),
+            Output::SendData { host, message } => self.send_to_host(host, message),
+            Output::Connect { host, addresses } => {
+                self.parts.sessions.keep_connected(host, addresses)
+            }
+            Output::Disconnect { host } => {
+                self.parts.sessions.expel_host(host);
+                self.parts.memory_transfers.on_host_lost(host);
+            }
+            Output::StartHost { start, plan } => self.parts.host_starter.start(start, plan),
+            Output::PrepareHosts { plans } => self.parts.host_starter.prepare_for_hoster(plans),
             Output::HosterReported { start, line } => {
-                let event = self.parts.starter.on_hoster_reply(start, &line);
+                let event = self.parts.host_starter.on_hoster_reply(start, &line);
                 self.pass_to_machine(event);
             }
-            Output::Signal { conn, signal } => self.signal(conn, signal),
-            Output::AbandonStart { start } => self.parts.starter.abandon(start),
+            Output::SendSignal { conn, signal } => self.signal_task_process(conn, signal),
+            Output::AbandonStart { start } => self.parts.host_starter.abort_start(start),
             Output::StartTasker => self.start_tasker(),
-            Output::ToTasker(message) => {
+            Output::SendToTasker(message) => {
                 if matches!(message, ToTasker::Dump { .. }) {
                     self.parts.runtime_dir.ensure_image_dir();
                 }
@@ -350,50 +367,70 @@ impl Driver {
                     self.pass_to_machine(Event::Tasker(answer));
                 }
             }
-            Output::SendImagesEarly { migration, to } => {
+            Output::SendImagesEarly {
+                migration,
+                target: to,
+            } => {
                 self.parts
-                    .images
-                    .start_streaming(migration, to, &mut self.parts.net)
+                    .image_transfers
+                    .start_streaming(migration, to, &mut self.parts.sessions)
             }
-            Output::SendImages { migration, to } => {
-                self.parts.images.send(migration, to, &mut self.parts.net)
-            }
-            Output::ExpectImages { migration, from } => {
+            Output::SendImages {
+                migration,
+                target: to,
+            } => self
+                .parts
+                .image_transfers
+                .send_images(migration, to, &mut self.parts.sessions),
+            Output::ExpectImages {
+                migration,
+                source: from,
+            } => {
                 self.parts.runtime_dir.ensure_image_dir();
-                self.parts.images.expect(migration, from);
+                self.parts.image_transfers.expect_images(migration, from);
             }
-            Output::ServeMemory { migration, to } => {
-                self.parts.memory.serve(migration, to, &mut self.parts.net)
-            }
-            Output::FetchMemory { migration, from } => self.parts.memory.expect(migration, from),
+            Output::ServeMemory {
+                migration,
+                target: to,
+            } => self
+                .parts
+                .memory_transfers
+                .send_memory(migration, to, &mut self.parts.sessions),
+            Output::FetchMemory {
+                migration,
+                source: from,
+            } => self.parts.memory_transfers.expect_memory(migration, from),
             Output::DropImages { migration } => {
-                drop(self.parts.images.drop_images(migration));
-                self.parts.memory.abort_unused(migration);
+                drop(self.parts.image_transfers.drop_images(migration));
+                self.parts.memory_transfers.abort_unconnected(migration);
                 self.parts.program_state.drop_staged(migration);
             }
             Output::UploadPart {
                 migration,
                 record,
-                to,
+                receiver: to,
             } => {
-                self.parts.images.complete_and_send(
+                self.parts.image_transfers.complete_and_send(
                     migration,
                     to,
-                    &mut self.parts.net,
-                    write_part(record),
+                    &mut self.parts.sessions,
+                    part_writer(record),
                 );
             }
             Output::SendPart {
-                restart,
+                restart_number: restart,
                 migration,
                 tid,
-                to,
+                receiver: to,
             } => {
                 self.parts.runtime_dir.ensure_image_dir();
-                let complete = self.parts.checkpoints.unpack(restart, tid);
-                self.parts
-                    .images
-                    .complete_and_send(migration, to, &mut self.parts.net, complete);
+                let complete = self.parts.checkpoints.part_unpacker(restart, tid);
+                self.parts.image_transfers.complete_and_send(
+                    migration,
+                    to,
+                    &mut self.parts.sessions,
+                    complete,
+                );
             }
             Output::CollectState {
                 migration,
@@ -401,20 +438,22 @@ impl Driver {
                 dir,
             } => {
                 self.parts.runtime_dir.ensure_image_dir();
-                self.parts.program_state.collect(migration, files, dir);
+                self.parts
+                    .program_state
+                    .collect_files(migration, files, dir);
             }
             Output::StageState {
                 migration,
                 files,
                 dir,
-            } => self.parts.program_state.stage(migration, files, dir),
+            } => self.parts.program_state.stage_files(migration, files, dir),
             Output::InstallState { migration } => self.parts.program_state.rename_staged(migration),
             Output::ReadPart { migration } => self.parts.checkpoints.read_part(migration),
-            Output::BeginCheckpoint { snapshot, job } => {
-                self.parts
-                    .checkpoints
-                    .begin(snapshot, job, self.parts.world.unix_time())
-            }
+            Output::BeginCheckpoint { snapshot, job } => self.parts.checkpoints.begin_checkpoint(
+                snapshot,
+                job,
+                self.parts.environment.unix_time(),
+            ),
             Output::StorePart {
                 snapshot,
                 migration,
@@ -423,27 +462,31 @@ impl Driver {
             Output::SealCheckpoint {
                 snapshot,
                 meta,
-                protected,
+                protected_checkpoints: protected,
             } => self.parts.checkpoints.seal(
                 snapshot,
                 &meta,
                 protected,
-                self.parts.world.unix_time(),
+                self.parts.environment.unix_time(),
             ),
-            Output::AbandonCheckpoint { snapshot } => self.parts.checkpoints.abandon(snapshot),
+            Output::AbandonCheckpoint { snapshot } => {
+                self.parts.checkpoints.abandon_draft(snapshot)
+            }
             Output::OpenCheckpoint {
-                restart,
+                restart_number: restart,
                 checkpoint,
-            } => self.parts.checkpoints.open(restart, checkpoint),
-            Output::CloseCheckpoint { restart } => self.parts.checkpoints.close(restart),
+            } => self.parts.checkpoints.open_checkpoint(restart, checkpoint),
+            Output::CloseCheckpoint {
+                restart_number: restart,
+            } => self.parts.checkpoints.close_checkpoint(restart),
             Output::MarkCheckpoints {
                 checkpoints,
-                ended,
-                protected,
+                has_ended: ended,
+                protected_checkpoints: protected,
             } => {
                 self.parts.checkpoints.mark_job_end(
                     checkpoints,
-                    ended.then(|| self.parts.world.unix_time()),
+                    ended.then(|| self.parts.environment.unix_time()),
                     protected,
                 );
             }
@@ -452,51 +495,67 @@ impl Driver {
                 id,
                 selection,
                 include_foreign,
-                refused,
+                refusals: refused,
             } => {
-                self.parts
-                    .checkpoints
-                    .remove((tid, id), selection, include_foreign, refused);
+                self.parts.checkpoints.remove_selected(
+                    (tid, id),
+                    selection,
+                    include_foreign,
+                    refused,
+                );
             }
             Output::SendCopy {
                 migration,
                 checkpoint,
-                to,
+                receiver: to,
             } => {
-                let copy = self.parts.checkpoints.send_copy(checkpoint);
-                self.parts
-                    .images
-                    .send_copy(migration, to, &mut self.parts.net, copy);
+                let send_checkpoint = self.parts.checkpoints.copy_sender(checkpoint);
+                self.parts.image_transfers.send_copy(
+                    migration,
+                    to,
+                    &mut self.parts.sessions,
+                    send_checkpoint,
+                );
             }
             Output::ExpectCopy {
                 migration,
-                from,
+                sender: from,
                 checkpoint,
             } => {
-                let take = self
+                let receive_checkpoint = self
                     .parts
                     .checkpoints
-                    .receive_copy(checkpoint, self.parts.world.unix_time());
-                self.parts.images.expect_into(migration, from, take);
+                    .copy_receiver(checkpoint, self.parts.environment.unix_time());
+                self.parts
+                    .image_transfers
+                    .expect_transfer(migration, from, receive_checkpoint);
             }
             Output::DiscardCopy {
                 migration,
                 checkpoint,
             } => {
-                let over = self.parts.images.drop_images(migration);
-                self.parts.checkpoints.discard(vec![checkpoint], Some(over));
+                let dropped = self.parts.image_transfers.drop_images(migration);
+                self.parts
+                    .checkpoints
+                    .discard_checkpoints(vec![checkpoint], Some(dropped));
             }
-            Output::DropCheckpoints { checkpoints } => {
-                self.parts.checkpoints.discard(checkpoints, None)
-            }
-            Output::ListCheckpoints { tid, id } => self.parts.checkpoints.list(tid, id),
+            Output::DropCheckpoints { checkpoints } => self
+                .parts
+                .checkpoints
+                .discard_checkpoints(checkpoints, None),
+            Output::ListCheckpoints { tid, id } => self.parts.checkpoints.list_checkpoints(tid, id),
             Output::WriteToken { path, token } => {
                 self.parts.migration_files.write_token(&path, &token)
             }
             Output::RemoveToken { path } => self.parts.migration_files.remove_token(&path),
-            Output::RecordMigration { migration, tid, to } => {
-                self.parts.migration_files.record(migration, tid, to)
-            }
+            Output::RecordMigration {
+                migration,
+                tid,
+                target: to,
+            } => self
+                .parts
+                .migration_files
+                .record_migration(migration, tid, to),
             Output::StepStarting { tid, step } => {
                 self.parts
                     .failpoints
@@ -512,8 +571,8 @@ impl Driver {
                 subject,
                 text,
             } => log_machine_line(level, subject, &text),
-            Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
-            Output::Shutdown => self.is_done = true,
+            Output::LogTaskOutput { tid, bytes } => self.parts.log.write_task_output(tid, &bytes),
+            Output::Shutdown => self.is_stopped = true,
         }
     }
 
@@ -524,10 +583,10 @@ impl Driver {
         }
     }
 
-    /// Sends an item over the data channel of another host.
-    fn send_to_host(&mut self, host: HostId, carried: DataMsg) {
-        self.reply_spinner.on_request(&carried, Instant::now());
-        self.parts.net.send_data(host, carried);
+    /// Sends `message` over the data channel of the host `host`.
+    fn send_to_host(&mut self, host: HostId, message: DataMsg) {
+        self.reply_spinner.on_request(&message, Instant::now());
+        self.parts.sessions.send_data(host, message);
     }
 
     fn send_to_task(
@@ -549,20 +608,20 @@ impl Driver {
     }
 
     /// Sends a signal to the process at the other end of a task's connection.
-    fn signal(&mut self, conn: ConnId, signal: i32) {
+    fn signal_task_process(&mut self, conn: ConnId, signal: i32) {
         let Some(TaskConnection { pid, process, .. }) =
             self.tasks.get(&conn).map(|task| &task.connection)
         else {
             return;
         };
-        let sent = match process {
+        let signal_result = match process {
             Ok(process) => signal_process(process.as_fd(), signal),
             Err(e) => Err(std::io::Error::new(
                 e.kind(),
                 format!("it cannot be reached: {e}"),
             )),
         };
-        if let Err(e) = sent {
+        if let Err(e) = signal_result {
             tracing::warn!("signal {signal} could not be sent to process {pid}: {e}");
         }
     }
@@ -575,48 +634,48 @@ impl Driver {
             return;
         }
         task.connection.outbox.enqueue(Outgoing::Close);
-        let cut = task.connection.close_reason.clone();
+        let close_reason = task.connection.close_reason.clone();
         tokio::spawn(async move {
             tokio::select! {
-                () = cut.closed() => {}
+                () = close_reason.closed() => {}
                 () = tokio::time::sleep(DISCONNECT_TIMEOUT) => {
-                    cut.send_replace(Some("it did not receive its last messages".into()));
+                    close_reason.send_replace(Some("it did not receive its last messages".into()));
                 }
             }
         });
     }
 
-    /// Runs once a second. Checks for tasks that do not read, hosts to connect to, unused memory,
-    /// and this daemon's deadlines.
+    /// Runs once per [`TICK_INTERVAL`]: disconnects tasks that do not read, connects to hosts,
+    /// releases unused memory, and checks this daemon's deadlines.
     fn on_tick(&mut self) {
         for task in self.tasks.values_mut() {
-            let progress = task.connection.outbox.sent_count();
-            if progress != task.sent_count
+            let sent_count = task.connection.outbox.sent_count();
+            if sent_count != task.sent_item_count
                 || task.connection.outbox.reliable_bytes() <= TASK_CONTROL_BYTES_MAX
             {
-                (task.sent_count, task.last_progress_at) = (progress, Instant::now());
+                (task.sent_item_count, task.last_progress_at) = (sent_count, Instant::now());
             } else if task.last_progress_at.elapsed() > TASK_READ_TIMEOUT {
-                let why = format!(
+                let reason = format!(
                     "{} bytes wait for it and it has read nothing for {} s",
                     task.connection.outbox.reliable_bytes(),
                     TASK_READ_TIMEOUT.as_secs()
                 );
-                task.connection.close_reason.send_replace(Some(why));
+                task.connection.close_reason.send_replace(Some(reason));
             }
         }
-        self.parts.net.tick();
-        if self.last_heap_trim.elapsed() >= HEAP_TRIM_INTERVAL
-            && self.parts.images.should_trim_heap()
+        self.parts.sessions.maintain_sessions();
+        if self.last_heap_trim_at.elapsed() >= HEAP_TRIM_INTERVAL
+            && self.parts.image_transfers.should_trim_heap()
         {
             allocator::trim_freed();
-            self.last_heap_trim = Instant::now();
+            self.last_heap_trim_at = Instant::now();
         }
         if self
             .master_deadline
             .take_if(|until| *until < Instant::now())
             .is_some()
         {
-            self.stop(format!(
+            self.request_stop(format!(
                 "no session with the master within {} s",
                 MASTER_SESSION_TIMEOUT.as_secs()
             ));
@@ -626,66 +685,67 @@ impl Driver {
                 "could not end in order within {} s: ending as it is",
                 STOP_TIMEOUT.as_secs()
             );
-            self.is_done = true;
+            self.is_stopped = true;
         }
     }
 
-    /// Ends the tasker with all its tasks, releases the runtime directory and closes all sessions.
+    /// Ends the tasker and all of its tasks, releases the runtime directory and closes all
+    /// sessions.
     ///
-    /// A slave completes all of this before it sends its last message, and the master listens until
-    /// it has received that message. When the master's directory is free, no part of the virtual
-    /// machine is left on any host.
+    /// A slave completes this before it sends its last message, and the master waits for that
+    /// message. Therefore, when the master's directory is free, no process of the virtual machine
+    /// is left on any host.
     async fn shut_down(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.disconnect(conn));
-        let had_slaves = self.is_master && self.parts.net.has_sessions();
-        self.drain_inputs(|driver| {
-            driver.tasks.is_empty() && !(driver.is_master && driver.parts.net.has_sessions())
+        let had_slaves = self.is_master && self.parts.sessions.has_sessions();
+        self.await_connection_ends(|driver| {
+            driver.tasks.is_empty() && !(driver.is_master && driver.parts.sessions.has_sessions())
         })
         .await;
-        let Driver {
+        let Self {
             parts, is_master, ..
         } = self;
         let DaemonParts {
-            mut net,
+            sessions: mut net,
             mut tasker,
             mut inputs,
             runtime_dir,
-            images,
-            starter,
+            image_transfers: images,
+            host_starter: starter,
             migration_files,
             ..
         } = parts;
         if had_slaves {
             tokio::time::sleep(2 * SLAVE_EXIT_TIMEOUT).await;
         }
-        // The tasker sends messages until it ends, so its queue must be drained; the messages have
+        // The tasker sends messages until it ends, so its queue must be drained. The messages have
         // no effect.
-        let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
+        let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.shut_down().await;
         drop((images, starter, migration_files));
         tracing::info!("ended");
         drop(runtime_dir);
         net.begin_shutdown();
         net.close(if is_master {
-            DRAIN_TIMEOUT
+            FINAL_SEND_TIMEOUT
         } else {
             SLAVE_EXIT_TIMEOUT
         })
         .await;
-        drain.abort();
+        discard_task.abort();
     }
 
-    /// Handles the ends of connections until `is_over` holds or [`DRAIN_TIMEOUT`] has passed.
-    async fn drain_inputs(&mut self, is_over: impl Fn(&Driver) -> bool) {
-        let until = Instant::now() + DRAIN_TIMEOUT;
+    /// Handles ends of connections until `is_over` returns true or [`DRAIN_TIMEOUT`] has passed.
+    async fn await_connection_ends(&mut self, is_over: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + FINAL_SEND_TIMEOUT;
         while !is_over(self) {
             let input = tokio::select! {
                 input = self.parts.inputs.recv() => input,
-                () = sleep_until(until.into()) => None,
+                () = sleep_until(deadline.into()) => None,
             };
             match input {
-                Some(Input::Net(input)) => drop(self.parts.net.handle_input(input)),
+                Some(Input::Net(input)) => drop(self.parts.sessions.handle_input(input)),
                 Some(Input::Event(Event::TaskClosed { conn, .. })) => {
                     drop(self.tasks.remove(&conn))
                 }

@@ -1,7 +1,7 @@
-//! Failpoints for tests: stops this daemon at the start or end of a migration step.
+//! Failpoints for tests: they stop this daemon at the start or end of a migration step.
 //!
-//! A fault injected while the daemon is stopped hits the migration at exactly that point,
-//! regardless of the load of the machine.
+//! A test injects a fault while the daemon is stopped. The fault then affects the migration at
+//! exactly this step, regardless of the load of the machine.
 
 use super::env::env_var;
 use nix::sys::signal::{Signal, raise};
@@ -11,19 +11,19 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Environment variable that names the failpoint folder. Set only by tests.
+/// Environment variable with the path of the failpoint folder. Only tests set it.
 ///
 /// - A file `TID-before-STEP` stops the first daemon that is about to begin this step.
 /// - A file `TID-STEP` stops the first daemon that has completed this step.
 /// - Each daemon that reaches an edge of a step of the task appends a line to `TID-places`.
 const FOLDER_VARIABLE: &str = "SEMPA_TEST_STEPS";
 
-/// An edge of a step.
+/// The start or the end of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum StepEdge {
     /// The step has not begun.
     Before,
-    /// The step is complete, and its completion is not reported yet.
+    /// The step is complete, but its completion is not reported yet.
     After,
 }
 
@@ -35,19 +35,20 @@ pub(crate) struct Failpoints {
 
 impl Failpoints {
     /// Reads the folder from the environment. Without a folder there are no failpoints.
-    pub(crate) fn from_environment() -> Failpoints {
-        Failpoints {
+    pub(crate) fn from_environment() -> Self {
+        Self {
             folder: env_var(FOLDER_VARIABLE).map(PathBuf::from),
         }
     }
 
-    /// Stops this process with SIGSTOP if a test requested it for this edge; the test continues it.
+    /// Stops this process with SIGSTOP if a test requested a stop at this edge of the step. The
+    /// test must send SIGCONT.
     ///
     /// The request file is renamed to `*.reached`, so only the first daemon that reaches the edge
     /// stops.
-    pub(crate) fn stop_if_requested(&self, tid: Tid, edge: StepEdge, step: Step) {
+    pub(crate) fn stop_if_requested(&self, tid: Tid, edge_prefix: StepEdge, step: Step) {
         let Some(folder) = &self.folder else { return };
-        let edge = match edge {
+        let edge_prefix = match edge_prefix {
             StepEdge::Before => "before-",
             StepEdge::After => "",
         };
@@ -55,12 +56,12 @@ impl Failpoints {
             .append(true)
             .open(folder.join(format!("{tid}-places")))
         {
-            // On failure the test that reads the file misses a line.
-            let _ = reached_log.write_all(format!("{edge}{step}\n").as_bytes());
+            // If writing fails, a line is missing in the file that the test reads.
+            let _ = reached_log.write_all(format!("{edge_prefix}{step}\n").as_bytes());
         }
-        let request = folder.join(format!("{tid}-{edge}{step}"));
-        if std::fs::rename(&request, request.with_extension("reached")).is_ok() {
-            // A failure is harmless: the test that waits for the stop reports it.
+        let request_path = folder.join(format!("{tid}-{edge_prefix}{step}"));
+        if std::fs::rename(&request_path, request_path.with_extension("reached")).is_ok() {
+            // A failure is harmless, because the test that waits for the stop reports it.
             let _ = raise(Signal::SIGSTOP);
         }
     }

@@ -1,4 +1,4 @@
-//! Facts about this host that the state machine asks for: programs, directories, the environment of
+//! Facts about this host that the state machine requests: programs, directories, the environment of
 //! tasks, the time, and random numbers.
 
 use nix::unistd::{AccessFlags, access};
@@ -13,18 +13,18 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// PVM's architecture name for this machine.
-pub(crate) const ARCH: &str = "LINUX64";
+/// PVM's architecture name for Linux on x86-64.
+pub(crate) const ARCH_NAME: &str = "LINUX64";
 /// PVM data signature of x86-64: layout of short, int, long, float, double (all little-endian).
-pub(crate) const DSIG: i32 = 0x0040_8c41;
-/// Default of `PVM_ROOT_DEFAULT`, as in Debian's PVM.
+pub(crate) const DATA_SIGNATURE: i32 = 0x0040_8c41;
+/// Default of the variable `PVM_ROOT`, as in Debian's PVM.
 const PVM_ROOT_DEFAULT: &str = "/usr/lib/pvm3";
 /// Default search path for programs.
 const SEARCH_PATH_DEFAULT: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
 /// File name of the library that tasks load.
-const LIBRARY: &str = "libpvm3.so.3";
+const LIBRARY_FILE: &str = "libpvm3.so.3";
 
-/// Variables that belong to the login session or to a single task; tasks of this host do not
+/// Variables that belong to the login session or to a single task. Tasks of this host do not
 /// inherit them.
 const SESSION_VARIABLES: [&str; 21] = [
     "SSH_CONNECTION",
@@ -47,7 +47,7 @@ const SESSION_VARIABLES: [&str; 21] = [
     "PVMTRCBUF",
     "PVMTRCOPT",
     "PVMSPAWNWD",
-    // Set again below if the virtual machine's name is not the default.
+    // `task_environment` sets this variable again if the virtual machine's name is not the default.
     "PVM_VMID",
 ];
 
@@ -58,14 +58,14 @@ pub(crate) fn unix_time() -> Micros {
     Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// Settings of a daemon's [`World`] that may differ between daemons on the same host.
+/// Settings of a daemon's [`World`] that may differ between daemons of one host.
 #[derive(Debug, Default)]
 pub(crate) struct HostEnvironmentSettings {
     /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH_DEFAULT`].
     pub(crate) search_path: Option<String>,
     /// Working directory, not expanded. Default: `PVM_WD`, then the home directory.
     pub(crate) work_dir: Option<String>,
-    /// Library folder to use if this host has none.
+    /// Library folder that is used if this host has no library of its own.
     pub(crate) library: Option<String>,
     /// Debugger command for tasks, unless `PVM_DEBUGGER` is set.
     pub(crate) debugger: Option<String>,
@@ -80,20 +80,16 @@ pub(crate) struct HostEnvironment {
 }
 
 impl HostEnvironment {
-    /// Builds the world from the environment of this process and the settings.
-    pub(crate) fn new(
-        settings: HostEnvironmentSettings,
-        place: &RuntimePaths,
-        uid: u32,
-    ) -> HostEnvironment {
-        let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
-        let programs = programs_folder();
+    /// Creates the environment from `settings` and from the environment variables of this process.
+    pub(crate) fn new(settings: HostEnvironmentSettings, paths: &RuntimePaths, uid: u32) -> Self {
+        let process_env: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+        let programs_dir = programs_folder();
         let library = library_folder(
-            programs.as_deref(),
-            own.get(OsStr::new("SEMPA_LIB")),
+            programs_dir.as_deref(),
+            process_env.get(OsStr::new("SEMPA_LIB")),
             settings.library.as_deref(),
         );
-        let mut env = task_environment(own, library.as_deref(), place, uid);
+        let mut env = task_environment(process_env, library.as_deref(), paths, uid);
         if let Some(debugger) = &settings.debugger {
             let expanded = expand_variables(debugger, |name| {
                 env.get(OsStr::new(name))
@@ -102,35 +98,35 @@ impl HostEnvironment {
             env.entry("PVM_DEBUGGER".into())
                 .or_insert_with(|| expanded.into());
         }
-        let var = |name: &str| {
+        let variable_value = |name: &str| {
             env.get(OsStr::new(name))
                 .map(|v| v.to_string_lossy().into_owned())
         };
-        let search = settings
+        let search_path = settings
             .search_path
-            .or_else(|| var("PVM_PATH"))
+            .or_else(|| variable_value("PVM_PATH"))
             .unwrap_or_else(|| SEARCH_PATH_DEFAULT.into());
-        let mut search: Vec<PathBuf> = expand_variables(&search, var)
+        let mut search_path: Vec<PathBuf> = expand_variables(&search_path, variable_value)
             .split(':')
             .filter(|dir| !dir.is_empty())
             .map(PathBuf::from)
             .collect();
-        search.extend(programs);
+        search_path.extend(programs_dir);
         let home = || {
-            var("HOME")
+            variable_value("HOME")
                 .filter(|h| !h.is_empty())
                 .unwrap_or_else(|| "/".into())
         };
         let work_dir = settings
             .work_dir
-            .or_else(|| var("PVM_WD"))
-            .map_or_else(home, |dir| expand_variables(&dir, var));
-        let random = rustls::crypto::ring::default_provider().secure_random;
-        HostEnvironment {
-            search_path: search,
+            .or_else(|| variable_value("PVM_WD"))
+            .map_or_else(home, |dir| expand_variables(&dir, variable_value));
+        let random_source = rustls::crypto::ring::default_provider().secure_random;
+        Self {
+            search_path,
             work_dir: PathBuf::from(work_dir),
             env,
-            random_source: random,
+            random_source,
         }
     }
 }
@@ -140,92 +136,93 @@ pub(crate) fn programs_folder() -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
 }
 
-/// Returns the directory of the library `libpvm3.so.3`: `SEMPA_LIB` if it is set, otherwise the
-/// first of these that contains the library: `lib` next to the programs' directory, the programs'
-/// directory, the master's library directory.
+/// Returns the directory of the library `libpvm3.so.3`. If `SEMPA_LIB` is set (`configured_dir`), returns its
+/// value. Otherwise returns the first of the following directories that contains the library: `lib`
+/// next to the programs' directory, the programs' directory, the master's library directory.
 pub(crate) fn library_folder(
-    programs: Option<&Path>,
-    set: Option<&OsString>,
-    master: Option<&str>,
+    programs_dir: Option<&Path>,
+    configured_dir: Option<&OsString>,
+    master_dir: Option<&str>,
 ) -> Option<PathBuf> {
-    if let Some(set) = set.filter(|s| !s.is_empty()) {
-        return Some(PathBuf::from(set));
+    if let Some(configured_dir) = configured_dir.filter(|s| !s.is_empty()) {
+        return Some(PathBuf::from(configured_dir));
     }
-    let sibling_lib = programs
+    let sibling_lib = programs_dir
         .and_then(Path::parent)
         .map(|prefix| prefix.join("lib"));
     let candidates = [
         sibling_lib,
-        programs.map(Path::to_path_buf),
-        master.map(PathBuf::from),
+        programs_dir.map(Path::to_path_buf),
+        master_dir.map(PathBuf::from),
     ];
     candidates
         .into_iter()
         .flatten()
-        .find(|dir| dir.join(LIBRARY).exists())
+        .find(|dir| dir.join(LIBRARY_FILE).exists())
 }
 
 fn task_environment(
     mut env: BTreeMap<OsString, OsString>,
     library: Option<&Path>,
-    place: &RuntimePaths,
+    paths: &RuntimePaths,
     uid: u32,
 ) -> BTreeMap<OsString, OsString> {
     for name in SESSION_VARIABLES {
         env.remove(OsStr::new(name));
     }
-    let mut set = |name: &str, value: OsString| env.insert(name.into(), value);
-    set("PVM_ARCH", ARCH.into());
-    set("PVMSOCK", place.daemon_socket().into());
+    let mut set_variable = |name: &str, value: OsString| env.insert(name.into(), value);
+    set_variable("PVM_ARCH", ARCH_NAME.into());
+    set_variable("PVMSOCK", paths.daemon_socket_path().into());
     if RuntimePaths::from_env(uid, |_| None)
-        .is_ok_and(|default_place| default_place.vm() != place.vm())
+        .is_ok_and(|default_place| default_place.vm_name() != paths.vm_name())
     {
-        set("PVM_VMID", place.vm().into());
+        set_variable("PVM_VMID", paths.vm_name().into());
     }
     if uid == 0 {
-        set("PVM_ALLOW_ROOT", "1".into());
+        set_variable("PVM_ALLOW_ROOT", "1".into());
     }
     env.entry("PVM_ROOT".into())
         .or_insert_with(|| PVM_ROOT_DEFAULT.into());
     if let Some(library) = library {
-        let before = env
+        let previous_path = env
             .get(OsStr::new("LD_LIBRARY_PATH"))
             .filter(|v| !v.is_empty());
-        let mut path = library.as_os_str().to_os_string();
-        if let Some(before) = before {
-            path.push(":");
-            path.push(before);
+        let mut library_path = library.as_os_str().to_os_string();
+        if let Some(previous_path) = previous_path {
+            library_path.push(":");
+            library_path.push(previous_path);
         }
-        env.insert("LD_LIBRARY_PATH".into(), path);
+        env.insert("LD_LIBRARY_PATH".into(), library_path);
     }
     env
 }
 
-/// Replaces `$NAME` and `${NAME}`; unset variables expand to nothing.
-fn expand_variables(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
-    let mut out = String::new();
+/// Replaces `$NAME` and `${NAME}` by the value that `value_of` returns. If `value_of` returns `None`, the
+/// variable is replaced by nothing.
+fn expand_variables(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
+    let mut expanded = String::new();
     let mut rest = text;
-    while let Some(at) = rest.find('$') {
-        out.push_str(&rest[..at]);
-        rest = &rest[at + 1..];
+    while let Some(dollar_offset) = rest.find('$') {
+        expanded.push_str(&rest[..dollar_offset]);
+        rest = &rest[dollar_offset + 1..];
         let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        if let Some((name, after)) = rest.strip_prefix('{').and_then(|r| r.split_once('}')) {
-            out.push_str(&var(name).unwrap_or_default());
-            rest = after;
+        if let Some((name, after_dollar)) = rest.strip_prefix('{').and_then(|r| r.split_once('}')) {
+            expanded.push_str(&value_of(name).unwrap_or_default());
+            rest = after_dollar;
         } else {
             let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
             if end == 0 {
-                out.push('$');
+                expanded.push('$');
             }
-            out.push_str(&var(&rest[..end]).unwrap_or_default());
+            expanded.push_str(&value_of(&rest[..end]).unwrap_or_default());
             rest = &rest[end..];
         }
     }
-    out.push_str(rest);
-    out
+    expanded.push_str(rest);
+    expanded
 }
 
-/// True for a regular file that its owner may execute, which is PVM's rule.
+/// True for a regular file that its owner may execute. PVM applies the same rule.
 fn is_program(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o100 != 0)
 }
@@ -239,7 +236,7 @@ impl World for HostEnvironment {
         if name.is_empty() || name.contains('\0') {
             return Err(PvmError::NoFile);
         }
-        let found = if name.contains('/') {
+        let program = if name.contains('/') {
             Some(self.work_dir(dir).join(name)).filter(|path| is_program(path))
         } else {
             self.search_path
@@ -247,29 +244,29 @@ impl World for HostEnvironment {
                 .map(|folder| self.work_dir.join(folder).join(name))
                 .find(|path| is_program(path))
         };
-        found.ok_or(PvmError::NoFile)
+        program.ok_or(PvmError::NoFile)
     }
 
     fn work_dir(&self, dir: Option<&str>) -> PathBuf {
-        let own = if is_accessible_dir(&self.work_dir) {
+        let default_dir = if is_accessible_dir(&self.work_dir) {
             &self.work_dir
         } else {
             Path::new("/")
         };
-        match dir.filter(|d| !d.is_empty()).map(|d| own.join(d)) {
+        match dir.filter(|d| !d.is_empty()).map(|d| default_dir.join(d)) {
             Some(dir) if is_accessible_dir(&dir) => dir,
-            _ => own.to_path_buf(),
+            _ => default_dir.to_path_buf(),
         }
     }
 
-    fn base_env(&self) -> Vec<Vec<u8>> {
-        let pair = |(name, value): (&OsString, &OsString)| {
+    fn base_environment(&self) -> Vec<Vec<u8>> {
+        let to_line = |(name, value): (&OsString, &OsString)| {
             let mut line = name.clone().into_vec();
             line.push(b'=');
             line.extend_from_slice(value.as_bytes());
             line
         };
-        self.env.iter().map(pair).collect()
+        self.env.iter().map(to_line).collect()
     }
 
     fn unix_time(&self) -> Micros {
@@ -278,7 +275,7 @@ impl World for HostEnvironment {
 
     fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
-        // TLS would have failed earlier if the kernel gave no random numbers.
+        // If the kernel provided no random numbers, TLS would have failed before.
         self.random_source
             .fill(&mut bytes)
             .expect("the kernel gives random numbers");
@@ -290,13 +287,13 @@ impl World for HostEnvironment {
 mod tests {
     use super::*;
 
-    fn world() -> HostEnvironment {
-        let place = RuntimePaths::from_env(7, |_| None).expect("a good name");
+    fn test_environment() -> HostEnvironment {
+        let paths = RuntimePaths::from_env(7, |_| None).expect("a good name");
         let settings = HostEnvironmentSettings {
             search_path: Some("/nowhere:/bin".into()),
             ..HostEnvironmentSettings::default()
         };
-        HostEnvironment::new(settings, &place, 7)
+        HostEnvironment::new(settings, &paths, 7)
     }
 
     #[test]
@@ -310,39 +307,42 @@ mod tests {
 
     #[test]
     fn programs_are_found_in_path_or_by_name() {
-        let world = world();
-        assert_eq!(world.find_program("sh", None), Ok(PathBuf::from("/bin/sh")));
+        let environment = test_environment();
         assert_eq!(
-            world.find_program("./sh", Some("/bin")),
+            environment.find_program("sh", None),
+            Ok(PathBuf::from("/bin/sh"))
+        );
+        assert_eq!(
+            environment.find_program("./sh", Some("/bin")),
             Ok(PathBuf::from("/bin/./sh"))
         );
         assert_eq!(
-            world.find_program("/bin/sh", None),
+            environment.find_program("/bin/sh", None),
             Ok(PathBuf::from("/bin/sh"))
         );
-        for bad in ["no-such-program", "/etc/passwd", "/bin", "", "sh\0"] {
+        for invalid_name in ["no-such-program", "/etc/passwd", "/bin", "", "sh\0"] {
             assert_eq!(
-                world.find_program(bad, None),
+                environment.find_program(invalid_name, None),
                 Err(PvmError::NoFile),
-                "{bad}"
+                "{invalid_name}"
             );
         }
     }
 
     #[test]
     fn task_environment_omits_session_variables() {
-        let own = [
+        let process_env = [
             ("SSH_TTY", "x"),
             ("EDITOR", "vi"),
             ("LD_LIBRARY_PATH", "/b"),
             ("PVMEPID", "3"),
         ];
-        let own = own
+        let process_env = process_env
             .map(|(n, v)| (OsString::from(n), OsString::from(v)))
             .into_iter()
             .collect();
-        let place = RuntimePaths::from_env(7, |_| None).expect("a good name");
-        let env = task_environment(own, Some(Path::new("/a")), &place, 7);
+        let paths = RuntimePaths::from_env(7, |_| None).expect("a good name");
+        let env = task_environment(process_env, Some(Path::new("/a")), &paths, 7);
         let get = |name: &str| {
             env.get(OsStr::new(name))
                 .map(|v| v.to_string_lossy().into_owned())
@@ -357,12 +357,15 @@ mod tests {
             (get("PVM_ARCH"), get("PVM_ALLOW_ROOT")),
             (Some("LINUX64".into()), None)
         );
-        let named = |vm: &str| {
-            let place =
+        let vm_id_variable = |vm: &str| {
+            let paths =
                 RuntimePaths::from_env(7, |name| (name == "PVM_VMID").then(|| vm.to_string()))
                     .expect("a good name");
-            task_environment(BTreeMap::new(), None, &place, 7).remove(OsStr::new("PVM_VMID"))
+            task_environment(BTreeMap::new(), None, &paths, 7).remove(OsStr::new("PVM_VMID"))
         };
-        assert_eq!((named("pvm"), named("b")), (None, Some("b".into())));
+        assert_eq!(
+            (vm_id_variable("pvm"), vm_id_variable("b")),
+            (None, Some("b".into()))
+        );
     }
 }

@@ -1,11 +1,11 @@
-//! Starts daemons on other hosts over a remote shell, as PVM does: `$PVM_RSH host [-l user]
+//! Starts daemons on other hosts through a remote shell, as PVM does: `$PVM_RSH host [-l user]
 //! command`.
 //!
-//! The bootstrap line goes to the new daemon's standard input; its reply comes back as one line.
-//! Hosts can also be started by a hoster or by a person at the master's terminal; the new daemon
-//! then fetches its bootstrap line from the master (see `sealed_bootstrap`).
+//! The bootstrap line is written to the new daemon's standard input, and the daemon replies with
+//! one line. Hosts can also be started by a hoster or by a person at the master's terminal. In
+//! these cases the new daemon requests its bootstrap line from the master (see `sealed_bootstrap`).
 
-use super::bootstrap::{Bootstrap, ReadyReply, Refusal, parse_reply, to_hex};
+use super::bootstrap::{Bootstrap, ReadyReply, Refusal, encode_hex, parse_reply};
 use super::input::{Input, InputSender};
 use super::manual_start;
 use super::pki::{Authority, PkiError};
@@ -27,22 +27,22 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// Maximum number of hosts started concurrently; further starts wait.
+/// Maximum number of hosts that are started concurrently; further starts wait.
 const CONCURRENT_STARTS_MAX: usize = 32;
 /// Time limit for the start of one host, as in PVM.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time for which the bootstrap line is offered to a daemon that a hoster starts.
+/// Time for which the bootstrap line is offered to a daemon that a hoster must start.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(180);
-/// Time for which the bootstrap line is offered to a daemon that a person starts.
+/// Time for which the bootstrap line is offered to a daemon that a person must start.
 const MANUAL_OFFER_TIMEOUT: Duration = Duration::from_secs(900);
-/// Time limit for the end of the remote shell after the daemon's reply.
+/// Time limit for the remote shell to end after the daemon's reply.
 const SHELL_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum number of bytes read from the output of a remote shell.
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
-/// Maximum number of lines of standard error kept for the error message.
+/// Maximum number of lines of standard error that are stored for the error message.
 const STDERR_LINES_MAX: usize = 20;
 
-/// Settings that are equal for all hosts started by this master.
+/// Settings that apply to all hosts started by this master.
 pub(crate) struct HostStarterSettings {
     /// Issues the new hosts' certificates.
     pub(crate) authority: Arc<Authority>,
@@ -51,17 +51,17 @@ pub(crate) struct HostStarterSettings {
     pub(crate) library: Option<PathBuf>,
     /// True if the user allowed this virtual machine to run as root.
     pub(crate) allow_root: bool,
-    /// Silence after which a host is considered lost.
+    /// Duration of silence after which a host is considered lost.
     pub(crate) lease: Duration,
-    /// The limit on open files for the remote shell.
+    /// The limit of open files that the remote shell gets.
     pub(crate) files_limit: OpenFilesLimit,
     /// Remote shell command from `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
-    /// The remote shell if `PVM_RSH` is not set.
+    /// The remote shell that is used if `PVM_RSH` is not set.
     pub(crate) ssh: SshCommand,
     /// Daemon command from `PVM_DPATH`, if set.
     pub(crate) daemon_command: Option<String>,
-    /// Path of this program; other hosts try the same path first.
+    /// Path of this program. On other hosts, this path is tried first.
     pub(crate) program: PathBuf,
 }
 
@@ -69,21 +69,21 @@ pub(crate) struct HostStarterSettings {
 pub(crate) struct HostStarter {
     settings: Option<Arc<HostStarterSettings>>,
     start_permits: Arc<Semaphore>,
-    /// Held by the start that asks a person at the terminal.
+    /// The lock is held by the start that asks a person at the terminal.
     terminal_lock: Arc<Mutex<()>>,
     inputs: InputSender,
     running_starts: HashMap<StartId, AbortHandle>,
 }
 
 impl HostStarter {
-    /// Without settings (on a slave) every start fails.
-    pub(crate) fn new(settings: Option<HostStarterSettings>, inputs: InputSender) -> HostStarter {
+    /// Creates a starter. Without settings (on a slave) every start fails.
+    pub(crate) fn new(settings: Option<HostStarterSettings>, inputs: InputSender) -> Self {
         let start_permits = Arc::new(Semaphore::new(CONCURRENT_STARTS_MAX));
-        let terminal = Arc::new(Mutex::new(()));
-        HostStarter {
+        let terminal_lock = Arc::new(Mutex::new(()));
+        Self {
             settings: settings.map(Arc::new),
             start_permits,
-            terminal_lock: terminal,
+            terminal_lock,
             inputs,
             running_starts: HashMap::new(),
         }
@@ -92,7 +92,7 @@ impl HostStarter {
     /// Starts a daemon. Reports [`Event::HostStarted`].
     pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
         self.running_starts.retain(|_, task| !task.is_finished());
-        let (settings, turns, terminal) = (
+        let (settings, start_permits, terminal_lock) = (
             self.settings.clone(),
             self.start_permits.clone(),
             self.terminal_lock.clone(),
@@ -109,19 +109,19 @@ impl HostStarter {
                         settings: &settings,
                         plan: &plan,
                     };
-                    let ready = if plan.is_manual() {
-                        attempt.run_manually(&terminal).await
+                    let reply = if plan.is_manual() {
+                        attempt.run_manually(&terminal_lock).await
                     } else {
-                        let _turn = turns.acquire().await;
-                        attempt.run().await
+                        let _permit = start_permits.acquire().await;
+                        attempt.run_remote_shell().await
                     };
-                    ready.map_err(|refusal| (refusal.error, attempt.describe_refusal(&refusal)))
+                    reply.map_err(|refusal| (refusal.error, attempt.describe_refusal(&refusal)))
                 }
             };
-            let result = result.map(|ready| StartedHost {
-                arch: ready.arch,
-                dsig: ready.dsig,
-                addresses: ready.addresses,
+            let result = result.map(|reply| StartedHost {
+                arch: reply.arch,
+                dsig: reply.dsig,
+                addresses: reply.addresses,
             });
             let _ = inputs
                 .send(Input::Event(Event::HostStarted { start, result }))
@@ -130,51 +130,57 @@ impl HostStarter {
         self.running_starts.insert(start, task.abort_handle());
     }
 
-    /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
-    /// lines are offered by this daemon until the attempts end.
+    /// Prepares starts by a hoster. [`Event::HostsPrepared`] delivers the orders for the hoster.
+    /// This daemon offers the bootstrap lines until the attempts end.
     pub(crate) fn prepare_for_hoster(&mut self, plans: Vec<(StartId, HostPlan)>) {
         let (settings, inputs) = (self.settings.clone(), self.inputs.clone());
-        let (order_sender, ready) = tokio::sync::mpsc::unbounded_channel();
-        let count = plans.len();
+        let (order_sender, order_receiver) = tokio::sync::mpsc::unbounded_channel();
+        let plan_count = plans.len();
         for (start, plan) in plans {
             let (settings, order_sender) = (settings.clone(), order_sender.clone());
             let task = tokio::spawn(async move {
-                let refuse = |text: String| (PvmError::CantStart, text);
+                let start_error = |text: String| (PvmError::CantStart, text);
                 let Some(settings) = settings else {
-                    let _ = order_sender
-                        .send((start, Err(refuse("only the master starts daemons".into()))));
+                    let _ = order_sender.send((
+                        start,
+                        Err(start_error("only the master starts daemons".into())),
+                    ));
                     return;
                 };
                 let attempt = HostStart {
                     settings: &settings,
                     plan: &plan,
                 };
-                let offered = attempt.create_offer().await;
-                let sealed = offered.map_err(|text| {
-                    refuse(format!("cannot start a daemon on {}: {text}", plan.name))
+                let offer = attempt.create_offer().await;
+                let sealed = offer.map_err(|text| {
+                    start_error(format!("cannot start a daemon on {}: {text}", plan.name))
                 });
                 match sealed {
                     Ok((order, listener, sealed)) => {
                         let _ = order_sender.send((start, Ok(order)));
-                        // An upper bound: the state machine usually ends the attempt earlier.
-                        let within = if plan.is_manual() {
+                        // This is an upper bound: the state machine usually ends the attempt
+                        // earlier.
+                        let offer_timeout = if plan.is_manual() {
                             MANUAL_OFFER_TIMEOUT
                         } else {
                             OFFER_TIMEOUT
                         };
-                        let _ =
-                            timeout(within, sealed_bootstrap::serve_sealed(listener, sealed)).await;
+                        let _ = timeout(
+                            offer_timeout,
+                            sealed_bootstrap::serve_sealed(listener, sealed),
+                        )
+                        .await;
                     }
-                    Err(refused) => drop(order_sender.send((start, Err(refused)))),
+                    Err(refusal) => drop(order_sender.send((start, Err(refusal)))),
                 }
             });
             self.running_starts.insert(start, task.abort_handle());
         }
         drop(order_sender);
         tokio::spawn(async move {
-            let (mut ready, mut orders) = (ready, Vec::with_capacity(count));
-            while orders.len() < count
-                && let Some(order) = ready.recv().await
+            let (mut order_receiver, mut orders) = (order_receiver, Vec::with_capacity(plan_count));
+            while orders.len() < plan_count
+                && let Some(order) = order_receiver.recv().await
             {
                 orders.push(order);
             }
@@ -184,9 +190,10 @@ impl HostStarter {
         });
     }
 
-    /// Ends an attempt with the reply that a hoster received from the daemon it started.
+    /// Ends an attempt. `line` is the reply that a hoster received from the daemon that it started.
+    /// Returns the event for the state machine.
     pub(crate) fn on_hoster_reply(&mut self, start: StartId, line: &str) -> Event {
-        self.abandon(start);
+        self.abort_start(start);
         let line = line.trim_end();
         let result = parse_reply(line).unwrap_or_else(|| {
             let error = PvmError::from_name(line).unwrap_or(PvmError::CantStart);
@@ -205,8 +212,8 @@ impl HostStarter {
         Event::HostStarted { start, result }
     }
 
-    /// Aborts an attempt; its remote shell is killed.
-    pub(crate) fn abandon(&mut self, start: StartId) {
+    /// Aborts an attempt to start a daemon. The remote shell of the attempt is killed.
+    pub(crate) fn abort_start(&mut self, start: StartId) {
         if let Some(task) = self.running_starts.remove(&start) {
             task.abort();
         }
@@ -226,18 +233,20 @@ impl HostStart<'_> {
         )
     }
 
-    async fn run(&self) -> Result<ReadyReply, Refusal> {
+    async fn run_remote_shell(&self) -> Result<ReadyReply, Refusal> {
         let cannot_start = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        let words = self.command_line().await.map_err(cannot_start)?;
-        let bootstrap = self.bootstrap().map_err(|e| cannot_start(e.to_string()))?;
-        let line = bootstrap.to_line();
-        let mut command = Command::new(&words[0]);
+        let command_words = self.command_line().await.map_err(cannot_start)?;
+        let bootstrap = self
+            .build_bootstrap()
+            .map_err(|e| cannot_start(e.to_string()))?;
+        let bootstrap_line = bootstrap.to_line();
+        let mut command = Command::new(&command_words[0]);
         self.settings.files_limit.apply_to(command.as_std_mut());
         let mut child = command
-            .args(&words[1..])
+            .args(&command_words[1..])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -246,12 +255,18 @@ impl HostStart<'_> {
             .map_err(|e| {
                 cannot_start(format!(
                     "the remote shell {} cannot be executed: {e}; set PVM_RSH to another one",
-                    words[0]
+                    command_words[0]
                 ))
             })?;
-        match timeout(START_TIMEOUT, self.exchange(&mut child, &line)).await {
+        match timeout(
+            START_TIMEOUT,
+            self.exchange_bootstrap(&mut child, &bootstrap_line),
+        )
+        .await
+        {
             Ok(Ok(ready)) => {
-                // The daemon has left the shell's session, so the remote shell ends soon.
+                // The daemon no longer belongs to the shell's session, so the remote shell ends
+                // soon.
                 tokio::spawn(
                     async move { timeout(SHELL_EXIT_TIMEOUT, child.wait()).await.is_ok() },
                 );
@@ -265,26 +280,27 @@ impl HostStart<'_> {
         }
     }
 
-    /// Asks a person at the master's terminal to start the daemon.
-    async fn run_manually(&self, terminal: &Mutex<()>) -> Result<ReadyReply, Refusal> {
-        let cant = |text: String| Refusal {
+    /// Asks a person at the master's terminal to start the daemon, and waits for the daemon's
+    /// reply.
+    async fn run_manually(&self, terminal_lock: &Mutex<()>) -> Result<ReadyReply, Refusal> {
+        let cannot_start = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        manual_start::check_can_ask()?;
-        let _turn = terminal.lock().await;
-        let (order, listener, sealed) = self.create_offer().await.map_err(cant)?;
+        manual_start::check_person_reachable()?;
+        let _terminal_guard = terminal_lock.lock().await;
+        let (order, listener, sealed) = self.create_offer().await.map_err(cannot_start)?;
         tokio::select! {
-            answer = manual_start::ask(&order) => answer,
-            () = sealed_bootstrap::serve_sealed(listener, sealed) => Err(cant("the TCP port for it has failed".into())),
+            answer = manual_start::ask_for_start(&order) => answer,
+            () = sealed_bootstrap::serve_sealed(listener, sealed) => Err(cannot_start("the TCP port for it has failed".into())),
         }
     }
 
-    /// Creates the order for a hoster or a person, and the listener and encrypted line for the new
-    /// daemon.
+    /// Creates an order for a hoster or a person. Also creates the listener for the new daemon and
+    /// the encrypted bootstrap line.
     async fn create_offer(&self) -> Result<(HosterOrder, TcpListener, Vec<u8>), String> {
         let secret = BootstrapSecret::new();
-        let bootstrap = self.bootstrap().map_err(|e| e.to_string())?;
+        let bootstrap = self.build_bootstrap().map_err(|e| e.to_string())?;
         let sealed = secret.seal(&bootstrap.to_line());
         let listener = sealed_bootstrap::listen_any()
             .await
@@ -343,12 +359,12 @@ impl HostStart<'_> {
         Ok(words)
     }
 
-    /// Returns the command for the remote host: the user's command; else this program's path if it
-    /// exists on that host; else `pvmd` from the search path. A person gets only the path, because
-    /// the script would be long to type.
+    /// Returns the command for the remote host: the user's command if there is one. Otherwise a
+    /// script that runs this program's path if it exists on that host, or else `pvmd` from the
+    /// search path. For a person returns only the path, because the script would be long to type.
     fn remote_command(&self, extra_options: &str) -> String {
-        let by_hand = self.plan.is_manual();
-        let slave_option = if by_hand { "-S" } else { "-s" };
+        let is_manual = self.plan.is_manual();
+        let slave_option = if is_manual { "-S" } else { "-s" };
         if let Some(command) = self
             .plan
             .command
@@ -357,27 +373,27 @@ impl HostStart<'_> {
         {
             return format!("{command} {slave_option}{extra_options}");
         }
-        let program = self.settings.program.to_string_lossy();
-        let program = shell_words::quote(&program);
-        if by_hand {
-            return format!("{program} {slave_option}{extra_options}");
+        let quoted_program = self.settings.program.to_string_lossy();
+        let quoted_program = shell_words::quote(&quoted_program);
+        if is_manual {
+            return format!("{quoted_program} {slave_option}{extra_options}");
         }
         let script = format!(
-            "if [ -x {program} ]; then exec {program} -s{extra_options}; else exec pvmd -s{extra_options}; fi"
+            "if [ -x {quoted_program} ]; then exec {quoted_program} -s{extra_options}; else exec pvmd -s{extra_options}; fi"
         );
         format!("sh -c {}", shell_words::quote(&script))
     }
 
-    fn bootstrap(&self) -> Result<Bootstrap, PkiError> {
+    fn build_bootstrap(&self) -> Result<Bootstrap, PkiError> {
         let identity = self.settings.authority.issue(self.plan.id)?;
         Ok(Bootstrap {
             ddpro: Bootstrap::VERSION,
             vm: self.settings.vm.clone(),
             host: self.plan.id.index(),
             name: self.plan.name.clone(),
-            authority: to_hex(&identity.authority_certificate),
-            certificate: to_hex(&identity.certificate),
-            key: to_hex(&identity.key),
+            authority: encode_hex(&identity.authority_certificate),
+            certificate: encode_hex(&identity.certificate),
+            key: encode_hex(&identity.key),
             masters: self.settings.addresses.clone(),
             library: self
                 .settings
@@ -393,47 +409,51 @@ impl HostStart<'_> {
         })
     }
 
-    /// Writes the bootstrap line and waits for the reply. If there is no reply, reads the output to
-    /// the end to find the reason.
-    async fn exchange(&self, child: &mut Child, line: &str) -> Result<ReadyReply, Refusal> {
+    /// Writes the bootstrap line and waits for the reply. If no reply arrives, reads the output to
+    /// its end and returns the reason.
+    async fn exchange_bootstrap(
+        &self,
+        child: &mut Child,
+        bootstrap_line: &str,
+    ) -> Result<ReadyReply, Refusal> {
         let mut stdin = child.stdin.take().expect("it is a pipe");
         let stdout = child.stdout.take().expect("it is a pipe");
         let stderr = child.stderr.take().expect("it is a pipe");
         let write_line = async {
-            // A remote shell that ends without reading reports the reason on its standard error.
-            let _ = stdin.write_all(line.as_bytes()).await;
+            // If a remote shell ends without reading, its standard error contains the reason.
+            let _ = stdin.write_all(bootstrap_line.as_bytes()).await;
             drop(stdin);
         };
-        let answer = async {
+        let read_reply = async {
             let mut lines = BufReader::new(stdout.take(OUTPUT_BYTES_MAX)).split(b'\n');
-            while let Ok(Some(line)) = lines.next_segment().await {
-                let line = String::from_utf8_lossy(&line);
-                if let Some(reply) = parse_reply(line.trim_end()) {
+            while let Ok(Some(bootstrap_line)) = lines.next_segment().await {
+                let bootstrap_line = String::from_utf8_lossy(&bootstrap_line);
+                if let Some(reply) = parse_reply(bootstrap_line.trim_end()) {
                     return Some(reply);
                 }
-                tracing::info!("stdout@{}: {}", self.plan.name, line.trim_end());
+                tracing::info!("stdout@{}: {}", self.plan.name, bootstrap_line.trim_end());
             }
             None
         };
         let stderr_reader = async {
-            let mut last = VecDeque::new();
+            let mut last_lines = VecDeque::new();
             let mut lines = BufReader::new(stderr.take(OUTPUT_BYTES_MAX)).split(b'\n');
-            while let Ok(Some(line)) = lines.next_segment().await {
-                let line = String::from_utf8_lossy(&line).trim().to_string();
-                if line.is_empty() {
+            while let Ok(Some(bootstrap_line)) = lines.next_segment().await {
+                let bootstrap_line = String::from_utf8_lossy(&bootstrap_line).trim().to_string();
+                if bootstrap_line.is_empty() {
                     continue;
                 }
-                tracing::info!("stderr@{}: {line}", self.plan.name);
-                last.push_back(line);
-                if last.len() > STDERR_LINES_MAX {
-                    last.pop_front();
+                tracing::info!("stderr@{}: {bootstrap_line}", self.plan.name);
+                last_lines.push_back(bootstrap_line);
+                if last_lines.len() > STDERR_LINES_MAX {
+                    last_lines.pop_front();
                 }
             }
-            last
+            last_lines
         };
         let mut stderr_reader = std::pin::pin!(stderr_reader);
         let mut stderr_lines = None;
-        let mut exchange = std::pin::pin!(async { tokio::join!(write_line, answer).1 });
+        let mut exchange = std::pin::pin!(async { tokio::join!(write_line, read_reply).1 });
         let reply = loop {
             tokio::select! {
                 reply = &mut exchange => break reply,
@@ -448,13 +468,14 @@ impl HostStart<'_> {
             None => stderr_reader.await,
         };
         let status = child.wait().await.ok().and_then(|s| s.code());
-        Err(self.diagnose(&stderr_lines, status))
+        Err(self.failure_reason(&stderr_lines, status))
     }
 
-    /// Derives the reason of a failure from the remote shell's standard error and exit status.
-    fn diagnose(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
-        let last = stderr_lines.back().map_or("no output", String::as_str);
-        let unknown = [
+    /// Determines the reason of a failure from the remote shell's standard error and its exit
+    /// status; `None` means that a signal ended the shell.
+    fn failure_reason(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
+        let last_line = stderr_lines.back().map_or("no output", String::as_str);
+        let unknown_host_phrases = [
             "could not resolve hostname",
             "name or service not known",
             "unknown host",
@@ -465,7 +486,7 @@ impl HostStart<'_> {
                 .iter()
                 .any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)))
         };
-        let (error, meaning) = if contains_any(&unknown) {
+        let (error, error_meaning) = if contains_any(&unknown_host_phrases) {
             (
                 PvmError::NoHost,
                 "the host is unknown: check its name, or give its address with ip=",
@@ -487,7 +508,7 @@ impl HostStart<'_> {
         Refusal {
             error,
             text: format!(
-                "{meaning} (the remote shell ended with {status}; last line of its standard error: {last})"
+                "{error_meaning} (the remote shell ended with {status}; last line of its standard error: {last_line})"
             ),
         }
     }

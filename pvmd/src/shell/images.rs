@@ -1,7 +1,7 @@
 //! Transfers of checkpoint images between daemons.
 //!
-//! A stream of the session announces each transfer and stays open as long as it lasts. The images
-//! travel as pieces of files ([`super::image_transfer`]) over a connection of their own
+//! A stream of the session announces each transfer and stays open until the transfer ends. The
+//! images are sent as pieces of files ([`super::image_transfer`]) over a separate connection
 //! ([`super::bulk_tcp`], [`super::bulk_fallback`]). Reading, encryption and writing run on blocking
 //! threads, so the daemon's loop never waits for a disk.
 
@@ -32,35 +32,37 @@ use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::sleep;
 use tracing::{Instrument, info_span};
 
-/// Code with which a stream is refused or aborted.
-const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
-/// Delay before a target makes the source stop: the target's own reason for the failure must be
-/// handled first.
+/// Error code with which a stream is refused or aborted.
+const STREAM_REFUSED_CODE: VarInt = VarInt::from_u32(1);
+/// Delay before a target stops the source: the target's own reason for the failure must be handled
+/// first.
 const REFUSE_DELAY: Duration = Duration::from_secs(2);
 
-/// Number of times freed memory is returned to the kernel after a transfer: its threads may end a
-/// little later than the transfer.
+/// Number of times that freed memory is returned to the kernel after a transfer. One time is not
+/// enough, because the threads of a transfer may end a little later than the transfer.
 const HEAP_TRIMS_AFTER_TRANSFER: u8 = 2;
 
 #[derive(Debug)]
 struct Transfer {
-    /// The task that serves the stream; `None` for work on this host only.
+    /// The tokio task that serves the stream; `None` if the work is on this host only.
     stream: Option<AbortHandle>,
-    /// Thread that reads or writes the files; ends soon after the stream.
+    /// Thread that reads or writes the files. It ends soon after the stream.
     worker_thread: JoinHandle<()>,
-    /// State of the directory if it is sent while it is being written; `None` when it is complete.
+    /// State of the directory if it is sent while it is being written; `None` if the directory was
+    /// complete at the start.
     growing_dir: Option<Arc<SharedDirState>>,
-    /// True if all data has arrived. The stream ends when the source has received the confirmation.
-    all_received: Arc<AtomicBool>,
+    /// True if all data has arrived. The stream ends when the source has received the confirmation
+    /// of the target.
+    is_all_received: Arc<AtomicBool>,
 }
 
-/// The two directions of a transfer's connection, passed to its thread.
+/// The writer and the reader of a transfer's connection, which are passed to the transfer's thread.
 type TransferConnection = (RecordWriter<BulkConnection>, RecordReader<BulkConnection>);
-/// Function that waits until the connection is established, and returns it.
-type AwaitConnection = Box<dyn FnOnce() -> Result<TransferConnection, Failure>>;
+/// Function that waits until the connection is established, and returns the connection.
+type AwaitConnectionFn = Box<dyn FnOnce() -> Result<TransferConnection, Failure>>;
 /// Function that receives the data of a transfer and returns its size in bytes.
 type ReceiveFn = Box<dyn FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send>;
-/// Delivers the result of a transfer from its thread.
+/// Receives the result of a transfer from the transfer's thread.
 type ResultReceiver<T> = oneshot::Receiver<Result<T, Failure>>;
 
 /// Aborts the work of a transfer when dropped.
@@ -73,7 +75,7 @@ struct AbortGuard {
 impl Drop for AbortGuard {
     fn drop(&mut self) {
         if let Some(progress) = &self.dir_state {
-            progress.set(DirState::Dropped);
+            progress.set_state(DirState::Dropped);
         }
         if let Some(line) = &self.connection {
             line.abort();
@@ -87,35 +89,37 @@ pub(crate) struct ImageTransfers {
     inputs: InputSender,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
-    /// Host that sends the images, and function that receives them, by migration.
-    expected: HashMap<MigrationId, (HostId, ReceiveFn)>,
+    /// Expected transfers by migration: the host that sends the images, and the function that
+    /// receives them.
+    expected_transfers: HashMap<MigrationId, (HostId, ReceiveFn)>,
     transfers: HashMap<MigrationId, Transfer>,
-    /// Number of times freed memory must still be returned to the kernel.
+    /// Number of times that freed memory must still be returned to the kernel.
     pending_heap_trims: u8,
 }
 
 impl ImageTransfers {
-    /// Creates a state without transfers. `rate` limits the rate at which this host sends.
+    /// Creates a state without transfers. `rate` limits the rate at which this host sends data.
     pub(crate) fn new(
-        place: RuntimePaths,
+        paths: RuntimePaths,
         inputs: InputSender,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
-    ) -> ImageTransfers {
-        let (expected, transfers) = (HashMap::new(), HashMap::new());
-        ImageTransfers {
-            paths: place,
+    ) -> Self {
+        let (expected_transfers, transfers) = (HashMap::new(), HashMap::new());
+        Self {
+            paths,
             inputs,
             rate,
             bulk_fallbacks,
-            expected,
+            expected_transfers,
             transfers,
             pending_heap_trims: 0,
         }
     }
 
-    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS_AFTER_TRANSFER`]
-    /// times after the last transfer. Polled by the loop.
+    /// Returns true if the caller must return freed memory to the kernel:
+    /// [`HEAP_TRIMS_AFTER_TRANSFER`] times after the last transfer. The loop calls this function
+    /// regularly.
     pub(crate) fn should_trim_heap(&mut self) -> bool {
         let must_trim = self.transfers.is_empty() && self.pending_heap_trims > 0;
         self.pending_heap_trims -= u8::from(must_trim);
@@ -127,28 +131,28 @@ impl ImageTransfers {
         self.transfers.insert(migration, transfer);
     }
 
-    /// Starts to send the images of a migration while they are being written; a later
-    /// [`ImageTransfers::send`] marks them as complete.
+    /// Starts to send the images of a migration while they are being written. A later call of
+    /// [`ImageTransfers::send`] marks the images as complete.
     pub(crate) fn start_streaming(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         self.start_sending_dir(migration, to, net, DirState::Growing, |_| Ok(()));
     }
 
-    /// Sends the images of a migration, or the part of them not sent yet. Reports
-    /// [`Event::ImagesSent`].
-    pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
+    /// Marks the images of a migration as complete and sends all images that were not sent yet.
+    /// Reports [`Event::ImagesSent`].
+    pub(crate) fn send_images(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         match self
             .transfers
             .get_mut(&migration)
             .and_then(|transfer| transfer.growing_dir.take())
         {
-            Some(progress) => progress.set(DirState::Complete),
+            Some(dir_state) => dir_state.set_state(DirState::Complete),
             None => self.start_sending_dir(migration, to, net, DirState::Complete, |_| Ok(())),
         }
     }
 
     /// Runs `complete`, which adds the last files to the directory, then sends the images as
-    /// [`ImageTransfers::send`] does. Without a destination host, reports [`Event::ImagesReceived`]
-    /// on this host instead.
+    /// [`ImageTransfers::send`] does. If `to` is `None`, sends nothing and reports
+    /// [`Event::ImagesReceived`] on this host.
     pub(crate) fn complete_and_send(
         &mut self,
         migration: MigrationId,
@@ -171,16 +175,22 @@ impl ImageTransfers {
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         let dir = self.paths.image_dir(migration);
-        self.start_sending(migration, to, net, state, move |came, progress, rate| {
-            complete(&dir)?;
-            let (out, back) = came()?;
-            Sender::new(&dir, out, rate)
-                .send(progress)
-                .map(|sent| (sent, back))
-        });
+        self.start_sending(
+            migration,
+            to,
+            net,
+            state,
+            move |await_connection, progress, rate| {
+                complete(&dir)?;
+                let (writer, reader) = await_connection()?;
+                Sender::new(&dir, writer, rate)
+                    .send(progress)
+                    .map(|sent_amounts| (sent_amounts, reader))
+            },
+        );
     }
 
-    /// Sends a checkpoint to the store of another host. Reports [`Event::ImagesSent`].
+    /// Sends a checkpoint to the store of the host `to`. Reports [`Event::ImagesSent`].
     pub(crate) fn send_copy(
         &mut self,
         migration: MigrationId,
@@ -195,15 +205,15 @@ impl ImageTransfers {
             to,
             net,
             DirState::Complete,
-            move |came, _, rate| {
-                let (out, back) = came()?;
-                send(out, rate).map(|sent| (sent, back))
+            move |await_connection, _, rate| {
+                let (writer, reader) = await_connection()?;
+                send(writer, rate).map(|sent_amounts| (sent_amounts, reader))
             },
         );
     }
 
-    /// Starts a transfer. `work` runs on a thread: it waits for the connection, sends everything
-    /// over it, and returns the receiving direction.
+    /// Starts a transfer. `work` runs on a thread: it waits for the connection, sends all data over
+    /// the connection, and returns the connection's reader.
     fn start_sending(
         &mut self,
         migration: MigrationId,
@@ -211,47 +221,47 @@ impl ImageTransfers {
         net: &mut Net,
         state: DirState,
         work: impl FnOnce(
-            AwaitConnection,
+            AwaitConnectionFn,
             &SharedDirState,
             &RateLimit,
         ) -> Result<(SentAmounts, RecordReader<BulkConnection>), Failure>
         + Send
         + 'static,
     ) {
-        let progress = Arc::new(SharedDirState::default());
-        progress.set(state);
-        let (connection_sender, connection_receiver) = oneshot::channel::<TransferConnection>();
+        let dir_state = Arc::new(SharedDirState::default());
+        dir_state.set_state(state);
+        let (connection_sender, await_connection) = oneshot::channel::<TransferConnection>();
         let (result_sender, result_receiver) = oneshot::channel();
-        let (thread_progress, rate) = (progress.clone(), self.rate.clone());
+        let (thread_dir_state, rate) = (dir_state.clone(), self.rate.clone());
         let span = info_span!("migration", id = %migration);
         let thread_span = span.clone();
         let worker_thread = tokio::task::spawn_blocking(move || {
             let _in_span = thread_span.entered();
-            let _hurry = PriorityBoost::start();
-            let connection_receiver: AwaitConnection = Box::new(move || {
-                connection_receiver
+            let _priority_boost = PriorityBoost::start();
+            let await_connection: AwaitConnectionFn = Box::new(move || {
+                await_connection
                     .blocking_recv()
                     .map_err(|_| Failure::Cancelled("the transfer was aborted".into()))
             });
-            let _ = result_sender.send(
-                work(connection_receiver, &thread_progress, &rate).and_then(|(sent, mut back)| {
-                    let taken = back.next().map_err(|e| {
+            let _ = result_sender.send(work(await_connection, &thread_dir_state, &rate).and_then(
+                |(sent_amounts, mut reader)| {
+                    let confirmation = reader.wait_for_record().map_err(|e| {
                         Failure::Images(format!("the target did not accept them: {e}"))
                     });
-                    taken.map(|_| sent)
-                }),
-            );
+                    confirmation.map(|_| sent_amounts)
+                },
+            ));
         });
         let pending_session = net.await_session(to);
         let (inputs, fallbacks) = (self.inputs.clone(), self.bulk_fallbacks.clone());
-        let early_bytes = (state == DirState::Growing).then(|| progress.clone());
+        let growing_dir = (state == DirState::Growing).then(|| dir_state.clone());
         let abort_guard = AbortGuard {
-            dir_state: Some(progress),
+            dir_state: Some(dir_state),
             connection: None,
         };
         let work = async move {
-            let begin = Instant::now();
-            let result = match pending_session.session().await {
+            let started_at = Instant::now();
+            let result = match pending_session.wait_for_session().await {
                 Err(why) => Err(why),
                 Ok(session) => {
                     serve_sending(
@@ -265,10 +275,10 @@ impl ImageTransfers {
                     .await
                 }
             };
-            if let Ok(sent) = &result {
-                log_sent_images(migration, to, sent, begin.elapsed());
+            if let Ok(sent_amounts) = &result {
+                log_sent_images(migration, to, sent_amounts, started_at.elapsed());
             }
-            let result = result.map(|sent| sent.bytes);
+            let result = result.map(|sent_amounts| sent_amounts.file_bytes);
             let _ = inputs
                 .send(Input::Event(Event::ImagesSent { migration, result }))
                 .await;
@@ -280,8 +290,8 @@ impl ImageTransfers {
             Transfer {
                 stream: Some(stream.abort_handle()),
                 worker_thread,
-                growing_dir: early_bytes,
-                all_received,
+                growing_dir,
+                is_all_received: all_received,
             },
         );
     }
@@ -303,54 +313,57 @@ impl ImageTransfers {
                 stream: None,
                 worker_thread,
                 growing_dir: None,
-                all_received: Arc::default(),
+                is_all_received: Arc::default(),
             },
         );
     }
 
-    /// Accepts the images of this migration from the host `from`.
-    pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
+    /// Registers that the host `from` will announce the images of this migration. They are then
+    /// received into the migration's image directory.
+    pub(crate) fn expect_images(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.paths.image_dir(migration);
-        self.expect_into(migration, from, move |incoming| receive(&dir, incoming));
+        self.expect_transfer(migration, from, move |reader| receive(&dir, reader));
     }
 
-    /// Accepts the transfer with this migration's id from the host `from`, and receives it with
-    /// `take`.
-    pub(crate) fn expect_into(
+    /// Registers that the host `from` will announce the transfer with this migration's id. `receive`
+    /// then receives the data and returns its size in bytes.
+    pub(crate) fn expect_transfer(
         &mut self,
         migration: MigrationId,
         from: HostId,
-        take: impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static,
+        receive: impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static,
     ) {
-        self.expected.insert(migration, (from, Box::new(take)));
+        self.expected_transfers
+            .insert(migration, (from, Box::new(receive)));
     }
 
-    /// True if the host `from` is expected to send images of this migration.
+    /// True if images of this migration are expected from the host `from`.
     #[cfg(test)]
-    pub(crate) fn expects(&self, migration: MigrationId, from: HostId) -> bool {
-        self.expected
+    pub(crate) fn is_expected(&self, migration: MigrationId, from: HostId) -> bool {
+        self.expected_transfers
             .get(&migration)
-            .is_some_and(|(expected, _)| *expected == from)
+            .is_some_and(|(expected_host, _)| *expected_host == from)
     }
 
-    /// Starts to receive announced images if they are expected. Reports [`Event::ImagesReceived`].
+    /// Handles the announcement of images. Starts to receive them if they are expected; refuses
+    /// them otherwise. Reports [`Event::ImagesReceived`].
     pub(crate) fn on_announcement(
         &mut self,
         TransferAnnouncement {
-            context: pair,
+            context: session_context,
             migration,
             session,
             mut stream,
             decoder,
         }: TransferAnnouncement,
     ) {
-        let from = pair.host;
-        let take = match self.expected.entry(migration) {
+        let from = session_context.host;
+        let take = match self.expected_transfers.entry(migration) {
             Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
-            // An announcement by another host must not displace the expected one.
+            // An announcement by another host must not replace the expected announcement.
             _ => {
                 tracing::warn!("refused images of {migration} from {from}: they are not expected");
-                let _ = stream.stop(STREAM_REFUSED);
+                let _ = stream.stop(STREAM_REFUSED_CODE);
                 return;
             }
         };
@@ -376,7 +389,7 @@ impl ImageTransfers {
         let is_received = all_received.clone();
         let work = async move {
             let mut hold = AbortGuard::default();
-            let session = (&pair, &session);
+            let session = (&session_context, &session);
             let result = serve_receiving(
                 session,
                 &detours,
@@ -397,15 +410,15 @@ impl ImageTransfers {
                 .send(Input::Event(Event::ImagesReceived { migration, result }))
                 .await;
             if !failed {
-                // The stream ends when the source has received the confirmation; dropping it
-                // earlier would be a refusal.
+                // The stream ends when the source has received the confirmation. Dropping the
+                // stream earlier would be a refusal.
                 let _ = stream.read_chunk(1, true).await;
             } else {
-                // The source would only report that it cannot continue. The reason is known on this
-                // host and must be handled first. Its handler drops this transfer, and the stream
-                // and connection with it.
+                // The source would only report that it cannot continue. This host knows the reason,
+                // so its own report must be handled first. The handler of the report drops the
+                // transfer with its stream and connection.
                 sleep(REFUSE_DELAY).await;
-                let _ = stream.stop(STREAM_REFUSED);
+                let _ = stream.stop(STREAM_REFUSED_CODE);
             }
         };
         let task = tokio::spawn(work.instrument(span));
@@ -415,31 +428,31 @@ impl ImageTransfers {
                 stream: Some(task.abort_handle()),
                 worker_thread,
                 growing_dir: None,
-                all_received,
+                is_all_received: all_received,
             },
         );
     }
 
-    /// Aborts a transfer and removes the images. The returned task ends when nothing is written any
-    /// more.
+    /// Aborts a transfer and removes the images. The returned tokio task ends when no more data is
+    /// written and the images are removed.
     pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
-        self.expected.remove(&migration);
+        self.expected_transfers.remove(&migration);
         let transfer = self.transfers.remove(&migration);
         let dir = self.paths.image_dir(migration);
         tokio::spawn(async move {
             if let Some(Transfer {
                 stream,
                 worker_thread,
-                all_received,
+                is_all_received: all_received,
                 ..
             }) = transfer
             {
-                // A complete transfer is not aborted: the images may become unneeded here before
-                // the source has the confirmation.
+                // A complete transfer is not aborted, because the images may become unneeded on
+                // this host before the source has received the confirmation.
                 if let Some(stream) = stream.filter(|_| !all_received.load(Ordering::Acquire)) {
                     stream.abort();
                 }
-                // The thread notices that its connection is closed.
+                // The thread ends soon, because its connection is closed.
                 let _ = worker_thread.await;
             }
             let _ = tokio::task::spawn_blocking(move || remove_images(&dir)).await;
@@ -447,36 +460,37 @@ impl ImageTransfers {
     }
 }
 
-/// Announces images, accepts the connection of the other host and waits until the thread has sent
-/// everything.
+/// Announces images, accepts the connection of the target, and waits until the thread has sent all
+/// data.
 async fn serve_sending(
-    (pair, session): (SessionContext, Connection),
+    (context, session): (SessionContext, Connection),
     fallbacks: &BulkFallbacks,
     migration: MigrationId,
     connection_sender: oneshot::Sender<TransferConnection>,
     mut result_receiver: ResultReceiver<SentAmounts>,
     mut abort_guard: AbortGuard,
 ) -> Result<SentAmounts, Failure> {
-    let to = pair.host;
-    let failed = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
-    let listener = BulkListener::open().await.map_err(|e| failed(&e))?;
-    let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-    let expected = fallbacks.expect_stream(to, migration, BulkContent::Images);
-    let opened = open_announcement(&pair, &session, StreamPurpose::Images(migration)).await;
-    let mut stream = opened.map_err(|why| failed(&why))?;
-    stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
+    let to = context.host;
+    let failure = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
+    let listener = BulkListener::open().await.map_err(|e| failure(&e))?;
+    let offer = encode_control(listener.offer()).map_err(|e| failure(&e))?;
+    let expected_transfer = fallbacks.expect_stream(to, migration, BulkContent::Images);
+    let open_result = open_announcement(&context, &session, StreamPurpose::Images(migration)).await;
+    let mut stream = open_result.map_err(|why| failure(&why))?;
+    stream.write_chunk(offer).await.map_err(|e| failure(&e))?;
     let result = async {
-        let (out, back) = tokio::select! {
-            accepted = expected.accept(&session, migration, listener) => {
-                let (out, back, line) = accepted.map_err(|e| failed(&e))?;
-                abort_guard.connection = Some(line);
-                (out, back)
+        let (writer, reader) = tokio::select! {
+            accepted = expected_transfer.accept(&session, migration, listener) => {
+                let (writer, reader, connection) = accepted.map_err(|e| failure(&e))?;
+                abort_guard.connection = Some(connection);
+                (writer, reader)
             }
             result = &mut result_receiver => return thread_result(result),
             why = await_refusal(&stream) => return Err(why),
         };
-        // A thread that has ended reports the reason as its result.
-        let _ = connection_sender.send((out, back));
+        // If the thread has ended, nobody receives the connection; the thread's result contains the
+        // reason.
+        let _ = connection_sender.send((writer, reader));
         tokio::select! {
             biased;
             result = &mut result_receiver => thread_result(result),
@@ -487,7 +501,7 @@ async fn serve_sending(
     let _ = if result.is_ok() {
         stream.finish()
     } else {
-        stream.reset(STREAM_REFUSED)
+        stream.reset(STREAM_REFUSED_CODE)
     };
     result
 }
@@ -502,7 +516,7 @@ fn thread_result<T>(
     })
 }
 
-/// Waits until the target refuses the images or the session is lost.
+/// Waits until the target refuses the images or the session is lost. Returns the reason.
 async fn await_refusal(stream: &SendStream) -> Failure {
     match stream.stopped().await {
         Ok(_) => Failure::Images("the target refused them".into()),
@@ -510,7 +524,8 @@ async fn await_refusal(stream: &SendStream) -> Failure {
     }
 }
 
-/// Connects to the source and waits until the thread has written everything that arrives.
+/// Connects to the source and waits until the thread has written all data that arrives. Returns the
+/// number of bytes.
 async fn serve_receiving(
     session: (&SessionContext, &Connection),
     fallbacks: &BulkFallbacks,
@@ -520,43 +535,43 @@ async fn serve_receiving(
     mut result_receiver: ResultReceiver<u64>,
     abort_guard: &mut AbortGuard,
 ) -> Result<u64, Failure> {
-    let failed = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());
+    let failure = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());
     let frame = read_frame(stream, &mut decoder)
         .await
-        .map_err(|why| failed(&why))?;
+        .map_err(|why| failure(&why))?;
     let offer: ConnectionOffer = frame
-        .ok_or_else(|| failed(&"nothing was announced"))?
+        .ok_or_else(|| failure(&"nothing was announced"))?
         .decode_control()
-        .map_err(|e| failed(&e))?;
-    let connected = fallbacks
+        .map_err(|e| failure(&e))?;
+    let connect_result = fallbacks
         .connect(session, (migration, BulkContent::Images), &offer)
         .await;
-    let (out, incoming, line) =
-        connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
-    abort_guard.connection = Some(line);
-    let _ = connection_sender.send((out, incoming));
+    let (writer, reader, connection) =
+        connect_result.map_err(|e| failure(&format!("no connection to it: {e}")))?;
+    abort_guard.connection = Some(connection);
+    let _ = connection_sender.send((writer, reader));
     tokio::select! {
         result = &mut result_receiver => thread_result(result),
         ended = read_frame(stream, &mut decoder) => match ended {
-            // The source has received the confirmation or has aborted; the thread's result shows
-            // which.
+            // The source has received the confirmation or has aborted the transfer. The thread's
+            // result shows which of them is true.
             Ok(None) => thread_result(result_receiver.await),
-            Ok(Some(_)) => Err(failed(&"it sent unexpected data")),
-            Err(why) => Err(failed(&why)),
+            Ok(Some(_)) => Err(failure(&"it sent unexpected data")),
+            Err(why) => Err(failure(&why)),
         },
     }
 }
 
-fn log_sent_images(migration: MigrationId, to: HostId, sent: &SentAmounts, took: Duration) {
+fn log_sent_images(migration: MigrationId, to: HostId, amounts: &SentAmounts, duration: Duration) {
     let SentAmounts {
-        bytes,
+        file_bytes: bytes,
         early_bytes,
         wire_bytes,
         void_bytes,
-    } = sent;
-    let took = took.as_millis();
+    } = amounts;
+    let duration = duration.as_millis();
     tracing::info!(
-        "{migration}: sent {bytes} bytes of images to {to} in {took} ms, {early_bytes} of them during the dump; \
+        "{migration}: sent {bytes} bytes of images to {to} in {duration} ms, {early_bytes} of them during the dump; \
          {wire_bytes} bytes on the wire without zeros; {void_bytes} bytes discarded after restarts"
     );
 }

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-/// Time without progress on a connection, in either direction, after which it is aborted. The
-/// session detects a dead host much earlier.
+/// Maximum time without progress in either direction of a connection; the connection is then
+/// aborted. The session detects a dead host much earlier.
 pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
-/// Largest datagram tried, for jumbo frames and loopback. The endpoint passes ten datagrams at once
-/// to the kernel, which accepts at most 65,507 bytes in one call and drops all ten otherwise.
+/// Maximum size of the datagrams that path discovery tries, for jumbo frames and loopback. The
+/// endpoint passes ten datagrams to the kernel in one call. The kernel accepts at most 65,507 bytes
+/// per call and drops all ten datagrams if there are more.
 pub(super) const DATAGRAM_BYTES_MAX: u16 = 6400;

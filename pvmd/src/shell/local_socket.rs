@@ -1,13 +1,13 @@
 //! A Unix socket to a task or to the tasker, as the daemon's loop uses it.
 //!
-//! The daemon is woken only for incoming data. An event each time the peer reads would cost a
-//! wakeup per message, at the moment when the peer needs the processor. The socket is watched for
-//! buffer space only while the kernel accepts no more data.
+//! The daemon is woken only for incoming data. If it also got an event each time the peer reads,
+//! each message would cost another wakeup at the moment when the peer needs the processor. The
+//! socket is watched for buffer space only while the kernel accepts no more data.
 
-use super::sys::{OwnedSocket, register};
+use super::sys::{OwnedSocket, register_socket};
 use bytes::BytesMut;
 use nix::sys::socket::MsgFlags;
-use sempa_socket::{PendingFds, Received, receive};
+use sempa_socket::{PendingFds, ReadOutcome, receive};
 use std::io::{self, ErrorKind, IoSlice, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -19,14 +19,14 @@ use tokio::io::unix::AsyncFd;
 pub(crate) struct LocalSocket(AsyncFd<UnixStream>);
 
 impl LocalSocket {
-    /// Takes a connected socket and makes it non-blocking.
+    /// Makes a connected socket non-blocking and registers it with the runtime.
     ///
     /// # Errors
     /// The socket cannot be registered with the runtime.
-    pub(crate) fn new(socket: UnixStream) -> io::Result<LocalSocket> {
+    pub(crate) fn new(socket: UnixStream) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         sempa_socket::enlarge_send_buffer(&socket);
-        Ok(LocalSocket(register(socket, Interest::READABLE)?))
+        Ok(Self(register_socket(socket, Interest::READABLE)?))
     }
 
     /// Returns the socket, which is non-blocking.
@@ -34,26 +34,27 @@ impl LocalSocket {
         self.0.get_ref()
     }
 
-    /// Appends data to `buffer` as [`receive`] does, waiting until there is some. Returns the
-    /// number of bytes; 0 at the end of the stream.
+    /// Waits for data and appends it to `buffer` as [`receive`] does. Returns the number of bytes;
+    /// 0 at the end of the stream.
     ///
     /// # Errors
-    /// Those of [`receive`].
-    pub(crate) async fn read(
+    /// As [`receive`].
+    pub(crate) async fn read_into(
         &self,
         buffer: &mut BytesMut,
-        passed: &mut PendingFds,
+        received_fds: &mut PendingFds,
     ) -> io::Result<usize> {
         loop {
             let mut ready = self.0.readable().await?;
-            match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
-                Ok(Received {
-                    bytes,
-                    drained: all,
+            match receive(self.socket(), buffer, received_fds, MsgFlags::MSG_DONTWAIT) {
+                Ok(ReadOutcome {
+                    byte_count: bytes,
+                    is_drained,
                 }) => {
-                    // Data that arrives later is signaled again, but the end of the stream is
-                    // signaled only once: at the end the socket stays readable.
-                    if bytes > 0 && all {
+                    // The kernel signals later data again, but it signals the end of the stream
+                    // only once. Therefore the socket stays marked as readable at the end of the
+                    // stream.
+                    if bytes > 0 && is_drained {
                         ready.clear_ready();
                     }
                     return Ok(bytes);
@@ -64,10 +65,10 @@ impl LocalSocket {
         }
     }
 
-    /// Runs a write operation; repeats it whenever the kernel has buffer space again.
+    /// Runs the operation `write`, and repeats it whenever the kernel has buffer space again.
     ///
     /// # Errors
-    /// Those of `write` except `WouldBlock` and `Interrupted`.
+    /// As `write`, except `WouldBlock` and `Interrupted`.
     pub(crate) async fn write_with<T>(
         &self,
         mut write: impl FnMut(&UnixStream) -> io::Result<T>,
@@ -79,13 +80,14 @@ impl LocalSocket {
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
                 done => return done,
             }
-            let watched = match &writable_watch {
-                Some(watched) => watched,
-                None => {
-                    writable_watch.insert(register(self.socket().duplicate()?, Interest::WRITABLE)?)
-                }
+            let socket_watch = match &writable_watch {
+                Some(socket_watch) => socket_watch,
+                None => writable_watch.insert(register_socket(
+                    self.socket().duplicate()?,
+                    Interest::WRITABLE,
+                )?),
             };
-            watched.writable().await?.clear_ready();
+            socket_watch.writable().await?.clear_ready();
         }
     }
 
@@ -96,27 +98,27 @@ impl LocalSocket {
     pub(crate) async fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
-            let written = self
+            let written_bytes = self
                 .write_with(|mut socket| socket.write_vectored(slices))
                 .await?;
-            if written == 0 {
+            if written_bytes == 0 {
                 return Err(ErrorKind::WriteZero.into());
             }
-            IoSlice::advance_slices(&mut slices, written);
+            IoSlice::advance_slices(&mut slices, written_bytes);
         }
         Ok(())
     }
 
-    /// Accepts no further data from the peer. Data sent before is still read, then the end of the
-    /// stream.
+    /// Makes the kernel refuse further data from the peer. Data that was sent before is still read;
+    /// then the stream ends.
     pub(crate) fn shut_down_reads(&self) {
-        // A failure means that the peer is already gone.
+        // The call fails if the peer has already closed the connection.
         let _ = self.socket().shutdown(Shutdown::Read);
     }
 
     /// Signals the end of the stream to the peer.
     pub(crate) fn shut_down_writes(&self) {
-        // A failure means that the peer is already gone.
+        // The call fails if the peer has already closed the connection.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
 }
@@ -132,28 +134,35 @@ mod tests {
     /// Buffer size in these tests.
     const BUFFER_BYTES: usize = 1000;
 
-    fn pair() -> (LocalSocket, UnixStream) {
-        let (ours, theirs) = UnixStream::pair().expect("a pair");
-        theirs
+    fn socket_pair() -> (LocalSocket, UnixStream) {
+        let (local_end, peer_end) = UnixStream::pair().expect("a pair");
+        peer_end
             .set_read_timeout(Some(Duration::from_secs(10)))
             .expect("a time");
-        (LocalSocket::new(ours).expect("watched"), theirs)
+        (LocalSocket::new(local_end).expect("watched"), peer_end)
     }
 
-    /// Reads at least `bytes` bytes. Returns them and the number of descriptors received.
-    async fn read(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
-        let (mut all, mut descriptors) = (BytesMut::new(), PendingFds::default());
-        while all.len() < bytes {
-            all.reserve(BUFFER_BYTES);
-            assert!(socket.read(&mut all, &mut descriptors).await.expect("open") > 0);
+    /// Waits until at least `bytes` bytes are read. Returns the bytes and the number of descriptors
+    /// received.
+    async fn read_at_least(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
+        let (mut is_drained, mut descriptors) = (BytesMut::new(), PendingFds::default());
+        while is_drained.len() < bytes {
+            is_drained.reserve(BUFFER_BYTES);
+            assert!(
+                socket
+                    .read_into(&mut is_drained, &mut descriptors)
+                    .await
+                    .expect("open")
+                    > 0
+            );
         }
-        (all, descriptors.len())
+        (is_drained, descriptors.len())
     }
 
-    /// Data that arrives after a complete read is still noticed.
+    /// Data that arrives after the buffer was emptied is read, too.
     #[tokio::test]
     async fn read_sees_data_after_emptying_the_buffer() {
-        let (socket, mut theirs) = pair();
+        let (socket, mut peer_end) = socket_pair();
         for round in [
             1,
             BUFFER_BYTES - 1,
@@ -162,13 +171,16 @@ mod tests {
             5 * BUFFER_BYTES,
             7,
         ] {
-            theirs.write_all(&vec![round as u8; round]).expect("room");
-            assert_eq!(read(&socket, round).await.0, vec![round as u8; round]);
+            peer_end.write_all(&vec![round as u8; round]).expect("room");
+            assert_eq!(
+                read_at_least(&socket, round).await.0,
+                vec![round as u8; round]
+            );
         }
-        drop(theirs);
+        drop(peer_end);
         assert_eq!(
             socket
-                .read(
+                .read_into(
                     &mut BytesMut::with_capacity(BUFFER_BYTES),
                     &mut PendingFds::default()
                 )
@@ -182,90 +194,100 @@ mod tests {
     /// read.
     #[tokio::test]
     async fn data_after_descriptors_is_read() {
-        let (socket, mut theirs) = pair();
-        let fds = [theirs.as_raw_fd()];
+        let (socket, mut peer_end) = socket_pair();
+        let fds = [peer_end.as_raw_fd()];
         for _ in 0..3 {
             let rights = [ControlMessage::ScmRights(&fds)];
-            let with = [IoSlice::new(b"with")];
-            sendmsg::<()>(theirs.as_raw_fd(), &with, &rights, MsgFlags::empty(), None)
-                .expect("room");
+            let data = [IoSlice::new(b"with")];
+            sendmsg::<()>(
+                peer_end.as_raw_fd(),
+                &data,
+                &rights,
+                MsgFlags::empty(),
+                None,
+            )
+            .expect("room");
         }
-        theirs.write_all(b"without").expect("room");
+        peer_end.write_all(b"without").expect("room");
         assert_eq!(
-            read(&socket, 19).await,
+            read_at_least(&socket, 19).await,
             (b"withwithwithwithout"[..].into(), 3)
         );
     }
 
-    /// A writer that found the buffer full continues when the peer reads.
+    /// A writer that is blocked by a full buffer continues when the peer reads.
     #[tokio::test]
     async fn blocked_writer_continues_after_read() {
-        const ALL: usize = 4 << 20;
-        let (socket, mut theirs) = pair();
+        const TOTAL_BYTES: usize = 4 << 20;
+        let (socket, mut peer_end) = socket_pair();
         let reader = tokio::task::spawn_blocking(move || {
-            let mut got = vec![0; ALL];
-            theirs.read_exact(&mut got).map(|()| got)
+            let mut received = vec![0; TOTAL_BYTES];
+            peer_end.read_exact(&mut received).map(|()| received)
         });
-        let sent: Vec<u8> = (0..ALL).map(|at| (at / 1000) as u8).collect();
-        let (first, second) = sent.split_at(ALL / 3);
-        let mut slices = [&b""[..], first, b"", second].map(IoSlice::new);
+        let content: Vec<u8> = (0..TOTAL_BYTES).map(|index| (index / 1000) as u8).collect();
+        let (first_slice, second_slice) = content.split_at(TOTAL_BYTES / 3);
+        let mut slices = [&b""[..], first_slice, b"", second_slice].map(IoSlice::new);
         socket.write_all(&mut slices).await.expect("open");
         assert!(
-            reader.await.expect("no panic").expect("all of it") == sent,
+            reader.await.expect("no panic").expect("all of it") == content,
             "bytes are lost or out of order"
         );
     }
 
-    /// After `shut_down_reads` the stream ends after the data sent before, even if another process
-    /// holds the peer's end open.
+    /// `shut_down_reads` ends the stream after the data that was sent before, even if another
+    /// process has the peer's end open.
     #[tokio::test]
     async fn shut_down_reads_ends_after_earlier_data() {
-        let (socket, mut theirs) = pair();
-        let held = theirs.try_clone().expect("a second one");
-        theirs.write_all(&[7; 5 * BUFFER_BYTES]).expect("room");
-        drop(theirs);
-        let mut all = read(&socket, BUFFER_BYTES).await.0;
+        let (socket, mut peer_end) = socket_pair();
+        let peer_end_copy = peer_end.try_clone().expect("a second one");
+        peer_end.write_all(&[7; 5 * BUFFER_BYTES]).expect("room");
+        drop(peer_end);
+        let mut received = read_at_least(&socket, BUFFER_BYTES).await.0;
         socket.shut_down_reads();
         assert!(
-            (&held).write(b"more").is_err(),
+            (&peer_end_copy).write(b"more").is_err(),
             "what others write is not for us"
         );
-        all.unsplit(read(&socket, 5 * BUFFER_BYTES - all.len()).await.0);
-        assert_eq!(all, vec![7; 5 * BUFFER_BYTES]);
+        received.unsplit(
+            read_at_least(&socket, 5 * BUFFER_BYTES - received.len())
+                .await
+                .0,
+        );
+        assert_eq!(received, vec![7; 5 * BUFFER_BYTES]);
         assert_eq!(
             socket
-                .read(&mut all, &mut PendingFds::default())
+                .read_into(&mut received, &mut PendingFds::default())
                 .await
                 .expect("an end"),
             0
         );
     }
 
-    /// A reader that waits for data sees the end of the stream after `shut_down_reads`.
+    /// A reader that waits for data gets the end of the stream when `shut_down_reads` is called.
     #[tokio::test]
     async fn shut_down_reads_wakes_waiting_reader() {
-        let (socket, _held) = pair();
+        let (socket, _peer_end) = socket_pair();
         let socket = std::sync::Arc::new(socket);
         let reader = socket.clone();
-        let end = tokio::spawn(async move {
+        let waiting_read = tokio::spawn(async move {
             reader
-                .read(
+                .read_into(
                     &mut BytesMut::with_capacity(BUFFER_BYTES),
                     &mut PendingFds::default(),
                 )
                 .await
                 .map_err(|e| e.kind())
         });
-        // The reader is waiting from here on.
+        // After this yield, the reader is waiting.
         tokio::task::yield_now().await;
         socket.shut_down_reads();
-        assert_eq!(end.await.expect("no panic"), Ok(0));
+        assert_eq!(waiting_read.await.expect("no panic"), Ok(0));
     }
 
     #[tokio::test]
     async fn write_fails_when_peer_is_closed() {
-        let (socket, theirs) = pair();
-        drop(theirs);
+        let (socket, peer_end) = socket_pair();
+        drop(peer_end);
         assert!(socket.write_all(&mut [IoSlice::new(b"x")]).await.is_err());
     }
 }

@@ -1,8 +1,8 @@
 //! The daemon's log: lines in PVM's format, in a file of limited length.
 //!
 //! A separate thread writes the file, so a full or slow disk never delays the daemon. The lines are
-//! the events of this process ([`LogThread::collect_events`]), which also go to the journal of
-//! systemd where there is one, and the output of tasks ([`Log::task_output`]).
+//! the events of this process ([`LogThread::collect_events`]) and the output of tasks
+//! ([`Log::task_output`]). Where systemd runs, the events are also sent to its journal.
 
 use super::sys::local_time;
 use pvmd_machine::io::{LogLevel, LogSubject};
@@ -14,21 +14,21 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Default size limit of the log (PVM's own); `PVMDLOGMAX` overrides it.
-pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
+/// Default size limit of the log, as in PVM; `PVMDLOGMAX` overrides it.
+pub(crate) const LOG_BYTES_MAX_DEFAULT: u64 = 1_000_000;
 /// Time limit for writing the last lines when the daemon ends.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of lines in the queue for the disk; further lines are counted and dropped.
 const QUEUED_LINES_MAX: usize = 4096;
 
-/// Sends lines to the log thread; cheap to clone.
+/// Sends lines to the log thread. A clone is cheap and uses the same thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
     lines: WriteQueue<Vec<u8>>,
     host: HostId,
 }
 
-/// The log thread, and the thread that writes to the journal.
+/// The log thread and, where journald runs, the thread that writes to the journal.
 #[derive(Debug)]
 pub(crate) struct LogThread {
     thread: WriteThread<Vec<u8>>,
@@ -36,30 +36,30 @@ pub(crate) struct LogThread {
 }
 
 impl LogThread {
-    /// Makes the events of this process lines of the log and, where journald runs, entries of the
-    /// journal.
+    /// Starts to write the events of this process as lines of the log and, where journald runs, as
+    /// entries of the journal.
     pub(crate) fn collect_events(&mut self, log: &Log) {
-        let (filter, complaint) = Filter::from_env();
+        let (filter, filter_error) = Filter::from_env();
         let host = log.host.daemon_tid().to_string();
-        // A host without systemd has no journal; the log is complete without it.
-        let connected = sempa_logging::connect_journal(host, filter.max_level());
-        let (journal, journal_thread) = connected.ok().unzip();
+        // On a host without systemd there is no journal, and only the log is written.
+        let journal_connection = sempa_logging::connect_journal(host, filter.max_level());
+        let (journal, journal_thread) = journal_connection.ok().unzip();
         self.journal = journal_thread;
-        sempa_logging::install(log.clone().subscriber(filter, journal), complaint);
+        sempa_logging::install_subscriber(log.clone().subscriber(filter, journal), filter_error);
     }
 
-    /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
-    /// delay the daemon's end. Later lines are dropped.
+    /// Waits until all lines are written, at most [`FLUSH_TIMEOUT`]: a disk that does not respond
+    /// must not delay the daemon's end. Lines that are written after this call are dropped.
     pub(crate) fn join(self) {
-        let until = Instant::now() + FLUSH_TIMEOUT;
-        self.thread.join(until);
+        let deadline = Instant::now() + FLUSH_TIMEOUT;
+        self.thread.join(deadline);
         if let Some(journal) = self.journal {
-            journal.join(until);
+            journal.join(deadline);
         }
     }
 }
 
-/// Emits a line of the state machine as an event, with its subject as a field.
+/// Emits a line of the state machine as an event. The subject of the line becomes a field.
 pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, text: &str) {
     let (mut migration, mut checkpoint, mut job) = (None, None, None);
     match subject {
@@ -68,7 +68,7 @@ pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, tex
         Some(LogSubject::Job(tid)) => job = Some(tracing::field::display(tid)),
         None => {}
     }
-    // The level is part of the call site.
+    // Each level needs its own call site, because the level of a call site is constant.
     macro_rules! emit {
         ($level:ident) => {
             tracing::$level!(target: "pvmd::machine", migration, checkpoint, job, "{text}")
@@ -82,11 +82,15 @@ pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, tex
     }
 }
 
-/// Opens the log at `path` for appending. The file grows to about `bytes_max`.
+/// Opens the log at `path` for appending. The file grows to about `bytes_max` bytes.
 ///
 /// # Errors
 /// The file cannot be opened; the daemon must not run without a log.
-pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result<(Log, LogThread)> {
+pub(crate) fn open_log(
+    path: &Path,
+    host: HostId,
+    bytes_max: u64,
+) -> std::io::Result<(Log, LogThread)> {
     let file = OpenOptions::new()
         .append(true)
         .create(true)
@@ -99,30 +103,30 @@ pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result
 }
 
 fn write_lines(mut file: File, lines: &QueuedItems<Vec<u8>>, bytes_max: u64) {
-    let mut written = file.metadata().map(|m| m.len()).unwrap_or(0);
-    let mut full = written >= bytes_max;
-    while let Some(line) = lines.next_item() {
-        if full {
+    let mut written_bytes = file.metadata().map(|m| m.len()).unwrap_or(0);
+    let mut is_full = written_bytes >= bytes_max;
+    while let Some(line) = lines.wait_for_item() {
+        if is_full {
             continue;
         }
-        let missed = lines.take_dropped();
+        let dropped_count = lines.take_dropped();
         let mut text = line;
-        if missed > 0 {
-            text.extend_from_slice(format!("*** {missed} lines were dropped\n").as_bytes());
+        if dropped_count > 0 {
+            text.extend_from_slice(format!("*** {dropped_count} lines were dropped\n").as_bytes());
         }
-        written += text.len() as u64;
-        full = written >= bytes_max;
-        if full {
+        written_bytes += text.len() as u64;
+        is_full = written_bytes >= bytes_max;
+        if is_full {
             text.extend_from_slice(b"*** logging truncated\n");
         }
-        // A failure cannot be reported anywhere; the daemon continues without a log.
+        // A failure cannot be reported anywhere. The daemon continues without a log.
         let _ = file.write_all(&text);
     }
 }
 
 impl Log {
     /// Returns the subscriber that writes events to the log and to the journal. Lines of warnings
-    /// and errors begin with a word for the level.
+    /// and errors begin with the name of the level.
     fn subscriber(
         self,
         filter: Filter,
@@ -136,7 +140,7 @@ impl Log {
         })
     }
 
-    /// Writes one line of the daemon itself.
+    /// Queues one line of the daemon itself.
     fn write_line(&self, text: impl AsRef<str>) {
         self.lines.push(
             format!(
@@ -148,15 +152,15 @@ impl Log {
         );
     }
 
-    /// Writes output of a task that no other task collects. Each line is prefixed with the task's
-    /// id; a partial line gets a newline.
-    pub(crate) fn task_output(&self, tid: Tid, bytes: &[u8]) {
+    /// Queues output of a task that no other task collects. Each line is prefixed with the task's
+    /// id. A newline is added to a partial line.
+    pub(crate) fn write_task_output(&self, tid: Tid, bytes: &[u8]) {
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         for line in bytes.split(|b| *b == b'\n') {
-            let mut out = format!("{} [{tid}] ", self.line_prefix()).into_bytes();
-            out.extend_from_slice(line);
-            out.push(b'\n');
-            self.lines.push(out);
+            let mut prefixed_line = format!("{} [{tid}] ", self.line_prefix()).into_bytes();
+            prefixed_line.extend_from_slice(line);
+            prefixed_line.push(b'\n');
+            self.lines.push(prefixed_line);
         }
     }
 
@@ -177,13 +181,13 @@ impl Log {
 mod tests {
     use super::*;
 
-    /// Log lines have PVM's format, and the file stops growing at its limit.
+    /// Log lines have PVM's format. The file stops growing at its size limit.
     #[test]
     fn log_has_pvm_format_and_bounded_size() {
         let path = std::env::temp_dir().join(format!("pvmd-log-{}", std::process::id()));
-        let (log, thread) = open(&path, HostId::MASTER, 200).expect("a log");
+        let (log, thread) = open_log(&path, HostId::MASTER, 200).expect("a log");
         log.write_line("ready");
-        log.task_output(Tid::from_raw(0x40002), b"one\ntwo");
+        log.write_task_output(Tid::from_raw(0x40002), b"one\ntwo");
         for _ in 0..50 {
             log.write_line("more");
         }
@@ -204,13 +208,13 @@ mod tests {
         assert!(text.len() < 300);
     }
 
-    /// Events become lines in PVM's format: information as it is, warnings and errors with a word,
-    /// and the migration of a span or of the machine's line only if the text does not name it.
+    /// Events become lines in PVM's format. Lines of warnings and errors begin with the level. A
+    /// line contains the id of its migration once, even if both the span and the text contain it.
     #[test]
     fn events_are_lines_in_pvm_format() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("log");
-        let (log, thread) = open(&path, HostId::MASTER, LOG_BYTES_MAX).expect("a log");
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("log");
+        let (log, thread) = open_log(&path, HostId::MASTER, LOG_BYTES_MAX_DEFAULT).expect("a log");
         let filter = Filter::parse("info").expect("a filter");
         let migration = sempa_proto::MigrationId(5);
         tracing::subscriber::with_default(log.clone().subscriber(filter, None), || {

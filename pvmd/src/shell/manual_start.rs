@@ -1,9 +1,9 @@
-//! Manual start of a daemon (`so=ms`), as in PVM: the master prints the command to type on the
-//! other host and reads the new daemon's reply from its standard input.
+//! Manual start of a daemon (`so=ms`), as in PVM: the master prints the command that a person must
+//! type on the other host, and reads the new daemon's reply from its standard input.
 //!
-//! The certificate is delivered as with a hoster ([`super::sealed_bootstrap`]): the person enters a
-//! one-time secret on the other host and types the new daemon's reply at the master's terminal. The
-//! new daemon calls [`read_secret`].
+//! The certificate is delivered as with a hoster ([`super::sealed_bootstrap`]). The person enters a
+//! one-time secret on the other host, where the new daemon reads it with [`read_secret`]. The
+//! person then types the new daemon's reply at the master's terminal.
 
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, ReadyReply, Refusal, parse_reply};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -20,12 +20,12 @@ use tokio::time::{sleep, timeout};
 
 /// Time limit for a person to log in on the other host, start the daemon and type its reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
-/// Interval at which standard input is polled for a reply. Blocking is not possible: the master
-/// must not read while it is in the background of its terminal, which is not signaled, and a
-/// blocked read would delay the daemon's end.
+/// Interval at which standard input is polled for a reply. A blocking read is not possible. The
+/// master must not read while it is in the background of its terminal, and no signal reports a
+/// change of this. A blocked read would also delay the daemon's end.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum number of bytes of a typed reply.
-const REPLY_BYTES_MAX: usize = 4096;
+const TYPED_REPLY_BYTES_MAX: usize = 4096;
 
 fn cannot_start(text: String) -> Refusal {
     Refusal {
@@ -38,40 +38,40 @@ fn cannot_start(text: String) -> Refusal {
 ///
 /// # Errors
 /// The reason why no person can be asked, and a remedy.
-pub(crate) fn check_can_ask() -> Result<(), Refusal> {
-    let why = if stdin().is_terminal() {
+pub(crate) fn check_person_reachable() -> Result<(), Refusal> {
+    let reason = if stdin().is_terminal() {
         if may_read_terminal() {
             return Ok(());
         }
         "it runs in the background of its terminal"
     } else {
-        let kind = fstat(stdin()).map_or(SFlag::empty(), |stat| {
+        let file_type = fstat(stdin()).map_or(SFlag::empty(), |stat| {
             SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT
         });
-        if [SFlag::S_IFIFO, SFlag::S_IFSOCK].contains(&kind) {
+        if [SFlag::S_IFIFO, SFlag::S_IFSOCK].contains(&file_type) {
             return Ok(());
         }
         "its standard input is not a terminal"
     };
     Err(cannot_start(format!(
-        "so=ms means a start by hand, and the master cannot prompt for it: {why}; start the master with \"pvmd \
+        "so=ms means a start by hand, and the master cannot prompt for it: {reason}; start the master with \"pvmd \
          hostfile\" in the foreground of a terminal, or omit so=ms to use ssh"
     )))
 }
 
-/// False if reading from the terminal would stop this process.
+/// False if the terminal would stop this process for reading.
 fn may_read_terminal() -> bool {
-    // A terminal that is not the controlling one can always be read.
-    tcgetpgrp(stdin()).map_or(true, |front| front == getpgrp())
+    // A terminal that is not the controlling terminal can always be read.
+    tcgetpgrp(stdin()).map_or(true, |foreground_group| foreground_group == getpgrp())
 }
 
-/// Asks a person for one start and waits for the reply. Only one call at a time is permitted,
+/// Asks a person to start one daemon and waits for the reply. At most one call may run at a time,
 /// because there is one terminal.
 ///
 /// # Errors
-/// The daemon's refusal, or that no reply was typed.
-pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
-    // Input typed before the question is not a reply to it.
+/// The new daemon's refusal, or no valid reply was typed.
+pub(crate) async fn ask_for_start(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
+    // Input that was typed before the question is not a reply to the question.
     while let Some(bytes) = read_available()? {
         drop(bytes);
     }
@@ -89,9 +89,9 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
         login,
         is_pending: true,
     };
-    let answer = timeout(REPLY_TIMEOUT, read_reply_line()).await;
+    let typed_line = timeout(REPLY_TIMEOUT, read_reply_line()).await;
     notice.is_pending = false;
-    let result = match answer {
+    let result = match typed_line {
         Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
             Err(cannot_start(format!(
                 "{line:?} is not the reply of a daemon, which begins with ddpro<"
@@ -111,7 +111,8 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     result
 }
 
-/// When dropped, notifies the person if the question is withdrawn, for example by a halt.
+/// When dropped, tells the person that the question is withdrawn, for example because the daemon
+/// ends.
 struct WithdrawalNotice<'a> {
     login: &'a str,
     is_pending: bool,
@@ -128,23 +129,24 @@ impl Drop for WithdrawalNotice<'_> {
     }
 }
 
-/// Prints to standard error and waits until that is done.
+/// Prints to standard error and waits until the text is written.
 async fn print(text: String) {
-    let (done, printed) = oneshot::channel();
-    print_in_thread(text, Some(done));
-    let _ = printed.await;
+    let (done_sender, done_receiver) = oneshot::channel();
+    print_in_thread(text, Some(done_sender));
+    let _ = done_receiver.await;
 }
 
-/// Prints from a separate thread: a stopped terminal must not stop the daemon.
-fn print_in_thread(text: String, done: Option<oneshot::Sender<()>>) {
+/// Prints from a separate thread, because a stopped terminal must not stop the daemon. Sends to
+/// `done_sender` when the text is written.
+fn print_in_thread(text: String, done_sender: Option<oneshot::Sender<()>>) {
     std::thread::spawn(move || {
-        // If the terminal is gone, the reply will time out.
+        // If the terminal no longer exists, the wait for the reply times out.
         let _ = stderr().write_all(text.as_bytes());
-        done.map(|done| done.send(()))
+        done_sender.map(|done_sender| done_sender.send(()))
     });
 }
 
-/// Returns the next line that is not blank.
+/// Waits for the next line that is not blank and returns it.
 async fn read_reply_line() -> Result<String, Refusal> {
     let mut bytes = Vec::new();
     loop {
@@ -157,9 +159,9 @@ async fn read_reply_line() -> Result<String, Refusal> {
                     return Ok(line);
                 }
             }
-            if bytes.len() > REPLY_BYTES_MAX {
+            if bytes.len() > TYPED_REPLY_BYTES_MAX {
                 return Err(cannot_start(format!(
-                    "the answer is longer than {REPLY_BYTES_MAX} bytes"
+                    "the answer is longer than {TYPED_REPLY_BYTES_MAX} bytes"
                 )));
             }
         }
@@ -168,37 +170,40 @@ async fn read_reply_line() -> Result<String, Refusal> {
 }
 
 /// Returns the bytes that can be read without waiting; `None` if there are none.
+///
+/// # Errors
+/// Standard input is at its end or cannot be read.
 fn read_available() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
-    let ended = |why: &str| {
+    let input_ended = |why: &str| {
         cannot_start(format!(
             "the master's standard input has ended ({why}), so no answer can be typed"
         ))
     };
-    let mut ends = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
-    let waits = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
-    if !waits || stdin.is_terminal() && !may_read_terminal() {
+    let mut poll_fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
+    let is_readable = poll(&mut poll_fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    if !is_readable || stdin.is_terminal() && !may_read_terminal() {
         return Ok(None);
     }
-    let mut bytes = vec![0; REPLY_BYTES_MAX];
+    let mut bytes = vec![0; TYPED_REPLY_BYTES_MAX];
     match read(&stdin, &mut bytes) {
-        Ok(0) => Err(ended("end of file")),
+        Ok(0) => Err(input_ended("end of file")),
         Ok(count) => {
             bytes.truncate(count);
             Ok(Some(bytes))
         }
         Err(nix::errno::Errno::EINTR | nix::errno::Errno::EAGAIN) => Ok(None),
-        Err(errno) => Err(ended(errno.desc())),
+        Err(errno) => Err(input_ended(errno.desc())),
     }
 }
 
-/// Reads the secret from standard input; called by the new daemon. At a terminal it prompts and
-/// disables echo.
+/// Reads the secret from standard input; called by the new daemon. If standard input is a terminal,
+/// prints a prompt and disables echo.
 ///
 /// # Errors
-/// The system's error.
+/// Standard input cannot be read.
 pub(crate) fn read_secret() -> std::io::Result<String> {
-    let _hidden = stdin().is_terminal().then(EchoOff::begin);
+    let _echo_off = stdin().is_terminal().then(EchoOff::begin);
     let mut line = String::new();
     BufReader::new(stdin())
         .take(BOOTSTRAP_BYTES_MAX as u64)
@@ -207,31 +212,32 @@ pub(crate) fn read_secret() -> std::io::Result<String> {
     Ok(line.strip_prefix("PVM_VMID=").unwrap_or(line).to_string())
 }
 
-/// Disables the terminal's echo until dropped.
+/// Disables the terminal's echo until it is dropped. Contains the previous settings of the
+/// terminal.
 struct EchoOff(Option<Termios>);
 
 impl EchoOff {
-    fn begin() -> EchoOff {
-        let before = tcgetattr(stdin()).ok();
-        if let Some(mut quiet) = before.clone() {
-            // An interrupt would leave the echo disabled.
-            quiet
+    fn begin() -> Self {
+        let previous_settings = tcgetattr(stdin()).ok();
+        if let Some(mut silent_settings) = previous_settings.clone() {
+            // An interrupt would end the process with the echo still disabled.
+            silent_settings
                 .local_flags
                 .remove(LocalFlags::ECHO | LocalFlags::ISIG);
-            let _ = tcsetattr(stdin(), SetArg::TCSANOW, &quiet);
+            let _ = tcsetattr(stdin(), SetArg::TCSANOW, &silent_settings);
         }
         let _ = write!(
             stderr(),
             "Secret that the master shows (hidden; an empty one ends this): "
         );
-        EchoOff(before)
+        Self(previous_settings)
     }
 }
 
 impl Drop for EchoOff {
     fn drop(&mut self) {
-        if let Some(before) = &self.0 {
-            let _ = tcsetattr(stdin(), SetArg::TCSANOW, before);
+        if let Some(previous_settings) = &self.0 {
+            let _ = tcsetattr(stdin(), SetArg::TCSANOW, previous_settings);
         }
         let _ = writeln!(stderr());
     }

@@ -1,12 +1,12 @@
 //! Post-copy memory transfers between daemons.
 //!
-//! A transfer has a connection of its own ([`super::bulk_tcp`]). At each end the tasker's engine
-//! reads and writes through a socket of the daemon; the daemons do not interpret the engines'
+//! Each transfer uses a separate connection ([`super::bulk_tcp`]). On each host the tasker's engine
+//! reads and writes through a socket of the daemon. The daemons do not interpret the engines'
 //! protocol.
 //!
-//! The target's engine closes its socket when it has fetched everything. If the connection ends
-//! earlier, the target's daemon reports [`Event::MemoryLost`] and keeps the socket open: the task
-//! that needs the memory must be dead before the engine sees the end of its stream.
+//! The target's engine closes its socket when it has fetched all memory. If the connection ends
+//! earlier, the target's daemon reports [`Event::MemoryLost`] and does not close the socket: the
+//! task that needs the memory must be dead before the engine reads the end of its stream.
 
 use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
@@ -16,7 +16,7 @@ use super::rate_limit::RateLimit;
 use super::runtime_dir::remove_recursively;
 use super::session::{StreamPurpose, open_announcement, read_frame};
 use super::session_input::{BulkContent, TransferAnnouncement};
-use super::sys::{PriorityBoost, unread_by_peer};
+use super::sys::{PriorityBoost, bytes_unread_by_peer};
 use super::zeros::{self, Part};
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
@@ -33,26 +33,26 @@ use tokio::net::UnixListener;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tracing::{Instrument, info_span};
 
-/// Time without data from an engine after which an empty record is sent, so that the other host
-/// sees that this end is alive.
+/// Time without data from an engine after which an empty record is sent. The record shows the other
+/// host that this host is alive.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// Time for which the connection stays open after the source's engine has ended: the target's
-/// engine may not have read its last data and closed yet. Also the time for which the target waits
-/// for its engine to close after the engine has read everything.
+/// Time for which the connection stays open after the source's engine has ended, because the
+/// target's engine may not have read its last data and closed its socket yet. Also the time for
+/// which the target waits for its engine to close the socket after the engine has read all data.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// Interval at which a thread checks whether the engine has closed its socket.
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of bytes read from an engine at once.
-const READ_BYTES: usize = zeros::PLAIN_BYTES_MAX;
-/// Written to the engine in place of counted runs of zeros.
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+const READ_BYTES_MAX: usize = zeros::PLAIN_BYTES_MAX;
+/// Written to the engine for runs of zeros, of which only the length was sent.
+static ZERO_BYTES: [u8; 64 << 10] = [0; 64 << 10];
 
-/// One transfer, from this host or to it.
+/// A memory transfer that this host sends or receives.
 #[derive(Debug)]
 struct MemoryTransfer {
     remote_host: HostId,
     task: JoinHandle<()>,
-    /// The connection, once both ends are established. The transfer then ends by closing, or when
-    /// the connection is aborted.
+    /// The connection, once both ends are established. Closing or aborting it ends the transfer.
     connection: Arc<Mutex<Option<BulkConnection>>>,
 }
 
@@ -62,69 +62,79 @@ pub(crate) struct MemoryTransfers {
     inputs: InputSender,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
-    expected: HashMap<MigrationId, (HostId, UnixListener)>,
+    expected_transfers: HashMap<MigrationId, (HostId, UnixListener)>,
     transfers: HashMap<MigrationId, MemoryTransfer>,
 }
 
 impl MemoryTransfers {
-    /// Creates a state without transfers. `rate` limits the rate at which this host sends.
+    /// Creates a state without transfers. `rate` limits the rate at which this host sends data.
     pub(crate) fn new(
-        place: RuntimePaths,
+        paths: RuntimePaths,
         inputs: InputSender,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
-    ) -> MemoryTransfers {
-        MemoryTransfers {
-            paths: place,
+    ) -> Self {
+        Self {
+            paths,
             inputs,
             rate,
             bulk_fallbacks,
-            expected: HashMap::new(),
+            expected_transfers: HashMap::new(),
             transfers: HashMap::new(),
         }
     }
 
-    /// On the source: transfers the memory that the tasker serves to the target.
-    pub(crate) fn serve(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
-        let Some(tasker) = self.listen(migration) else {
+    /// On the source: sends the memory that the tasker serves to the host `to`.
+    pub(crate) fn send_memory(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
+        let Some(engine_listener) = self.listen_for_engine(migration) else {
             return;
         };
         let session = net.await_session(to);
-        let (line, rate_limit) = (
+        let (shared_connection, rate_limit) = (
             Arc::<Mutex<Option<BulkConnection>>>::default(),
             self.rate.clone(),
         );
-        let (shared_line, fallbacks) = (line.clone(), self.bulk_fallbacks.clone());
+        let (task_connection, fallbacks) = (shared_connection.clone(), self.bulk_fallbacks.clone());
         let work = async move {
-            let failed = |why: &dyn std::fmt::Display| {
+            let error_text = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection for its memory to {to}: {why}")
             };
-            let opened = async {
-                let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
-                let listener = BulkListener::open().await.map_err(|e| failed(&e))?;
-                let expected = fallbacks.expect_stream(to, migration, BulkContent::Memory);
-                let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-                let opened =
-                    open_announcement(&pair, &session, StreamPurpose::Memory(migration)).await;
-                let mut stream = opened.map_err(|e| failed(&e))?;
-                stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
+            let connect_result = async {
+                let (context, session) = session
+                    .wait_for_session()
+                    .await
+                    .map_err(|e| error_text(&e))?;
+                let listener = BulkListener::open().await.map_err(|e| error_text(&e))?;
+                let expected_transfer = fallbacks.expect_stream(to, migration, BulkContent::Memory);
+                let offer = encode_control(listener.offer()).map_err(|e| error_text(&e))?;
+                let connect_result =
+                    open_announcement(&context, &session, StreamPurpose::Memory(migration)).await;
+                let mut stream = connect_result.map_err(|e| error_text(&e))?;
+                stream
+                    .write_chunk(offer)
+                    .await
+                    .map_err(|e| error_text(&e))?;
                 // The target reads only one frame.
                 let _ = stream.finish();
-                expected
+                expected_transfer
                     .accept(&session, migration, listener)
                     .await
-                    .map_err(|e| failed(&e))
+                    .map_err(|e| error_text(&e))
             };
-            let (engine, opened) = tokio::join!(tasker.accept(), opened);
-            let ends = engine.map_err(|e| failed(&e)).and_then(|(engine, _)| {
-                Ok((into_blocking(engine).map_err(|e| e.to_string())?, opened?))
+            let (engine, connect_result) = tokio::join!(engine_listener.accept(), connect_result);
+            let endpoints = engine.map_err(|e| error_text(&e)).and_then(|(engine, _)| {
+                Ok((
+                    into_blocking(engine).map_err(|e| e.to_string())?,
+                    connect_result?,
+                ))
             });
-            match ends {
-                Ok((engine, (out, incoming, line))) => {
-                    *lock(&shared_line) = Some(line.clone());
-                    serve_memory(engine, out, incoming, line, rate_limit).await;
-                    // Closes the descriptor now instead of at the next transfer.
-                    *lock(&shared_line) = None;
+            match endpoints {
+                Ok((engine, (writer, reader, shared_connection))) => {
+                    *lock(&task_connection) = Some(shared_connection.clone());
+                    serve_memory(engine, writer, reader, shared_connection, rate_limit).await;
+                    // The descriptor is closed now, not only when the next transfer removes this
+                    // one.
+                    *lock(&task_connection) = None;
                 }
                 Err(why) => tracing::warn!("{why}"),
             }
@@ -136,67 +146,73 @@ impl MemoryTransfers {
             MemoryTransfer {
                 remote_host: to,
                 task,
-                connection: line,
+                connection: shared_connection,
             },
         );
     }
 
-    /// On the target: lets the tasker request memory, which the host `from` will send.
-    pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
-        if let Some(tasker) = self.listen(migration) {
-            self.expected.insert(migration, (from, tasker));
+    /// On the target: registers that the host `from` will send memory, and listens for the tasker's
+    /// engine, which requests it.
+    pub(crate) fn expect_memory(&mut self, migration: MigrationId, from: HostId) {
+        if let Some(engine_listener) = self.listen_for_engine(migration) {
+            self.expected_transfers
+                .insert(migration, (from, engine_listener));
         }
     }
 
-    /// On the target: connects to the source if its announcement is expected.
-    pub(crate) fn on_announcement(&mut self, mut announced: TransferAnnouncement) {
-        let (from, migration) = (announced.context.host, announced.migration);
-        let Some((_, tasker)) = self
-            .expected
+    /// On the target: connects to the source if an announcement by this host is expected.
+    pub(crate) fn on_announcement(&mut self, mut announcement: TransferAnnouncement) {
+        let (source_host, migration) = (announcement.context.host, announcement.migration);
+        let Some((_, engine_listener)) = self
+            .expected_transfers
             .remove(&migration)
-            .filter(|(host, _)| *host == from)
+            .filter(|(host, _)| *host == source_host)
         else {
-            return tracing::warn!("refused memory of {migration} from {from}: it is not expected");
+            return tracing::warn!(
+                "refused memory of {migration} from {source_host}: it is not expected"
+            );
         };
-        let line = Arc::<Mutex<Option<BulkConnection>>>::default();
-        let (shared_line, inputs) = (line.clone(), self.inputs.clone());
+        let shared_connection = Arc::<Mutex<Option<BulkConnection>>>::default();
+        let (task_connection, inputs) = (shared_connection.clone(), self.inputs.clone());
         let fallbacks = self.bulk_fallbacks.clone();
         let work = async move {
-            let failed = |why: &dyn std::fmt::Display| {
-                format!("{migration}: no connection to its memory on {from}: {why}")
+            let error_text = |why: &dyn std::fmt::Display| {
+                format!("{migration}: no connection to its memory on {source_host}: {why}")
             };
-            let opened = async {
-                let frame = read_frame(&mut announced.stream, &mut announced.decoder)
+            let connect_result = async {
+                let frame = read_frame(&mut announcement.stream, &mut announcement.decoder)
                     .await
-                    .map_err(|e| failed(&e))?;
-                let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
-                let offer: ConnectionOffer = frame.decode_control().map_err(|e| failed(&e))?;
-                let session = (&announced.context, &announced.session);
+                    .map_err(|e| error_text(&e))?;
+                let frame = frame.ok_or_else(|| error_text(&"nothing was announced"))?;
+                let offer: ConnectionOffer = frame.decode_control().map_err(|e| error_text(&e))?;
+                let session = (&announcement.context, &announcement.session);
                 fallbacks
                     .connect(session, (migration, BulkContent::Memory), &offer)
                     .await
-                    .map_err(|e| failed(&e))
+                    .map_err(|e| error_text(&e))
             };
-            let ends = match opened.await {
-                Ok(opened) => {
-                    let engine = tasker.accept().await.map_err(|e| failed(&e));
+            let endpoints = match connect_result.await {
+                Ok(connect_result) => {
+                    let engine = engine_listener.accept().await.map_err(|e| error_text(&e));
                     engine.and_then(|(engine, _)| {
-                        Ok((into_blocking(engine).map_err(|e| e.to_string())?, opened))
+                        Ok((
+                            into_blocking(engine).map_err(|e| e.to_string())?,
+                            connect_result,
+                        ))
                     })
                 }
                 Err(why) => Err(why),
             };
-            match ends {
-                Ok((engine, (out, incoming, line))) => {
-                    *lock(&shared_line) = Some(line.clone());
-                    let lost = move |why| {
-                        // A send error means that the loop has ended; the report is not needed
-                        // then.
+            match endpoints {
+                Ok((engine, (writer, reader, shared_connection))) => {
+                    *lock(&task_connection) = Some(shared_connection.clone());
+                    let report_loss = move |why| {
+                        // Sending fails only if the loop has ended; the report is then not needed.
                         let _ = inputs
                             .blocking_send(Input::Event(Event::MemoryLost { migration, why }));
                     };
-                    fetch_memory(engine, out, incoming, line, lost).await;
-                    *lock(&shared_line) = None;
+                    fetch_memory(engine, writer, reader, shared_connection, report_loss).await;
+                    *lock(&task_connection) = None;
                 }
                 Err(why) => tracing::warn!("{why}"),
             }
@@ -206,28 +222,28 @@ impl MemoryTransfers {
         self.register(
             migration,
             MemoryTransfer {
-                remote_host: from,
+                remote_host: source_host,
                 task,
-                connection: line,
+                connection: shared_connection,
             },
         );
     }
 
-    /// Ends a transfer that no engine has begun to use, after the end or failure of the migration
-    /// on this host.
-    pub(crate) fn abort_unused(&mut self, migration: MigrationId) {
-        self.expected.remove(&migration);
-        if let Some(way) = self
+    /// Ends a transfer whose connection is not established yet. Called after the end or failure of
+    /// the migration on this host.
+    pub(crate) fn abort_unconnected(&mut self, migration: MigrationId) {
+        self.expected_transfers.remove(&migration);
+        if let Some(transfer) = self
             .transfers
             .get(&migration)
-            .filter(|way| lock(&way.connection).is_none())
+            .filter(|transfer| lock(&transfer.connection).is_none())
         {
-            way.task.abort();
+            transfer.task.abort();
         }
-        remove_recursively(&self.paths.memory_socket(migration));
+        remove_recursively(&self.paths.memory_socket_path(migration));
     }
 
-    /// Aborts all transfers with a lost host.
+    /// Aborts all transfers with the host `host`, which is lost.
     pub(crate) fn on_host_lost(&mut self, host: HostId) {
         for transfer in self
             .transfers
@@ -235,14 +251,14 @@ impl MemoryTransfers {
             .filter(|transfer| transfer.remote_host == host)
         {
             match &*lock(&transfer.connection) {
-                Some(line) => line.abort(),
+                Some(connection) => connection.abort(),
                 None => transfer.task.abort(),
             }
         }
     }
 
-    fn listen(&self, migration: MigrationId) -> Option<UnixListener> {
-        let path = self.paths.memory_socket(migration);
+    fn listen_for_engine(&self, migration: MigrationId) -> Option<UnixListener> {
+        let path = self.paths.memory_socket_path(migration);
         remove_recursively(&path);
         let listener = UnixListener::bind(&path);
         listener
@@ -262,11 +278,13 @@ impl MemoryTransfers {
     }
 }
 
-fn lock(line: &Mutex<Option<BulkConnection>>) -> std::sync::MutexGuard<'_, Option<BulkConnection>> {
-    line.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(
+    connection: &Mutex<Option<BulkConnection>>,
+) -> std::sync::MutexGuard<'_, Option<BulkConnection>> {
+    connection.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The socket of the engine was closed.
+/// Error: the engine's socket cannot be used. The socket was closed.
 #[derive(Debug, thiserror::Error)]
 #[error("a socket that cannot be used: {0}")]
 struct UnusableSocket(#[source] std::io::Error);
@@ -280,98 +298,99 @@ fn into_blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, UnusableS
     engine.map_err(UnusableSocket)
 }
 
-/// On the source: forwards data in both directions until either end has closed.
+/// On the source: forwards data in both directions until the engine or the target has closed its
+/// end.
 async fn serve_memory(
     engine: UnixStream,
-    out: RecordWriter<BulkConnection>,
-    incoming: RecordReader<BulkConnection>,
-    line: BulkConnection,
+    writer: RecordWriter<BulkConnection>,
+    reader: RecordReader<BulkConnection>,
+    connection: BulkConnection,
     rate: Arc<RateLimit>,
 ) {
     let Ok(request_socket) = engine.try_clone() else {
-        return line.abort();
+        return connection.abort();
     };
-    let closed = Arc::new(AtomicBool::new(false));
-    let has_closed = closed.clone();
+    let is_closed = Arc::new(AtomicBool::new(false));
+    let thread_is_closed = is_closed.clone();
     let reply_thread = spawn_blocking(move || {
-        let boost = PriorityBoost::start();
-        forward_from_engine(engine, out, |bytes| rate.wait(bytes));
-        drop(boost);
-        let until = Instant::now() + CLOSE_TIMEOUT;
-        while !closed.load(Ordering::Acquire) && Instant::now() < until {
-            std::thread::sleep(POLL_INTERVAL);
+        let priority_boost = PriorityBoost::start();
+        forward_from_engine(engine, writer, |bytes| rate.wait_for_slot(bytes));
+        drop(priority_boost);
+        let deadline = Instant::now() + CLOSE_TIMEOUT;
+        while !is_closed.load(Ordering::Acquire) && Instant::now() < deadline {
+            std::thread::sleep(CLOSE_POLL_INTERVAL);
         }
-        line.abort();
+        connection.abort();
     });
     let request_thread = spawn_blocking(move || {
-        let _hurry = PriorityBoost::start();
-        let _why = forward_to_engine(incoming, &request_socket);
-        has_closed.store(true, Ordering::Release);
-        // No further requests will arrive.
+        let _priority_boost = PriorityBoost::start();
+        let _error = forward_to_engine(reader, &request_socket);
+        thread_is_closed.store(true, Ordering::Release);
+        // No further requests will arrive, so the engine's socket is closed.
         let _ = request_socket.shutdown(Shutdown::Both);
     });
     let _ = tokio::join!(reply_thread, request_thread);
 }
 
-/// On the target: forwards data in both directions until the engine has closed its end. Calls
-/// `lost` with the reason if the connection ends earlier.
+/// On the target: forwards data in both directions until the engine has closed its socket. Calls
+/// `report_loss` with the reason if the connection ends earlier.
 async fn fetch_memory(
     engine: UnixStream,
-    out: RecordWriter<BulkConnection>,
-    incoming: RecordReader<BulkConnection>,
-    line: BulkConnection,
-    lost: impl FnOnce(String) + Send + 'static,
+    writer: RecordWriter<BulkConnection>,
+    reader: RecordReader<BulkConnection>,
+    connection: BulkConnection,
+    report_loss: impl FnOnce(String) + Send + 'static,
 ) {
     let Ok(reply_socket) = engine.try_clone() else {
-        return line.abort();
+        return connection.abort();
     };
-    let closed = Arc::new(AtomicBool::new(false));
-    let has_closed = closed.clone();
+    let is_closed = Arc::new(AtomicBool::new(false));
+    let thread_is_closed = is_closed.clone();
     let request_thread = spawn_blocking(move || {
-        let _hurry = PriorityBoost::start();
-        forward_from_engine(engine, out, |_| ());
-        has_closed.store(true, Ordering::Release);
-        line.abort();
+        let _priority_boost = PriorityBoost::start();
+        forward_from_engine(engine, writer, |_| ());
+        thread_is_closed.store(true, Ordering::Release);
+        connection.abort();
     });
     let reply_thread = spawn_blocking(move || {
-        let _hurry = PriorityBoost::start();
-        let why = forward_to_engine(incoming, &reply_socket);
-        // An engine that is not scheduled or is stopped may have unread data: its time begins when
-        // it has read all of it.
-        let mut last_unread = Instant::now();
-        while !closed.load(Ordering::Acquire) && last_unread.elapsed() < CLOSE_TIMEOUT {
-            std::thread::sleep(POLL_INTERVAL);
-            if unread_by_peer(&reply_socket) > 0 {
-                last_unread = Instant::now();
+        let _priority_boost = PriorityBoost::start();
+        let error = forward_to_engine(reader, &reply_socket);
+        // A stopped engine, or one that is not scheduled, may have unread data. Its time limit
+        // starts when it has read all data.
+        let mut last_unread_at = Instant::now();
+        while !is_closed.load(Ordering::Acquire) && last_unread_at.elapsed() < CLOSE_TIMEOUT {
+            std::thread::sleep(CLOSE_POLL_INTERVAL);
+            if bytes_unread_by_peer(&reply_socket) > 0 {
+                last_unread_at = Instant::now();
             }
         }
-        if !closed.load(Ordering::Acquire) {
-            lost(format!("the rest of its memory cannot be fetched: {why}"));
+        if !is_closed.load(Ordering::Acquire) {
+            report_loss(format!("the rest of its memory cannot be fetched: {error}"));
         }
-        // Returned so that the engine's socket stays open until the other thread has seen the
-        // engine close it.
+        // The thread returns the socket. The socket thereby stays open until the other thread has
+        // detected that the engine has closed its end.
         reply_socket
     });
     let _ = tokio::join!(request_thread, reply_thread);
 }
 
-/// Forwards an engine's data to the other host until the engine closes its end or the connection is
-/// lost. Calls `wait` with the size of each piece before it is sent.
+/// Forwards an engine's data to the other host until the engine closes its socket or the connection
+/// is lost. Calls `before_send` with the size of each piece before the piece is sent.
 fn forward_from_engine(
     mut engine: UnixStream,
-    mut out: RecordWriter<BulkConnection>,
-    wait: impl Fn(usize),
+    mut writer: RecordWriter<BulkConnection>,
+    before_send: impl Fn(usize),
 ) {
-    let mut bytes = vec![0; READ_BYTES];
+    let mut bytes = vec![0; READ_BYTES_MAX];
     while let Some(length) = read_engine(&mut engine, &mut bytes) {
-        let fill = |room: &mut [u8]| {
-            room.copy_from_slice(&bytes[..length]);
+        let fill = |buffer: &mut [u8]| {
+            buffer.copy_from_slice(&bytes[..length]);
             Ok::<(), std::convert::Infallible>(())
         };
-        let Ok(sent) = out.send_packed(&[], length, fill, &wait);
-        if sent.is_err() {
-            // The engine's output must be read to the end: otherwise the engine would block and not
-            // notice the end.
+        let Ok(send_result) = writer.send_packed(&[], length, fill, &before_send);
+        if send_result.is_err() {
+            // The engine's output must be read to its end. Otherwise the engine would block and not
+            // detect the end of the connection.
             while read_engine(&mut engine, &mut bytes).is_some() {}
             return;
         }
@@ -394,33 +413,33 @@ fn read_engine(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// Forwards data of the other host to an engine, and returns the error that ended the forwarding.
+/// Forwards data of the other host to an engine, until reading or writing fails. Returns the error.
 fn forward_to_engine(
-    mut incoming: RecordReader<BulkConnection>,
+    mut reader: RecordReader<BulkConnection>,
     mut engine: &UnixStream,
 ) -> std::io::Error {
     loop {
-        if let Err(why) = incoming
-            .next()
-            .and_then(|packed| unpack(packed, &mut engine))
+        if let Err(why) = reader
+            .wait_for_record()
+            .and_then(|packed| write_unpacked(packed, &mut engine))
         {
             return why;
         }
     }
 }
 
-/// Writes the data of a packed record.
-fn unpack(packed: &[u8], to: &mut impl Write) -> std::io::Result<()> {
+/// Writes the data of a packed record to `output`.
+fn write_unpacked(packed: &[u8], output: &mut impl Write) -> std::io::Result<()> {
     for part in zeros::parts(packed) {
         match part.map_err(|_| {
             std::io::Error::new(ErrorKind::InvalidData, "received a malformed piece")
         })? {
-            Part::Bytes(bytes) => to.write_all(bytes)?,
+            Part::Bytes(bytes) => output.write_all(bytes)?,
             Part::Zeros(mut count) => {
                 while count > 0 {
-                    let some = count.min(ZEROS.len());
-                    to.write_all(&ZEROS[..some])?;
-                    count -= some;
+                    let chunk_bytes = count.min(ZERO_BYTES.len());
+                    output.write_all(&ZERO_BYTES[..chunk_bytes])?;
+                    count -= chunk_bytes;
                 }
             }
         }

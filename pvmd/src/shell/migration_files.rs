@@ -1,5 +1,5 @@
-//! Small files of migrations: the resume tokens that resume quiesced libraries, and the durable
-//! record of committed migrations.
+//! Small files of migrations: the resume tokens of quiesced libraries, and the durable record of
+//! committed migrations.
 
 use super::input::{Input, InputSender};
 use pvmd_machine::io::Event;
@@ -20,39 +20,39 @@ use std::time::Duration;
 pub(crate) struct MigrationFiles {
     record_path: PathBuf,
     inputs: InputSender,
-    /// Serializes writers of the record.
+    /// Held by the thread that writes the record.
     record_lock: Arc<Mutex<()>>,
-    /// Tokens that could not be written yet.
+    /// Tokens that could not be written yet and are retried.
     pending_tokens: PendingTokens,
 }
 
-/// Size limit of the record. A full record is retained under another name until the next record is
-/// full.
+/// Size limit of the record. A full record is renamed and retained until the next record is full.
 ///
-/// No daemon reads the record: tasks end with their master, and the next master removes it. It
-/// shows people where tasks were when a master was killed.
+/// No daemon reads the record: tasks end with their master, and the next master removes the record.
+/// It shows people where tasks were when a master was killed.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 
-/// Interval between attempts to write a token; short because a task waits for the token.
+/// Interval between attempts to write a token. The interval is short, because a task waits for the
+/// token.
 const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Contents of the tokens that must still be written, by path.
+/// Tokens that must still be written: path and content.
 type PendingTokens = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
 impl MigrationFiles {
-    pub(crate) fn new(place: &RuntimePaths, inputs: InputSender) -> MigrationFiles {
-        MigrationFiles {
-            record_path: place.migration_log(),
+    pub(crate) fn new(paths: &RuntimePaths, inputs: InputSender) -> Self {
+        Self {
+            record_path: paths.migration_log(),
             inputs,
             record_lock: Arc::default(),
             pending_tokens: PendingTokens::default(),
         }
     }
 
-    /// Appends one committed migration to the record and syncs it. Reports
-    /// [`Event::MigrationRecorded`].
-    pub(crate) fn record(&self, migration: MigrationId, tid: Tid, to: HostId) {
-        let (path, inputs, turn) = (
+    /// Queues the line of one committed migration for the record. The line is appended and synced
+    /// on a blocking thread, which reports [`Event::MigrationRecorded`].
+    pub(crate) fn record_migration(&self, migration: MigrationId, tid: Tid, to: HostId) {
+        let (path, inputs, record_lock) = (
             self.record_path.clone(),
             self.inputs.clone(),
             self.record_lock.clone(),
@@ -61,7 +61,7 @@ impl MigrationFiles {
         tokio::task::spawn_blocking(move || {
             let _in_span = tracing::info_span!("migration", id = %migration).entered();
             let result = {
-                let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
+                let _record_guard = record_lock.lock().unwrap_or_else(|e| e.into_inner());
                 append_rotating(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
                     Failure::Io(format!(
                         "cannot record the migration in {}: {e}",
@@ -74,11 +74,12 @@ impl MigrationFiles {
         });
     }
 
-    /// Writes a token atomically: a reader sees all of it or nothing.
+    /// Writes a token atomically: a reader gets the complete token or no file.
     ///
-    /// The file is a few bytes in a local directory, so it is written in the calling thread; this
-    /// keeps tokens and their removal in order. If the file system is full, the write is retried
-    /// until it succeeds or the token is removed: images that are being removed may free space.
+    /// The token is a few bytes in a local directory, so the calling thread writes it; the order of
+    /// writing and removing tokens is thereby preserved. If the file system is full, writing is
+    /// retried until it succeeds or the token is removed: images that are being removed may free
+    /// space.
     pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken) {
         let bytes = match to_bytes(token) {
             Ok(bytes) => bytes,
@@ -97,16 +98,16 @@ impl MigrationFiles {
         }
     }
 
-    /// Removes a token if it exists.
+    /// Removes a token if it exists, and cancels its pending retry.
     pub(crate) fn remove_token(&self, path: &Path) {
-        let mut late = lock(&self.pending_tokens);
-        late.remove(path);
-        // The token may never have been written.
+        let mut pending_tokens = lock(&self.pending_tokens);
+        pending_tokens.remove(path);
+        // The removal fails if the token was never written.
         let _ = std::fs::remove_file(path);
     }
 }
 
-/// Retries until the token is written or removed.
+/// Retries writing the token `path` until it is written or removed.
 async fn retry_token(pending_tokens: PendingTokens, path: PathBuf) {
     loop {
         tokio::time::sleep(TOKEN_RETRY_INTERVAL).await;
@@ -121,8 +122,8 @@ async fn retry_token(pending_tokens: PendingTokens, path: PathBuf) {
     }
 }
 
-fn lock(late: &PendingTokens) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
-    late.lock().unwrap_or_else(|e| e.into_inner())
+fn lock(pending_tokens: &PendingTokens) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
+    pending_tokens.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 fn append_rotating(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
@@ -140,36 +141,37 @@ fn append_rotating(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<(
 
 fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let temporary = path.with_file_name(format!(".tmp-{name}"));
-    // A file left by a failed attempt would make O_EXCL fail.
-    let _ = std::fs::remove_file(&temporary);
+    let temporary_path = path.with_file_name(format!(".tmp-{name}"));
+    // `O_EXCL` would fail if a file of a failed attempt still existed.
+    let _ = std::fs::remove_file(&temporary_path);
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(&temporary)?;
+        .open(&temporary_path)?;
     file.write_all(bytes)?;
     drop(file);
-    std::fs::rename(&temporary, path)
+    std::fs::rename(&temporary_path, path)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The record and its predecessor contain the newest migrations, each within the limit.
+    /// The record and its predecessor contain the newest migrations. Each of the two files is
+    /// within the size limit.
     #[test]
     fn record_keeps_newest_migrations_within_limit() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("moves");
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("moves");
         for number in 0..1000 {
             append_rotating(&path, &format!("m{number} t40001 3\n"), 400).expect("written");
         }
         let read = |path: &Path| std::fs::read_to_string(path).expect("it is there");
-        let (before, now) = (read(&path.with_extension("before")), read(&path));
-        assert!(before.len() <= 400 && now.len() <= 400);
-        let both = before + &now;
-        let numbers: Vec<&str> = both
+        let (previous_record, current_record) = (read(&path.with_extension("before")), read(&path));
+        assert!(previous_record.len() <= 400 && current_record.len() <= 400);
+        let records = previous_record + &current_record;
+        let numbers: Vec<&str> = records
             .lines()
             .map(|line| line.split(' ').next().expect("a word"))
             .collect();
@@ -182,9 +184,6 @@ mod tests {
                 .len()
         );
         assert!(numbers.len() > 20, "{numbers:?}");
-        assert_eq!(
-            std::fs::read_dir(folder.path()).expect("a folder").count(),
-            2
-        );
+        assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 2);
     }
 }

@@ -1,9 +1,9 @@
-//! The part of the daemon that does input and output: sockets, processes, files, clocks.
+//! The part of the daemon that performs input and output: sockets, processes, files, clocks.
 //!
-//! It makes no decisions. Decisions are made by the state machine ([`pvmd_machine`]); this part
-//! passes events to it and carries out its outputs.
+//! The shell makes no decisions. The state machine ([`pvmd_machine`]) makes the decisions; the
+//! shell passes events to the state machine and executes its outputs.
 //!
-//! - [`cli`], `slave`, `daemon`: how a daemon starts and ends.
+//! - [`cli`], `slave`, `daemon`: start and end of a daemon.
 //! - `driver`, `input`, `session_input`: the daemon's loop and the inputs of the loop.
 //! - `env`, `limits`: environment variables and limits that several modules use.
 //! - `runtime_dir`, `log`, `migration_files`: runtime directory and lock, log, small files of

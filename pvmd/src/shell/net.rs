@@ -1,6 +1,6 @@
 //! Connections with other daemons: one UDP port, sessions with the hosts of this virtual machine,
-//! repeated connection attempts until a session is up, and queues for data that must wait for a
-//! session.
+//! connection attempts that are repeated until a session is up, and queues for data that must wait
+//! for a session.
 //!
 //! Owned by the daemon's loop. [`super::session`] serves the streams of a session.
 
@@ -9,14 +9,14 @@ use super::limits::DATAGRAM_BYTES_MAX;
 use super::outbox::{LINK_BYTES_MAX, Outbox, Outgoing, outbox};
 use super::pki::{HostCredentials, host_name, host_of_certificate};
 use super::session::{
-    self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, describe,
+    self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, describe_close,
 };
 use super::session_input::{DataItem, NetInput, SessionContext, SessionQueues};
 use super::udp_port::PortRuntime;
 use bytes::Bytes;
 use pvmd_machine::Event;
 use pvmd_machine::pair_streams::{
-    FenceReceiver, FenceSender, LANES_MAX, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
+    FenceReceiver, FenceSender, LANES_MAX, LaneEntry, LaneId, MainEntry, StreamChoice, link_ends,
 };
 use quinn::congestion::CubicConfig;
 use quinn::{
@@ -37,52 +37,53 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-/// Default silence after which a host is considered lost; `SEMPA_LEASE_MS` sets it for the whole
-/// virtual machine.
-pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(10);
-/// Keep-alives sent within a lease (one every 2 s by default).
+/// Default duration of silence after which a host is considered lost. `SEMPA_LEASE_MS` sets the
+/// duration for the whole virtual machine.
+pub(crate) const LEASE_DEFAULT: Duration = Duration::from_secs(10);
+/// Number of keep-alive packets sent within a lease (by default one every 2 s).
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
-/// Maximum number of bytes queued for a host without a session, excluding link frames. Further
-/// items are dropped with a log line.
+/// Maximum number of bytes queued for a host without a session, excluding link frames. Items beyond
+/// it are dropped and logged.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// Maximum number of bytes queued for a host that does not read. If there are more, the session is
-/// closed.
+/// Maximum number of reliable bytes in one send queue of a session. If a queue contains more, the
+/// host does not read, and the session is closed.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
-/// Delay before a host connects to a host with a higher index. Usually the host with the higher
-/// index has connected by then.
+/// Delay before a host connects to a host with a higher index, which usually has connected by then.
 const CONNECT_GRACE_PERIOD: Duration = Duration::from_secs(1);
-/// Time limit for an answer from one address.
+/// Time limit for an address to answer a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
-/// Interval between attempts at the addresses of one host.
+/// Delay between the attempts at successive addresses of one host.
 const CONNECT_STAGGER_INTERVAL: Duration = Duration::from_millis(200);
 /// Pause after the first round of attempts; it doubles up to [`RECONNECT_INTERVAL_MAX`].
 const RECONNECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
 const RECONNECT_INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// Time for which a transfer waits for a session with a host that is currently unreachable.
-const SESSION_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time for which a transfer waits for a session with a host that has none.
+const SESSION_WAIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit of an incoming handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent incoming handshakes; further ones are refused.
+/// Maximum number of concurrent incoming handshakes; further handshakes are refused.
 const HANDSHAKES_MAX: usize = 256;
-/// Time limit for an expelled host to receive the data that was sent before.
+/// Time limit for an expelled host to receive the data that was sent before the expulsion.
 const EXPEL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of addresses kept per host.
+/// Maximum number of stored addresses per host.
 const ADDRESSES_MAX: usize = 16;
-/// Maximum number of received but unread bytes per stream: enough for 500 MB/s over 30 ms.
+/// Maximum number of received but unread bytes per stream. It is sufficient for 500 MB/s at a
+/// round-trip time of 30 ms.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 /// Maximum number of received but unread bytes per session.
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
-/// Maximum number of concurrent streams of a peer: its channels, pair streams (doubled because old
-/// ones may still be ending), and announcements of transfers.
+/// Maximum number of concurrent unidirectional streams of a peer: its channels, its pair streams
+/// (twice, because closed ones may still be ending), and its announcements of transfers.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
-/// Maximum number of concurrent transfers of a peer over the session because TCP is blocked;
-/// further ones wait.
+/// Maximum number of concurrent transfers of a peer over the session where TCP is blocked; further
+/// transfers wait.
 const FALLBACK_STREAMS_MAX: u32 = 64;
 /// Maximum number of sent but unacknowledged bytes per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// Initial congestion window of a path.
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
-/// Kernel buffers of the UDP port, if the user's limits allow them.
+/// Size of the kernel's send buffer and of its receive buffer for the UDP port, if the user's
+/// limits allow this size.
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
 /// Changes of sessions reported by [`Net::handle_input`].
@@ -96,12 +97,12 @@ pub(crate) enum SessionChange {
 #[derive(Debug, Default)]
 struct Peer {
     addresses: Vec<SocketAddr>,
-    is_wanted: bool,
+    needs_session: bool,
     is_expelled: bool,
     session: Option<Session>,
-    connector: Option<AbortHandle>,
-    /// Frames that wait for a session. The bool is true for frames of the control stream.
-    queued: VecDeque<(bool, Outgoing)>,
+    connect_task: Option<AbortHandle>,
+    /// Frames that wait for a session. The bool is true if the frame belongs to the control stream.
+    queued_items: VecDeque<(bool, Outgoing)>,
     queued_bytes: usize,
     queued_link_bytes: usize,
     /// Transfers that wait for a session, at most one per migration.
@@ -112,19 +113,19 @@ struct Peer {
 struct Session {
     session_number: u64,
     connection: Connection,
-    channels: Option<SessionQueues>,
+    queues: Option<SessionQueues>,
     fence_sender: FenceSender,
     pair_streams: FxHashMap<LaneId, Outbox>,
     fence_receiver: FenceReceiver<DataMsg>,
 }
 
 impl Session {
-    fn new(number: u64, connection: Connection, queues: Option<SessionQueues>) -> Session {
+    fn new(session_number: u64, connection: Connection, queues: Option<SessionQueues>) -> Self {
         let (fence_sender, fence_receiver) = (FenceSender::default(), FenceReceiver::default());
-        Session {
-            session_number: number,
+        Self {
+            session_number,
             connection,
-            channels: queues,
+            queues,
             fence_sender,
             pair_streams: FxHashMap::default(),
             fence_receiver,
@@ -132,9 +133,9 @@ impl Session {
     }
 
     /// Queues an item on the main stream of the data channel.
-    fn send_main(&mut self, item: Outgoing) {
+    fn queue_main(&mut self, item: Outgoing) {
         if self
-            .channels
+            .queues
             .as_ref()
             .is_some_and(|queues| queues.data.enqueue(item))
         {
@@ -142,65 +143,74 @@ impl Session {
         }
     }
 
-    /// Queues a link frame on its pair's stream or on the main stream. `context` is called if a
-    /// stream must be opened.
-    fn send_link(&mut self, context: impl FnOnce(u64) -> SessionContext, body: Bytes) {
-        let way = ends_of(&body)
-            .map(|ends| (ends, self.fence_sender.choose_stream(ends, Instant::now())));
-        let Some((ends, StreamChoice::Lane { lane, new, barrier })) = way else {
-            return self.send_main(Outgoing::Link(body));
+    /// Queues a link frame on the stream of its pair, or on the main stream. Calls `context` with
+    /// the session number if a pair stream must be opened.
+    fn queue_link(&mut self, context: impl FnOnce(u64) -> SessionContext, body: Bytes) {
+        let stream_choice = link_ends(&body)
+            .map(|pair| (pair, self.fence_sender.choose_stream(pair, Instant::now())));
+        let Some((
+            pair,
+            StreamChoice::Lane {
+                lane,
+                is_new: new,
+                barrier,
+            },
+        )) = stream_choice
+        else {
+            return self.queue_main(Outgoing::Link(body));
         };
         if new {
-            let (fill, queue) = outbox(LINK_BYTES_MAX);
+            let (stream_outbox, queue) = outbox(LINK_BYTES_MAX);
             tokio::spawn(session::run_pair_stream(
                 context(self.session_number),
                 self.connection.clone(),
                 lane,
                 queue,
             ));
-            self.pair_streams.insert(lane, fill);
+            self.pair_streams.insert(lane, stream_outbox);
         }
         let Some(queue) = self.pair_streams.get(&lane) else {
             return;
         };
-        if let Some(words) = barrier {
+        if let Some(barrier_entry) = barrier {
             queue.enqueue(Outgoing::Reliable(
-                encode_control(&LaneEntry::<()>::Barrier(words)).expect("one number"),
+                encode_control(&LaneEntry::<()>::Barrier(barrier_entry)).expect("one number"),
             ));
         }
         if queue.enqueue(Outgoing::Link(body)) {
-            self.fence_sender.count_frame(ends);
+            self.fence_sender.count_frame(pair);
         }
     }
 
-    /// Sends a control item, preceded by the barrier it needs.
-    fn send_control_item(&mut self, word: &DataMsg, frame: Bytes) {
-        if let Some(marks) = self.fence_sender.barrier_for(word) {
-            self.send_main(Outgoing::Reliable(
-                encode_control(&MainEntry::<()>::Barrier(marks)).expect("a fence is short"),
+    /// Sends a control item. If the item needs a barrier, sends the barrier first.
+    fn queue_control_item(&mut self, item: &DataMsg, frame: Bytes) {
+        if let Some(barrier_marks) = self.fence_sender.barrier_for(item) {
+            self.queue_main(Outgoing::Reliable(
+                encode_control(&MainEntry::<()>::Barrier(barrier_marks)).expect("a fence is short"),
             ));
         }
-        self.send_main(Outgoing::Reliable(frame));
-        if let DataMsg::Ended { tid: dst, .. } = word {
+        self.queue_main(Outgoing::Reliable(frame));
+        if let DataMsg::TaskEnded { tid: dst, .. } = item {
             self.close_pair_streams(Some(*dst));
         }
     }
 
-    /// Closes pair streams that are idle, or those of `task` if it is given.
+    /// Closes pair streams that are idle. If `task` is given, closes the pair streams of this task
+    /// instead.
     fn close_pair_streams(&mut self, task: Option<Tid>) {
         for mark in self.fence_sender.end_lanes(Instant::now(), task) {
             if let Some(lane) = self.pair_streams.remove(&mark.lane) {
                 lane.enqueue(Outgoing::Close);
             }
-            self.send_main(Outgoing::Reliable(
+            self.queue_main(Outgoing::Reliable(
                 encode_control(&MainEntry::<()>::End(mark)).expect("two numbers"),
             ));
         }
     }
 
-    /// Closes all streams after the data that was queued before.
+    /// Closes all streams after the data that is already queued.
     fn finish_streams(&self) {
-        let Some(queues) = &self.channels else {
+        let Some(queues) = &self.queues else {
             return;
         };
         self.pair_streams
@@ -212,7 +222,7 @@ impl Session {
     }
 }
 
-/// The endpoint and all sessions.
+/// The QUIC endpoint of this daemon and all sessions.
 pub(crate) struct Net {
     endpoint: Endpoint,
     client_config: ClientConfig,
@@ -221,7 +231,7 @@ pub(crate) struct Net {
     lease: Duration,
     inputs: InputSender,
     peers: HashMap<HostId, Peer>,
-    next_session: u64,
+    next_session_number: u64,
 }
 
 /// A session that exists or is being established.
@@ -232,34 +242,39 @@ pub(crate) struct PendingSession {
 }
 
 impl PendingSession {
-    /// Waits for the session. A migrating task is paused during the wait.
+    /// Waits for the session. If the transfer belongs to a migration, its task is paused during the
+    /// wait.
     ///
     /// # Errors
-    /// No session was established within [`SESSION_TIMEOUT`].
-    pub(crate) async fn session(self) -> Result<(SessionContext, Connection), Failure> {
-        let silent = || {
+    /// No session was established within [`SESSION_WAIT_TIMEOUT`].
+    pub(crate) async fn wait_for_session(self) -> Result<(SessionContext, Connection), Failure> {
+        let timeout_failure = || {
             Failure::Images(format!(
                 "there is no session between this host and {}",
                 self.host
             ))
         };
-        let told = tokio::time::timeout(SESSION_TIMEOUT, self.receiver).await;
-        told.ok().and_then(Result::ok).ok_or_else(silent)
+        let wait_result = timeout(SESSION_WAIT_TIMEOUT, self.receiver).await;
+        wait_result
+            .ok()
+            .and_then(Result::ok)
+            .ok_or_else(timeout_failure)
     }
 }
 
-/// Opens a UDP port (0: any free one), for IPv4 and IPv6 if this host has both.
+/// Opens the UDP port `port` (0: any free port), for IPv4 and IPv6 if this host has both.
 ///
 /// # Errors
 /// The port cannot be opened.
 pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
     let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
         Ok(socket) => socket,
-        // No IPv6 on this host.
+        // Fails if this host has no IPv6.
         Err(_) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))?,
     };
     use nix::sys::socket::{setsockopt, sockopt};
-    // Larger buffers are only an optimization; root may exceed the system's limit.
+    // Larger buffers are only an optimization, so errors are ignored. Only root may exceed the
+    // system's limit (`RcvBufForce`, `SndBufForce`).
     let _ = setsockopt(&socket, sockopt::RcvBuf, &SOCKET_BUFFER_BYTES);
     let _ = setsockopt(&socket, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
     let _ = setsockopt(&socket, sockopt::RcvBufForce, &SOCKET_BUFFER_BYTES);
@@ -267,16 +282,16 @@ pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
     Ok(socket)
 }
 
-fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
+fn transport_config(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
     let mut transport = TransportConfig::default();
     let mut congestion = CubicConfig::default();
     congestion.initial_window(INITIAL_WINDOW_BYTES);
-    let mut mtu = MtuDiscoveryConfig::default();
-    mtu.upper_bound(DATAGRAM_BYTES_MAX);
+    let mut mtu_discovery = MtuDiscoveryConfig::default();
+    mtu_discovery.upper_bound(DATAGRAM_BYTES_MAX);
     transport
         .keep_alive_interval(Some(lease / KEEP_ALIVES_PER_LEASE))
-        // The session watches the lease; this timeout only removes connections that are certainly
-        // dead.
+        // The session itself watches the lease. This timeout only removes connections that are
+        // certainly dead.
         .max_idle_timeout(Some((lease * 2).try_into()?))
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
         .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
@@ -284,7 +299,7 @@ fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
         .max_concurrent_uni_streams(VarInt::from_u32(STREAMS_MAX))
         .max_concurrent_bidi_streams(VarInt::from_u32(FALLBACK_STREAMS_MAX))
         .datagram_receive_buffer_size(None)
-        .mtu_discovery_config(Some(mtu))
+        .mtu_discovery_config(Some(mtu_discovery))
         .congestion_controller_factory(Arc::new(congestion));
     Ok(Arc::new(transport))
 }
@@ -296,33 +311,37 @@ impl Net {
     /// The certificates or the socket cannot be used.
     pub(crate) fn start(
         socket: UdpSocket,
-        identity: &HostCredentials,
+        credentials: &HostCredentials,
         (vm, own_host): (&str, HostId),
         lease: Duration,
         inputs: InputSender,
-    ) -> anyhow::Result<Net> {
-        let transport = transport(lease)?;
-        let mut server = ServerConfig::with_crypto(Arc::new(identity.server_config()?));
-        server
+    ) -> anyhow::Result<Self> {
+        let transport = transport_config(lease)?;
+        let mut server_config = ServerConfig::with_crypto(Arc::new(credentials.server_config()?));
+        server_config
             .transport_config(transport.clone())
             .max_incoming(HANDSHAKES_MAX);
-        let mut client = ClientConfig::new(Arc::new(identity.client_config()?));
-        client.transport_config(transport);
-        let mut config = EndpointConfig::default();
-        config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
+        let mut client_config = ClientConfig::new(Arc::new(credentials.client_config()?));
+        client_config.transport_config(transport);
+        let mut endpoint_config = EndpointConfig::default();
+        endpoint_config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
         let runtime = Arc::new(PortRuntime);
-        let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
-        tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone()));
+        let endpoint = Endpoint::new(endpoint_config, Some(server_config), socket, runtime)?;
+        tokio::spawn(accept_connections(
+            endpoint.clone(),
+            vm.to_string(),
+            inputs.clone(),
+        ));
         let (vm, peers) = (vm.to_string(), HashMap::new());
-        Ok(Net {
+        Ok(Self {
             endpoint,
-            client_config: client,
+            client_config,
             vm,
             own_host,
             lease,
             inputs,
             peers,
-            next_session: 1,
+            next_session_number: 1,
         })
     }
 
@@ -334,10 +353,10 @@ impl Net {
         Ok(self.endpoint.local_addr()?.port())
     }
 
-    /// Establishes a session with a host, and a new one whenever the session is lost.
-    pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
+    /// Establishes a session with a host. If the session is lost, establishes another one.
+    pub(crate) fn keep_connected(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
-        peer.is_wanted = true;
+        peer.needs_session = true;
         peer.is_expelled = false;
         for address in addresses {
             if !peer.addresses.contains(&address) && peer.addresses.len() < ADDRESSES_MAX {
@@ -347,10 +366,10 @@ impl Net {
         self.connect_if_needed(host);
     }
 
-    /// Ends the session with a host and refuses new ones.
-    pub(crate) fn expel(&mut self, host: HostId) {
+    /// Ends the session with a host and refuses further sessions with it.
+    pub(crate) fn expel_host(&mut self, host: HostId) {
         let peer = self.peers.entry(host).or_default();
-        if let Some(connector) = peer.connector.take() {
+        if let Some(connector) = peer.connect_task.take() {
             connector.abort();
         }
         if let Some(session) = peer.session.take() {
@@ -362,7 +381,7 @@ impl Net {
         };
     }
 
-    /// Sends a control message, or queues it until a session is up.
+    /// Sends a control message. Without a session, queues it until a session is up.
     pub(crate) fn send_control(&mut self, host: HostId, message: &HostMsg) {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
@@ -373,28 +392,30 @@ impl Net {
         let Some(peer) = self.peer_unless_expelled(host) else {
             return;
         };
-        let Some(queues) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) else {
+        let Some(queues) = peer.session.as_ref().and_then(|s| s.queues.as_ref()) else {
             return self.queue_until_up(host, true, Outgoing::Reliable(frame));
         };
         queues.control.enqueue(Outgoing::Reliable(frame));
         self.close_if_stalled(host);
     }
 
-    /// Sends an item or frame for a task on the host `host`, or queues it until a session is up.
-    pub(crate) fn send_data(&mut self, host: HostId, carried: DataMsg) {
-        if let DataMsg::Frame(body) = carried {
-            let (vm, me, lease) = (&self.vm, self.own_host, self.lease);
+    /// Sends an item or frame for a task on the host `host`. Without a session, queues it until a
+    /// session is up.
+    pub(crate) fn send_data(&mut self, host: HostId, message: DataMsg) {
+        if let DataMsg::Frame(body) = message {
+            let (vm, own_host, lease) = (&self.vm, self.own_host, self.lease);
             let peer = self.peers.entry(host).or_default();
-            match peer.session.as_mut().filter(|s| s.channels.is_some()) {
-                Some(session) => {
-                    session.send_link(|number| session_context(vm, me, lease, host, number), body)
-                }
+            match peer.session.as_mut().filter(|s| s.queues.is_some()) {
+                Some(session) => session.queue_link(
+                    |number| session_context(vm, own_host, lease, host, number),
+                    body,
+                ),
                 None if peer.is_expelled => {}
                 None => self.queue_until_up(host, false, Outgoing::Link(body)),
             }
             return;
         }
-        let frame = match encode_control(&MainEntry::Item(&carried)) {
+        let frame = match encode_control(&MainEntry::Item(&message)) {
             Ok(frame) => frame,
             Err(e) => {
                 return tracing::warn!("an item for a task on {host} could not be sent: {e}");
@@ -403,29 +424,30 @@ impl Net {
         let Some(peer) = self.peer_unless_expelled(host) else {
             return;
         };
-        match peer.session.as_mut().filter(|s| s.channels.is_some()) {
-            Some(session) => session.send_control_item(&carried, frame),
+        match peer.session.as_mut().filter(|s| s.queues.is_some()) {
+            Some(session) => session.queue_control_item(&message, frame),
             None => return self.queue_until_up(host, false, Outgoing::Reliable(frame)),
         }
         self.close_if_stalled(host);
     }
 
-    /// Returns the state of a host unless it is expelled.
+    /// Returns the state of a host; `None` if the host is expelled.
     fn peer_unless_expelled(&mut self, host: HostId) -> Option<&mut Peer> {
         Some(self.peers.entry(host).or_default()).filter(|peer| !peer.is_expelled)
     }
 
-    /// Closes the session with a host that does not read.
+    /// Closes the session with a host if one of its send queues contains more than
+    /// [`UNSENT_BYTES_MAX`] bytes.
     fn close_if_stalled(&mut self, host: HostId) {
         let session = self.peers.get(&host).and_then(|peer| peer.session.as_ref());
-        let Some(queues) = session.and_then(|s| s.channels.as_ref()) else {
+        let Some(queues) = session.and_then(|s| s.queues.as_ref()) else {
             return;
         };
-        let most = queues
+        let queued_bytes = queues
             .control
             .reliable_bytes()
             .max(queues.data.reliable_bytes());
-        if most > UNSENT_BYTES_MAX && queues.connection.close_reason().is_none() {
+        if queued_bytes > UNSENT_BYTES_MAX && queues.connection.close_reason().is_none() {
             tracing::warn!(
                 "{host} reads nothing and {UNSENT_BYTES_MAX} bytes are queued for it: closing its session"
             );
@@ -433,46 +455,46 @@ impl Net {
         }
     }
 
-    /// Queues an item until there is a session.
-    fn queue_until_up(&mut self, host: HostId, control: bool, item: Outgoing) {
+    /// Queues an item until a session is up. Drops the item if the queue's limit is exceeded.
+    fn queue_until_up(&mut self, host: HostId, is_control: bool, item: Outgoing) {
         let peer = self.peers.entry(host).or_default();
-        let (len, reliable) = match &item {
+        let (len, is_reliable) = match &item {
             Outgoing::Reliable(bytes) | Outgoing::WithFds(bytes, _) => (bytes.len(), true),
             Outgoing::Link(bytes) => (bytes.len(), false),
             Outgoing::Close => return,
         };
-        let (waiting, bytes_max) = if reliable {
+        let (waiting_bytes, bytes_max) = if is_reliable {
             (&mut peer.queued_bytes, QUEUED_BYTES_MAX)
         } else {
             (&mut peer.queued_link_bytes, LINK_BYTES_MAX)
         };
-        if *waiting + len > bytes_max {
+        if *waiting_bytes + len > bytes_max {
             tracing::warn!(
                 "{host} has no session and {bytes_max} bytes are queued for it: a frame is dropped"
             );
             return;
         }
-        *waiting += len;
-        peer.queued.push_back((control, item));
+        *waiting_bytes += len;
+        peer.queued_items.push_back((is_control, item));
     }
 
-    /// Returns the connection of a session that is up, for bulk transfers.
+    /// Returns the connection for bulk transfers; `None` if no session is up.
     fn session_for_transfer(&self, host: HostId) -> Option<(SessionContext, Connection)> {
         let session = self.peers.get(&host)?.session.as_ref()?;
-        let queues = session.channels.as_ref()?;
+        let queues = session.queues.as_ref()?;
         Some((
             self.session_context(host, session.session_number),
             queues.connection.clone(),
         ))
     }
 
-    /// As [`Net::session_for_transfer`], but also waits for a new session if the hosts currently
-    /// have none.
+    /// As [`Net::session_for_transfer`], but the returned value also waits for a session if none is
+    /// up.
     pub(crate) fn await_session(&mut self, host: HostId) -> PendingSession {
         let (session_sender, receiver) = oneshot::channel();
         match self.session_for_transfer(host) {
-            Some(bulk) => {
-                let _ = session_sender.send(bulk);
+            Some(session) => {
+                let _ = session_sender.send(session);
             }
             None => {
                 if let Some(peer) = self.peers.get_mut(&host) {
@@ -495,8 +517,8 @@ impl Net {
             .is_some_and(|s| s.session_number == number)
     }
 
-    /// Handles the inputs about sessions and connection attempts. The other inputs belong to the
-    /// loop.
+    /// Handles an input about sessions or connection attempts, and returns the changes of sessions.
+    /// The loop handles the other inputs itself.
     pub(crate) fn handle_input(&mut self, input: NetInput) -> Vec<SessionChange> {
         match input {
             NetInput::HandshakeDone { host, connection } => {
@@ -504,21 +526,25 @@ impl Net {
             }
             NetInput::SessionUp {
                 host,
-                number,
-                channels: queues,
+                session_number: number,
+                queues,
             } => return self.on_session_up(host, number, queues),
-            NetInput::SessionDown { host, number, why } => {
+            NetInput::SessionDown {
+                host,
+                session_number: number,
+                reason: why,
+            } => {
                 return self.on_session_down(host, number, why);
             }
             NetInput::ConnectEnded { host } => {
                 if let Some(peer) = self.peers.get_mut(&host) {
-                    peer.connector = None;
+                    peer.connect_task = None;
                 }
             }
             NetInput::Control { .. }
             | NetInput::Data { .. }
-            | NetInput::Images(_)
-            | NetInput::Memory(_)
+            | NetInput::ImagesAnnounced(_)
+            | NetInput::MemoryAnnounced(_)
             | NetInput::FallbackStream { .. } => {}
         }
         Vec::new()
@@ -529,19 +555,24 @@ impl Net {
             connection.close(CLOSE_EXPELLED, b"");
             return;
         }
-        let number = self.next_session;
-        let pair = self.session_context(host, number);
+        let number = self.next_session_number;
+        let context = self.session_context(host, number);
         let peer = self.peers.entry(host).or_default();
         if self.own_host > host {
-            // This host has the higher index, so it decides, and there is one session at a time.
+            // This host has the higher index and therefore selects the connection. Only one session
+            // may exist at a time.
             if peer.session.is_some() {
                 connection.close(CLOSE_DUPLICATE, b"");
                 return;
             }
             peer.session = Some(Session::new(number, connection.clone(), None));
         }
-        self.next_session += 1;
-        tokio::spawn(session::run(pair, connection, self.inputs.clone()));
+        self.next_session_number += 1;
+        tokio::spawn(session::run_session(
+            context,
+            connection,
+            self.inputs.clone(),
+        ));
     }
 
     fn on_session_up(
@@ -550,77 +581,77 @@ impl Net {
         number: u64,
         queues: SessionQueues,
     ) -> Vec<SessionChange> {
-        let mut news = Vec::new();
-        let decides = self.own_host > host;
+        let mut changes = Vec::new();
+        let selects_connection = self.own_host > host;
         let peer = self.peers.entry(host).or_default();
         if peer.is_expelled
-            || (decides
+            || (selects_connection
                 && peer
                     .session
                     .as_ref()
                     .is_none_or(|s| s.session_number != number))
         {
             queues.connection.close(CLOSE_EXPELLED, b"");
-            return news;
+            return changes;
         }
-        if let Some(old) = peer.session.take()
-            && old.session_number != number
+        if let Some(old_session) = peer.session.take()
+            && old_session.session_number != number
         {
-            // The other host decides, and has given up the old session.
-            old.connection.close(CLOSE_DUPLICATE, b"");
-            news.push(SessionChange::Lost(
+            // The other host selects the connection, and has replaced the old session.
+            old_session.connection.close(CLOSE_DUPLICATE, b"");
+            changes.push(SessionChange::Lost(
                 host,
                 "it has begun a new session".into(),
             ));
         }
-        if let Some(connector) = peer.connector.take() {
+        if let Some(connector) = peer.connect_task.take() {
             connector.abort();
         }
         let control = queues.control.clone();
         let mut session = Session::new(number, queues.connection.clone(), Some(queues));
-        for (to_control, item) in peer.queued.drain(..) {
+        for (to_control, item) in peer.queued_items.drain(..) {
             if to_control {
                 control.enqueue(item);
             } else {
-                session.send_main(item);
+                session.queue_main(item);
             }
         }
         (peer.queued_bytes, peer.queued_link_bytes) = (0, 0);
         peer.session = Some(session);
         let transfers = std::mem::take(&mut peer.waiting_transfers);
-        for (transfer, bulk) in transfers
+        for (session_sender, transfer_session) in transfers
             .into_iter()
             .zip(std::iter::from_fn(|| self.session_for_transfer(host)))
         {
-            // The waiting transfer may have ended.
-            let _ = transfer.send(bulk);
+            // The transfer that waited may have ended.
+            let _ = session_sender.send(transfer_session);
         }
         tracing::info!("session with {host} is up");
-        news.push(SessionChange::Connected(host));
-        news
+        changes.push(SessionChange::Connected(host));
+        changes
     }
 
-    fn on_session_down(&mut self, host: HostId, number: u64, why: String) -> Vec<SessionChange> {
+    fn on_session_down(&mut self, host: HostId, number: u64, reason: String) -> Vec<SessionChange> {
         let Some(peer) = self.peers.get_mut(&host) else {
             return Vec::new();
         };
         let Some(session) = peer.session.take_if(|s| s.session_number == number) else {
             return Vec::new();
         };
-        let was_up = session.channels.is_some();
-        let verb = if was_up { "ended" } else { "failed to come up" };
-        tracing::info!("session with {host} {verb}: {why}");
-        // A slave that its master has expelled must not connect again.
-        let expelled = host == HostId::MASTER && is_expelled(&session.connection);
-        if was_up || expelled {
-            vec![SessionChange::Lost(host, why)]
+        let was_up = session.queues.is_some();
+        let outcome = if was_up { "ended" } else { "failed to come up" };
+        tracing::info!("session with {host} {outcome}: {reason}");
+        // A slave must not connect again after its master has expelled it.
+        let was_expelled = host == HostId::MASTER && is_expelled(&session.connection);
+        if was_up || was_expelled {
+            vec![SessionChange::Lost(host, reason)]
         } else {
             Vec::new()
         }
     }
 
-    /// Accepts an item of the current session's data channel; [`Net::next_data`] returns the items
-    /// that no fence holds.
+    /// Accepts an item of the current session's data channel. [`Net::next_data`] returns the items
+    /// in order, once no fence delays them.
     pub(crate) fn accept_data(&mut self, host: HostId, number: u64, item: DataItem) {
         let Some(session) = self.current_session(host, number) else {
             return;
@@ -631,9 +662,12 @@ impl Net {
         }
     }
 
-    /// Returns the next item of the data channel for the state machine.
+    /// Returns the next item of the data channel for the state machine; `None` if there is none or
+    /// a fence delays it.
     pub(crate) fn next_data(&mut self, host: HostId, number: u64) -> Option<DataMsg> {
-        self.current_session(host, number)?.fence_receiver.pop()
+        self.current_session(host, number)?
+            .fence_receiver
+            .next_item()
     }
 
     fn current_session(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
@@ -644,25 +678,26 @@ impl Net {
             .filter(|s| s.session_number == number)
     }
 
-    /// Connects to hosts that lack a session, and closes idle pair streams. Called once a second.
-    pub(crate) fn tick(&mut self) {
+    /// Connects to hosts that lack a session, and closes idle pair streams. Must be called once per
+    /// second.
+    pub(crate) fn maintain_sessions(&mut self) {
         self.peers
             .values_mut()
             .filter_map(|peer| peer.session.as_mut())
             .for_each(|session| session.close_pair_streams(None));
-        let wanted: Vec<HostId> = self
+        let unconnected_hosts: Vec<HostId> = self
             .peers
             .iter()
-            .filter(|(_, p)| p.is_wanted)
+            .filter(|(_, p)| p.needs_session)
             .map(|(host, _)| *host)
             .collect();
-        wanted
+        unconnected_hosts
             .into_iter()
             .for_each(|host| self.connect_if_needed(host));
     }
 
     fn connect_if_needed(&mut self, host: HostId) {
-        let grace = if self.own_host > host {
+        let connect_delay = if self.own_host > host {
             Duration::ZERO
         } else {
             CONNECT_GRACE_PERIOD
@@ -670,42 +705,42 @@ impl Net {
         let Some(peer) = self.peers.get_mut(&host) else {
             return;
         };
-        if peer.session.is_some() || peer.connector.is_some() || peer.addresses.is_empty() {
+        if peer.session.is_some() || peer.connect_task.is_some() || peer.addresses.is_empty() {
             return;
         }
         let connector = Connector {
             endpoint: self.endpoint.clone(),
-            client: self.client_config.clone(),
+            client_config: self.client_config.clone(),
             name: host_name(host, &self.vm),
             host,
             addresses: peer.addresses.clone(),
         };
         let inputs = self.inputs.clone();
         let task = tokio::spawn(async move {
-            sleep(grace).await;
+            sleep(connect_delay).await;
             let connection = connector.connect_with_retry().await;
             let _ = inputs
                 .send(Input::Net(NetInput::HandshakeDone { host, connection }))
                 .await;
-            // The session needs time to come up before another attempt makes sense.
+            // The session needs some time to come up; an attempt before that would be useless.
             sleep(CONNECT_GRACE_PERIOD).await;
             let _ = inputs
                 .send(Input::Net(NetInput::ConnectEnded { host }))
                 .await;
         });
-        peer.connector = Some(task.abort_handle());
+        peer.connect_task = Some(task.abort_handle());
     }
 
-    /// Ends all sessions after the data that was sent before. The loop must keep calling
-    /// [`Net::handle_input`] until [`Net::has_sessions`] is false.
+    /// Ends all sessions after the data that is already queued. The loop must continue to call
+    /// [`Net::handle_input`] until [`Net::has_sessions`] returns false.
     pub(crate) fn begin_shutdown(&mut self) {
         for peer in self.peers.values_mut() {
-            peer.is_wanted = false;
-            if let Some(connector) = peer.connector.take() {
+            peer.needs_session = false;
+            if let Some(connector) = peer.connect_task.take() {
                 connector.abort();
             }
             match &peer.session {
-                Some(session) if session.channels.is_some() => session.finish_streams(),
+                Some(session) if session.queues.is_some() => session.finish_streams(),
                 Some(session) => session.connection.close(CLOSE_LEAVING, b""),
                 None => {}
             }
@@ -717,18 +752,18 @@ impl Net {
         self.peers.values().any(|p| p.session.is_some())
     }
 
-    /// Simulates the loss of this host's network: the port sends and receives nothing any more, and
-    /// no peer is notified.
+    /// Simulates the loss of this host's network: the port no longer sends or receives, and no peer
+    /// is notified.
     #[cfg(test)]
     pub(crate) fn cut_network(&mut self) {
-        let nowhere = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        self.endpoint.rebind(nowhere).expect("a socket");
+        let unused_socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        self.endpoint.rebind(unused_socket).expect("a socket");
     }
 
-    /// Notifies the peers and closes the port.
-    pub(crate) async fn close(self, allowed: Duration) {
+    /// Notifies the peers and closes the port. Waits at most `wait_max`.
+    pub(crate) async fn close(self, wait_max: Duration) {
         self.endpoint.close(CLOSE_LEAVING, b"leaving");
-        let _ = timeout(allowed, self.endpoint.wait_idle()).await;
+        let _ = timeout(wait_max, self.endpoint.wait_idle()).await;
     }
 }
 
@@ -739,8 +774,8 @@ fn session_context(
     host: HostId,
     number: u64,
 ) -> SessionContext {
-    // A slave considers its master lost before the master considers the slave lost: when the master
-    // considers a host's tasks dead, they are.
+    // A slave considers its master lost before the master considers the slave lost. Therefore a
+    // host's tasks are dead when the master considers them dead.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {
@@ -750,7 +785,7 @@ fn session_context(
         vm: vm.to_string(),
         own_host,
         host,
-        number,
+        session_number: number,
         lease,
     }
 }
@@ -760,9 +795,9 @@ fn is_expelled(connection: &Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_EXPELLED)
 }
 
-/// Ends a session after the data that was sent on it before.
+/// Ends a session after the data that is already queued.
 fn end_session(session: Session) {
-    if session.channels.is_none() {
+    if session.queues.is_none() {
         return session.connection.close(CLOSE_EXPELLED, b"");
     }
     session.finish_streams();
@@ -773,24 +808,24 @@ fn end_session(session: Session) {
     });
 }
 
-/// Accepts connections forever. A peer without a certificate of this virtual machine fails the
-/// handshake; the endpoint ignores everything that is not QUIC.
-async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
-    let limit = Arc::new(LogRateLimit::new());
+/// Accepts connections forever. The handshake fails for a peer without a certificate of this
+/// virtual machine. The endpoint ignores all packets that are not QUIC.
+async fn accept_connections(endpoint: Endpoint, vm: String, inputs: InputSender) {
+    let log_limit = Arc::new(LogRateLimit::new());
     while let Some(incoming) = endpoint.accept().await {
-        let (vm, inputs, limit) = (vm.clone(), inputs.clone(), limit.clone());
+        let (vm, inputs, log_limit) = (vm.clone(), inputs.clone(), log_limit.clone());
         tokio::spawn(async move {
-            let from = incoming.remote_address();
+            let remote_address = incoming.remote_address();
             match complete_handshake(incoming, &vm).await {
                 Ok((host, connection)) => {
                     let _ = inputs
                         .send(Input::Net(NetInput::HandshakeDone { host, connection }))
                         .await;
                 }
-                Err(why) if limit.try_acquire() => {
-                    let text = format!("refused a connection from {from}: {why}");
+                Err(why) if log_limit.try_acquire() => {
+                    let text = format!("refused a connection from {remote_address}: {why}");
                     let _ = inputs
-                        .send(Input::Event(Event::Unauthenticated { text }))
+                        .send(Input::Event(Event::UnauthenticatedPeer { text }))
                         .await;
                 }
                 Err(_) => {}
@@ -799,14 +834,14 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
     }
 }
 
-/// Why an incoming connection was refused. No byte beyond the handshake was processed.
+/// Why an incoming connection was refused. No data after the handshake was processed.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeError {
     #[error(transparent)]
     Accept(quinn::ConnectionError),
     #[error("the handshake did not end")]
     Timeout,
-    #[error("{}", describe(.0))]
+    #[error("{}", describe_close(.0))]
     Failed(#[source] quinn::ConnectionError),
     #[error("its certificate names no host of this virtual machine")]
     UnknownHost,
@@ -830,7 +865,8 @@ async fn complete_handshake(
     }
 }
 
-/// Returns the host that the peer's verified certificate names.
+/// Returns the host that the peer's verified certificate names; `None` if it names no host of this
+/// virtual machine.
 fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
     let chain = connection
         .peer_identity()?
@@ -839,7 +875,7 @@ fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
     host_of_certificate(chain.first()?, vm)
 }
 
-/// Why an address of a host gave no connection.
+/// Why connecting to an address of a host failed.
 #[derive(Debug, thiserror::Error)]
 enum ConnectError {
     /// No packet was sent.
@@ -848,7 +884,7 @@ enum ConnectError {
         address: SocketAddr,
         source: quinn::ConnectError,
     },
-    #[error("{address}: {}", describe(.source))]
+    #[error("{address}: {}", describe_close(.source))]
     Failed {
         address: SocketAddr,
         source: quinn::ConnectionError,
@@ -859,7 +895,7 @@ enum ConnectError {
     AttemptFailed(tokio::task::JoinError),
 }
 
-/// The reasons of all addresses of a host, none of which gave a connection.
+/// Connecting to all addresses of a host failed. Contains the reason for each address.
 #[derive(Debug)]
 struct UnreachableHost(Vec<ConnectError>);
 
@@ -872,47 +908,49 @@ impl std::fmt::Display for UnreachableHost {
     }
 }
 
-/// Connection attempts to one host.
+/// Attempts to connect to one host.
 struct Connector {
     endpoint: Endpoint,
-    client: ClientConfig,
+    client_config: ClientConfig,
     name: String,
     host: HostId,
     addresses: Vec<SocketAddr>,
 }
 
 impl Connector {
-    /// Tries all addresses repeatedly until one answers with the right certificate.
+    /// Tries all addresses repeatedly, without a time limit, until one of them answers with the
+    /// host's certificate.
     async fn connect_with_retry(&self) -> Connection {
-        let mut pause = RECONNECT_INTERVAL_MIN;
-        let mut logged = false;
+        let mut retry_interval = RECONNECT_INTERVAL_MIN;
+        let mut is_logged = false;
         loop {
             match self.try_addresses().await {
                 Ok(connection) => return connection,
-                Err(why) if !logged => {
+                Err(why) if !is_logged => {
                     tracing::warn!("cannot reach {} yet: {why}", self.host);
-                    logged = true;
+                    is_logged = true;
                 }
                 Err(_) => {}
             }
-            sleep(pause).await;
-            pause = (pause * 2).min(RECONNECT_INTERVAL_MAX);
+            sleep(retry_interval).await;
+            retry_interval = (retry_interval * 2).min(RECONNECT_INTERVAL_MAX);
         }
     }
 
-    /// Tries each address once, [`CONNECT_STAGGER_INTERVAL`] apart; returns the first connection.
+    /// Tries each address once, with a delay of [`CONNECT_STAGGER_INTERVAL`] between them. Returns
+    /// the first connection.
     async fn try_addresses(&self) -> Result<Connection, UnreachableHost> {
-        let mut tries = JoinSet::new();
-        for (n, address) in self.addresses.iter().copied().enumerate() {
-            let (endpoint, client, name) = (
+        let mut attempts = JoinSet::new();
+        for (address_index, address) in self.addresses.iter().copied().enumerate() {
+            let (endpoint, client_config, name) = (
                 self.endpoint.clone(),
-                self.client.clone(),
+                self.client_config.clone(),
                 self.name.clone(),
             );
-            tries.spawn(async move {
-                sleep(CONNECT_STAGGER_INTERVAL * u32::try_from(n).unwrap_or(0)).await;
+            attempts.spawn(async move {
+                sleep(CONNECT_STAGGER_INTERVAL * u32::try_from(address_index).unwrap_or(0)).await;
                 let connecting = endpoint
-                    .connect_with(client, address, &name)
+                    .connect_with(client_config, address, &name)
                     .map_err(|source| ConnectError::Start { address, source })?;
                 match timeout(CONNECT_TIMEOUT, connecting).await {
                     Ok(Ok(connection)) => Ok(connection),
@@ -922,7 +960,7 @@ impl Connector {
             });
         }
         let mut reasons = Vec::new();
-        while let Some(result) = tries.join_next().await {
+        while let Some(result) = attempts.join_next().await {
             match result {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(why)) => reasons.push(why),

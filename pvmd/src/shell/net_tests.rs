@@ -1,5 +1,5 @@
-//! Tests with the networks of two or three daemons on loopback: how sessions are established, and
-//! how they transfer data.
+//! Tests of the sessions of two or three daemons on loopback: how they are established, and how
+//! they transfer data.
 
 use super::bulk_fallback::BulkFallbacks;
 use super::images::ImageTransfers;
@@ -28,17 +28,17 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// Time limit of each step; far more than needed, because machines may be loaded.
-const DEADLINE: Duration = Duration::from_secs(30);
+/// Time limit of each step. It is much longer than needed, because machines may be loaded.
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Daemon {
     net: Net,
     images: ImageTransfers,
     fallbacks: BulkFallbacks,
-    inputs: mpsc::Receiver<Input>,
+    input_queue: mpsc::Receiver<Input>,
     own_host: HostId,
     dir: PathBuf,
-    /// The session that delivered data last.
+    /// Host and number of the session that delivered data last.
     last_session: (HostId, u64),
 }
 
@@ -46,7 +46,7 @@ fn host(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-fn scratch(name: &str) -> PathBuf {
+fn create_test_dir(name: &str) -> PathBuf {
     let dir = std::env::temp_dir().join(format!("pvmd-net-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir_all(&dir).expect("a scratch directory");
@@ -54,28 +54,33 @@ fn scratch(name: &str) -> PathBuf {
 }
 
 impl Daemon {
-    fn start(test: &str, own_host: u16, identity: &HostCredentials, lease: Duration) -> Daemon {
-        let dir = scratch(&format!("{test}-{own_host}"));
-        let tmp = dir.to_string_lossy().into_owned();
-        let place = RuntimePaths::from_env(0, |name| (name == "PVM_TMP").then(|| tmp.clone()))
+    fn start(
+        test_name: &str,
+        own_host: u16,
+        credentials: &HostCredentials,
+        lease: Duration,
+    ) -> Self {
+        let dir = create_test_dir(&format!("{test_name}-{own_host}"));
+        let tmp_dir = dir.to_string_lossy().into_owned();
+        let paths = RuntimePaths::from_env(0, |name| (name == "PVM_TMP").then(|| tmp_dir.clone()))
             .expect("a good name");
-        std::fs::create_dir_all(place.dir()).expect("writable");
+        std::fs::create_dir_all(paths.dir()).expect("writable");
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE_MAX);
         let socket = bind_udp(0).expect("a port");
         let net = Net::start(
             socket,
-            identity,
+            credentials,
             ("pvm", host(own_host)),
             lease,
             sender.clone(),
         )
         .expect("TLS");
         let fallbacks = BulkFallbacks::new();
-        Daemon {
+        Self {
             net,
-            images: ImageTransfers::new(place, sender, Arc::default(), fallbacks.clone()),
+            images: ImageTransfers::new(paths, sender, Arc::default(), fallbacks.clone()),
             fallbacks,
-            inputs,
+            input_queue: inputs,
             own_host: host(own_host),
             dir,
             last_session: (host(own_host), 0),
@@ -86,15 +91,15 @@ impl Daemon {
         SocketAddr::from(([127, 0, 0, 1], self.net.port().expect("bound")))
     }
 
-    /// Returns the next input or session change that a daemon's loop would handle.
-    async fn next(&mut self) -> DaemonInput {
+    /// Waits for the next input or session change that the daemon's loop would handle.
+    async fn wait_for_input(&mut self) -> DaemonInput {
         loop {
             let (host, number) = self.last_session;
-            if let Some(carried) = self.net.next_data(host, number) {
-                return DaemonInput::Data(carried);
+            if let Some(data_message) = self.net.next_data(host, number) {
+                return DaemonInput::Data(data_message);
             }
             let input = self
-                .inputs
+                .input_queue
                 .recv()
                 .await
                 .expect("the net holds the other end");
@@ -105,26 +110,26 @@ impl Daemon {
                 }
                 Input::Net(NetInput::Data {
                     host,
-                    number,
-                    item: parcel,
+                    session_number: number,
+                    item: data_item,
                 }) => {
-                    self.net.accept_data(host, number, parcel);
+                    self.net.accept_data(host, number, data_item);
                     self.last_session = (host, number);
                 }
-                Input::Net(NetInput::Images(announced)) => {
-                    self.images.on_announcement(announced);
+                Input::Net(NetInput::ImagesAnnounced(announcement)) => {
+                    self.images.on_announcement(announcement);
                 }
                 Input::Net(NetInput::FallbackStream {
                     host,
                     migration,
-                    what,
+                    content,
                     streams,
                 }) => {
-                    self.fallbacks.on_stream(host, migration, what, streams);
+                    self.fallbacks.on_stream(host, migration, content, streams);
                 }
                 Input::Net(input) => {
-                    if let Some(news) = self.net.handle_input(input).pop() {
-                        return DaemonInput::SessionChange(news);
+                    if let Some(change) = self.net.handle_input(input).pop() {
+                        return DaemonInput::SessionChange(change);
                     }
                 }
                 Input::TaskConnected(_) => unreachable!("nobody listens for tasks here"),
@@ -132,16 +137,19 @@ impl Daemon {
         }
     }
 
-    /// Waits for a session; refused connections are ignored.
-    async fn await_session(&mut self, other: HostId) {
+    /// Waits until there is a session with `other_host`. Ignores refused connections, and panics on
+    /// other inputs.
+    async fn wait_for_session(&mut self, other_host: HostId) {
         loop {
-            match timeout(DEADLINE, self.next()).await {
-                Ok(DaemonInput::SessionChange(SessionChange::Connected(host))) if host == other => {
+            match timeout(STEP_TIMEOUT, self.wait_for_input()).await {
+                Ok(DaemonInput::SessionChange(SessionChange::Connected(host)))
+                    if host == other_host =>
+                {
                     return;
                 }
-                Ok(DaemonInput::Event(Event::Unauthenticated { .. })) => {}
+                Ok(DaemonInput::Event(Event::UnauthenticatedPeer { .. })) => {}
                 seen => panic!(
-                    "{} waited for a session with {other}, saw {seen:?}",
+                    "{} waited for a session with {other_host}, saw {seen:?}",
                     self.own_host
                 ),
             }
@@ -164,14 +172,31 @@ enum DaemonInput {
 }
 
 /// Starts the master and host 2 of one virtual machine and waits for their session.
-async fn connected_pair(test: &str, lease: Duration) -> (Daemon, Daemon) {
+async fn connected_pair(test_name: &str, lease: Duration) -> (Daemon, Daemon) {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start(test, 1, &authority.issue(host(1)).expect("a key"), lease);
-    let mut two = Daemon::start(test, 2, &authority.issue(host(2)).expect("a key"), lease);
-    one.net.connect(two.own_host, vec![two.address()]);
-    two.net.connect(one.own_host, vec![one.address()]);
-    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
-    (one, two)
+    let mut daemon1 = Daemon::start(
+        test_name,
+        1,
+        &authority.issue(host(1)).expect("a key"),
+        lease,
+    );
+    let mut daemon2 = Daemon::start(
+        test_name,
+        2,
+        &authority.issue(host(2)).expect("a key"),
+        lease,
+    );
+    daemon1
+        .net
+        .keep_connected(daemon2.own_host, vec![daemon2.address()]);
+    daemon2
+        .net
+        .keep_connected(daemon1.own_host, vec![daemon1.address()]);
+    tokio::join!(
+        daemon1.wait_for_session(host(2)),
+        daemon2.wait_for_session(host(1))
+    );
+    (daemon1, daemon2)
 }
 
 fn commit_message(epoch: u64) -> HostMsg {
@@ -183,50 +208,67 @@ fn commit_message(epoch: u64) -> HostMsg {
 #[tokio::test(flavor = "multi_thread")]
 async fn frames_queued_before_session_all_arrive() {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start(
+    let mut daemon1 = Daemon::start(
         "early",
         1,
         &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
-    let mut two = Daemon::start(
+    let mut daemon2 = Daemon::start(
         "early",
         2,
         &authority.issue(host(2)).expect("a key"),
         Duration::from_secs(10),
     );
-    // More than the windows of many links.
-    let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 1600);
-    for _ in 0..count {
-        one.net.send_data(host(2), DataMsg::Frame(frame.clone()));
+    // The total exceeds the windows of many links.
+    let (frame, frame_count) = (Bytes::from(vec![7; 64 << 10]), 1600);
+    for _ in 0..frame_count {
+        daemon1
+            .net
+            .send_data(host(2), DataMsg::Frame(frame.clone()));
     }
-    one.net.connect(two.own_host, vec![two.address()]);
-    two.net.connect(one.own_host, vec![one.address()]);
-    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
-    for n in 0..count {
-        match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Data(DataMsg::Frame(came))) if came == frame => {}
-            seen => panic!("after {n} of {count} frames came {seen:?}"),
+    daemon1
+        .net
+        .keep_connected(daemon2.own_host, vec![daemon2.address()]);
+    daemon2
+        .net
+        .keep_connected(daemon1.own_host, vec![daemon1.address()]);
+    tokio::join!(
+        daemon1.wait_for_session(host(2)),
+        daemon2.wait_for_session(host(1))
+    );
+    for n in 0..frame_count {
+        match timeout(STEP_TIMEOUT, daemon2.wait_for_input()).await {
+            Ok(DaemonInput::Data(DataMsg::Frame(received))) if received == frame => {}
+            seen => panic!("after {n} of {frame_count} frames came {seen:?}"),
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mutual_connect_yields_one_ordered_session() {
-    let (mut one, mut two) = connected_pair("talk", Duration::from_secs(10)).await;
+    let (mut daemon1, mut daemon2) = connected_pair("talk", Duration::from_secs(10)).await;
     for n in 0..2000 {
-        one.net.send_control(two.own_host, &commit_message(n));
-        two.net.send_data(
-            one.own_host,
+        daemon1
+            .net
+            .send_control(daemon2.own_host, &commit_message(n));
+        daemon2.net.send_data(
+            daemon1.own_host,
             DataMsg::Frame(Bytes::from(vec![n as u8; 5000])),
         );
     }
     for n in 0..2000 {
-        match timeout(DEADLINE, two.next()).await.expect("in time") {
+        match timeout(STEP_TIMEOUT, daemon2.wait_for_input())
+            .await
+            .expect("in time")
+        {
             DaemonInput::Control(message) => assert_eq!(message, commit_message(n)),
             seen => panic!("{seen:?}"),
         }
-        match timeout(DEADLINE, one.next()).await.expect("in time") {
+        match timeout(STEP_TIMEOUT, daemon1.wait_for_input())
+            .await
+            .expect("in time")
+        {
             DaemonInput::Data(DataMsg::Frame(body)) => assert_eq!(body, vec![n as u8; 5000]),
             seen => panic!("{seen:?}"),
         }
@@ -234,12 +276,12 @@ async fn mutual_connect_yields_one_ordered_session() {
 }
 
 /// Builds a frame from a task of host 1 to a task of host 2.
-fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
+fn link_frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
     let (src, dst) = (
-        Tid::task(host(1), src).expect("a task"),
-        Tid::task(host(2), dst).expect("a task"),
+        Tid::for_task(host(1), src).expect("a task"),
+        Tid::for_task(host(2), dst).expect("a task"),
     );
-    let kind = LinkKind::Data { last: true };
+    let kind = LinkKind::Data { is_last: true };
     let frame = LinkFrame {
         src,
         dst,
@@ -252,9 +294,9 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
     [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
 }
 
-/// Returns the ends and the sequence number of the next link frame.
-async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
-    match timeout(DEADLINE, daemon.next()).await {
+/// Waits for the next link frame. Returns its source and destination and its sequence number.
+async fn wait_for_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
+    match timeout(STEP_TIMEOUT, daemon.wait_for_input()).await {
         Ok(DaemonInput::Data(DataMsg::Frame(body))) => {
             let frame = LinkFrame::decode(body).expect("a link frame");
             ((frame.src, frame.dst), frame.seq)
@@ -263,163 +305,186 @@ async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     }
 }
 
-// On one thread, as in the daemon: everything is queued before the first frame leaves.
+// The test uses one thread, as the daemon does: all frames are queued before the first one is sent.
 #[tokio::test]
 async fn busy_pair_does_not_delay_another_pair() {
-    const BEFORE: u64 = 20;
-    // Far more than can be in flight.
-    const MUCH: u64 = 2000;
-    let (mut one, mut two) = connected_pair("lanes", Duration::from_secs(10)).await;
-    for seq in 0..BEFORE {
-        one.net
-            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, seq, 100)));
-        one.net
-            .send_data(two.own_host, DataMsg::Frame(frame(2, 2, seq, 100)));
+    const WARM_UP_FRAMES: u64 = 20;
+    // Much more than can be in flight.
+    const BACKLOG_FRAMES: u64 = 2000;
+    let (mut daemon1, mut daemon2) = connected_pair("lanes", Duration::from_secs(10)).await;
+    for seq in 0..WARM_UP_FRAMES {
+        daemon1
+            .net
+            .send_data(daemon2.own_host, DataMsg::Frame(link_frame(1, 1, seq, 100)));
+        daemon1
+            .net
+            .send_data(daemon2.own_host, DataMsg::Frame(link_frame(2, 2, seq, 100)));
     }
-    for _ in 0..2 * BEFORE {
-        next_frame(&mut two).await;
+    for _ in 0..2 * WARM_UP_FRAMES {
+        wait_for_frame(&mut daemon2).await;
     }
-    for seq in 0..MUCH {
-        one.net
-            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, seq, 60 << 10)));
+    for seq in 0..BACKLOG_FRAMES {
+        daemon1.net.send_data(
+            daemon2.own_host,
+            DataMsg::Frame(link_frame(1, 1, seq, 60 << 10)),
+        );
     }
-    one.net
-        .send_data(two.own_host, DataMsg::Frame(frame(2, 2, BEFORE, 8)));
-    let (mut behind, mut much) = (0, 0);
-    while much < MUCH {
-        let (ends, seq) = next_frame(&mut two).await;
-        if seq == BEFORE && ends.0 == Tid::task(host(1), 2).expect("a task") {
-            behind = MUCH - much;
+    daemon1.net.send_data(
+        daemon2.own_host,
+        DataMsg::Frame(link_frame(2, 2, WARM_UP_FRAMES, 8)),
+    );
+    let (mut overtaken_frames, mut backlog_received) = (0, 0);
+    while backlog_received < BACKLOG_FRAMES {
+        let (frame_pair, seq) = wait_for_frame(&mut daemon2).await;
+        if seq == WARM_UP_FRAMES && frame_pair.0 == Tid::for_task(host(1), 2).expect("a task") {
+            overtaken_frames = BACKLOG_FRAMES - backlog_received;
         } else {
-            assert_eq!(seq, much, "a frame of one pair has overtaken another one");
-            much += 1;
+            assert_eq!(
+                seq, backlog_received,
+                "a frame of one pair has overtaken another one"
+            );
+            backlog_received += 1;
         }
     }
     assert!(
-        behind > 0,
-        "the one frame came behind all {MUCH} that another pair had said before"
+        overtaken_frames > 0,
+        "the one frame came behind all {BACKLOG_FRAMES} that another pair had said before"
     );
 }
 
-// On one thread, as in the daemon: everything is queued before the first frame leaves.
-/// A small frame of one pair does not wait for the backlog of a hundred streaming pairs.
+// The test uses one thread, as the daemon does: all frames are queued before the first one is sent.
+/// A small frame of one pair does not wait for the queued frames of a hundred busy pairs.
 #[tokio::test]
 async fn frame_overtakes_backlog_of_hundred_pairs() {
-    const BEFORE: u64 = 10;
-    const STREAMING: u32 = 100;
-    // In total far more than can be in flight.
-    const MUCH: u64 = 16;
-    let (mut one, mut two) = connected_pair("hundred", Duration::from_secs(10)).await;
-    let last = STREAMING + 1;
-    for seq in 0..BEFORE {
-        (1..=last).for_each(|pair| {
-            one.net
-                .send_data(two.own_host, DataMsg::Frame(frame(pair, pair, seq, 8)))
-        });
-    }
-    for _ in 0..BEFORE * u64::from(last) {
-        next_frame(&mut two).await;
-    }
-    for seq in BEFORE..BEFORE + MUCH {
-        (1..last).for_each(|pair| {
-            one.net.send_data(
-                two.own_host,
-                DataMsg::Frame(frame(pair, pair, seq, 60 << 10)),
+    const WARM_UP_FRAMES: u64 = 10;
+    const BUSY_PAIRS: u32 = 100;
+    // Number of frames per pair; the total is much more than can be in flight.
+    const BACKLOG_FRAMES: u64 = 16;
+    let (mut daemon1, mut daemon2) = connected_pair("hundred", Duration::from_secs(10)).await;
+    let last_pair = BUSY_PAIRS + 1;
+    for seq in 0..WARM_UP_FRAMES {
+        (1..=last_pair).for_each(|pair| {
+            daemon1.net.send_data(
+                daemon2.own_host,
+                DataMsg::Frame(link_frame(pair, pair, seq, 8)),
             )
         });
     }
-    let begun = Instant::now();
-    one.net
-        .send_data(two.own_host, DataMsg::Frame(frame(last, last, BEFORE, 8)));
-    let (src, all) = (
-        Tid::task(host(1), last).expect("a task"),
-        MUCH * u64::from(STREAMING),
+    for _ in 0..WARM_UP_FRAMES * u64::from(last_pair) {
+        wait_for_frame(&mut daemon2).await;
+    }
+    for seq in WARM_UP_FRAMES..WARM_UP_FRAMES + BACKLOG_FRAMES {
+        (1..last_pair).for_each(|pair| {
+            daemon1.net.send_data(
+                daemon2.own_host,
+                DataMsg::Frame(link_frame(pair, pair, seq, 60 << 10)),
+            )
+        });
+    }
+    let started_at = Instant::now();
+    daemon1.net.send_data(
+        daemon2.own_host,
+        DataMsg::Frame(link_frame(last_pair, last_pair, WARM_UP_FRAMES, 8)),
     );
-    let mut before = 0;
-    while next_frame(&mut two).await.0.0 != src {
-        before += 1;
+    let (src, backlog_total) = (
+        Tid::for_task(host(1), last_pair).expect("a task"),
+        BACKLOG_FRAMES * u64::from(BUSY_PAIRS),
+    );
+    let mut frames_before = 0;
+    while wait_for_frame(&mut daemon2).await.0.0 != src {
+        frames_before += 1;
     }
     println!(
-        "{before} of {all} frames came before the word, which took {} ms",
-        begun.elapsed().as_millis()
+        "{frames_before} of {backlog_total} frames came before the word, which took {} ms",
+        started_at.elapsed().as_millis()
     );
     assert!(
-        before < all / 2,
-        "{before} of {all} frames of others came before the word"
+        frames_before < backlog_total / 2,
+        "{frames_before} of {backlog_total} frames of others came before the word"
     );
 }
 
 /// Control items and frames of one task arrive in the order in which they were sent.
 #[tokio::test(flavor = "multi_thread")]
 async fn control_items_and_frames_keep_their_order() {
-    const ROUNDS: u64 = 300;
-    let (mut one, mut two) = connected_pair("fences", Duration::from_secs(10)).await;
-    let dst = Tid::task(host(2), 1).expect("a task");
-    for seq in 0..ROUNDS {
-        // Large frames take long in transit; control items are small.
-        one.net
-            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, 2 * seq, 50_000)));
-        one.net.send_data(
-            two.own_host,
+    const ROUND_COUNT: u64 = 300;
+    let (mut daemon1, mut daemon2) = connected_pair("fences", Duration::from_secs(10)).await;
+    let dst = Tid::for_task(host(2), 1).expect("a task");
+    for seq in 0..ROUND_COUNT {
+        // Large frames need a long time on the wire, control items a short time.
+        daemon1.net.send_data(
+            daemon2.own_host,
+            DataMsg::Frame(link_frame(1, 1, 2 * seq, 50_000)),
+        );
+        daemon1.net.send_data(
+            daemon2.own_host,
             DataMsg::RouteDrained {
                 dst,
                 epoch: Epoch(seq),
             },
         );
-        one.net
-            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, 2 * seq + 1, 8)));
+        daemon1.net.send_data(
+            daemon2.own_host,
+            DataMsg::Frame(link_frame(1, 1, 2 * seq + 1, 8)),
+        );
     }
-    for seq in 0..ROUNDS {
-        assert_eq!(next_frame(&mut two).await.1, 2 * seq);
-        match timeout(DEADLINE, two.next()).await {
+    for seq in 0..ROUND_COUNT {
+        assert_eq!(wait_for_frame(&mut daemon2).await.1, 2 * seq);
+        match timeout(STEP_TIMEOUT, daemon2.wait_for_input()).await {
             Ok(DaemonInput::Data(DataMsg::RouteDrained { epoch, .. })) => {
                 assert_eq!(epoch, Epoch(seq))
             }
             seen => panic!("instead of the word {seq}: {seen:?}"),
         }
-        assert_eq!(next_frame(&mut two).await.1, 2 * seq + 1);
+        assert_eq!(wait_for_frame(&mut daemon2).await.1, 2 * seq + 1);
     }
 }
 
-/// More pairs than pair streams, and the exits of their tasks, lose no frame.
+/// No frame is lost if there are more pairs than pair streams and if tasks exit.
 #[tokio::test(flavor = "multi_thread")]
 async fn more_pairs_than_streams_lose_nothing() {
-    const PAIRS: u32 = LANES_MAX as u32 + 90;
-    const EACH: u64 = 6;
-    let (mut one, mut two) = connected_pair("many", Duration::from_secs(10)).await;
-    // Two generations of tasks, both of which exit.
+    const PAIR_COUNT: u32 = LANES_MAX as u32 + 90;
+    const FRAMES_PER_PAIR: u64 = 6;
+    let (mut daemon1, mut daemon2) = connected_pair("many", Duration::from_secs(10)).await;
+    // There are two generations of tasks; the tasks of both exit.
     for generation in 0..2 {
-        let first = generation * PAIRS + 1;
-        for seq in 0..EACH {
-            for pair in first..first + PAIRS {
-                one.net
-                    .send_data(two.own_host, DataMsg::Frame(frame(pair, pair, seq, 500)));
+        let first_pair = generation * PAIR_COUNT + 1;
+        for seq in 0..FRAMES_PER_PAIR {
+            for pair in first_pair..first_pair + PAIR_COUNT {
+                daemon1.net.send_data(
+                    daemon2.own_host,
+                    DataMsg::Frame(link_frame(pair, pair, seq, 500)),
+                );
             }
         }
-        for pair in first..first + PAIRS {
-            let dst = Tid::task(host(1), pair).expect("a task");
-            one.net.send_data(
-                two.own_host,
-                DataMsg::Ended {
+        for pair in first_pair..first_pair + PAIR_COUNT {
+            let dst = Tid::for_task(host(1), pair).expect("a task");
+            daemon1.net.send_data(
+                daemon2.own_host,
+                DataMsg::TaskEnded {
                     tid: dst,
                     watermarks: Vec::new(),
                 },
             );
         }
     }
-    let mut seen = HashMap::new();
-    for _ in 0..2 * PAIRS as u64 * (EACH + 1) {
-        match timeout(DEADLINE, two.next()).await {
+    let mut frame_counts = HashMap::new();
+    for _ in 0..2 * PAIR_COUNT as u64 * (FRAMES_PER_PAIR + 1) {
+        match timeout(STEP_TIMEOUT, daemon2.wait_for_input()).await {
             Ok(DaemonInput::Data(DataMsg::Frame(body))) => {
                 let frame = LinkFrame::decode(body).expect("a link frame");
-                let count: &mut u64 = seen.entry(frame.src).or_default();
-                assert_eq!(frame.seq, *count, "{}", frame.src);
-                *count += 1;
+                let frame_count: &mut u64 = frame_counts.entry(frame.src).or_default();
+                assert_eq!(frame.seq, *frame_count, "{}", frame.src);
+                *frame_count += 1;
             }
-            Ok(DaemonInput::Data(DataMsg::Ended { tid: dst, .. })) => {
-                assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended")
+            Ok(DaemonInput::Data(DataMsg::TaskEnded { tid: dst, .. })) => {
+                assert_eq!(
+                    frame_counts.get(&dst),
+                    Some(&FRAMES_PER_PAIR),
+                    "{dst} ended"
+                )
             }
-            other => panic!("after {} tasks: {other:?}", seen.len()),
+            other => panic!("after {} tasks: {other:?}", frame_counts.len()),
         }
     }
 }
@@ -428,40 +493,75 @@ async fn more_pairs_than_streams_lose_nothing() {
 async fn control_message_waits_for_session() {
     let authority = Authority::new("pvm").expect("a key");
     let lease = Duration::from_secs(10);
-    let mut one = Daemon::start("wait", 1, &authority.issue(host(1)).expect("a key"), lease);
-    let mut two = Daemon::start("wait", 2, &authority.issue(host(2)).expect("a key"), lease);
-    one.net.send_control(two.own_host, &commit_message(7));
-    // Only the host with the lower index has an address of the other.
-    one.net.connect(two.own_host, vec![two.address()]);
-    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
+    let mut daemon1 = Daemon::start("wait", 1, &authority.issue(host(1)).expect("a key"), lease);
+    let mut daemon2 = Daemon::start("wait", 2, &authority.issue(host(2)).expect("a key"), lease);
+    daemon1
+        .net
+        .send_control(daemon2.own_host, &commit_message(7));
+    // Only the host with the lower index knows the address of the host with the higher index.
+    daemon1
+        .net
+        .keep_connected(daemon2.own_host, vec![daemon2.address()]);
+    tokio::join!(
+        daemon1.wait_for_session(host(2)),
+        daemon2.wait_for_session(host(1))
+    );
     assert!(
-        matches!(timeout(DEADLINE, two.next()).await, Ok(DaemonInput::Control(m)) if m == commit_message(7))
+        matches!(timeout(STEP_TIMEOUT, daemon2.wait_for_input()).await, Ok(DaemonInput::Control(m)) if m == commit_message(7))
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn foreign_certificate_fails_handshake() {
-    let (ours, theirs) = (
+    let (authority, foreign_authority) = (
         Authority::new("pvm").expect("a key"),
         Authority::new("pvm").expect("a key"),
     );
     let lease = Duration::from_secs(10);
-    let mut one = Daemon::start("foreign", 1, &ours.issue(host(1)).expect("a key"), lease);
-    let mut stranger = Daemon::start("foreign", 2, &theirs.issue(host(2)).expect("a key"), lease);
-    stranger.net.connect(one.own_host, vec![one.address()]);
-    let is_refusal = |seen: &DaemonInput| matches!(seen, DaemonInput::Event(Event::Unauthenticated { text }) if text.starts_with("refused a connection from"));
-    let seen = timeout(DEADLINE, one.next()).await.expect("in time");
-    assert!(is_refusal(&seen), "{seen:?}");
-    let quiet = Duration::from_millis(200);
-    while let Ok(seen) = timeout(quiet, one.next()).await {
-        assert!(is_refusal(&seen), "{seen:?}");
+    let mut daemon1 = Daemon::start(
+        "foreign",
+        1,
+        &authority.issue(host(1)).expect("a key"),
+        lease,
+    );
+    let mut foreign_daemon = Daemon::start(
+        "foreign",
+        2,
+        &foreign_authority.issue(host(2)).expect("a key"),
+        lease,
+    );
+    foreign_daemon
+        .net
+        .keep_connected(daemon1.own_host, vec![daemon1.address()]);
+    let is_refusal = |input: &DaemonInput| matches!(input, DaemonInput::Event(Event::UnauthenticatedPeer { text }) if text.starts_with("refused a connection from"));
+    let input = timeout(STEP_TIMEOUT, daemon1.wait_for_input())
+        .await
+        .expect("in time");
+    assert!(is_refusal(&input), "{input:?}");
+    let silence = Duration::from_millis(200);
+    while let Ok(input) = timeout(silence, daemon1.wait_for_input()).await {
+        assert!(is_refusal(&input), "{input:?}");
     }
-    assert!(timeout(quiet, stranger.next()).await.is_err());
-    stranger.net.expel(one.own_host);
-    // The refused connection does not affect others.
-    let mut three = Daemon::start("foreign", 3, &ours.issue(host(3)).expect("a key"), lease);
-    three.net.connect(one.own_host, vec![one.address()]);
-    tokio::join!(one.await_session(host(3)), three.await_session(host(1)));
+    assert!(
+        timeout(silence, foreign_daemon.wait_for_input())
+            .await
+            .is_err()
+    );
+    foreign_daemon.net.expel_host(daemon1.own_host);
+    // The refused connection does not affect a third daemon.
+    let mut daemon3 = Daemon::start(
+        "foreign",
+        3,
+        &authority.issue(host(3)).expect("a key"),
+        lease,
+    );
+    daemon3
+        .net
+        .keep_connected(daemon1.own_host, vec![daemon1.address()]);
+    tokio::join!(
+        daemon1.wait_for_session(host(3)),
+        daemon3.wait_for_session(host(1))
+    );
 }
 
 /// A client that accepts every server certificate.
@@ -503,20 +603,21 @@ impl ServerCertVerifier for AcceptAnyServer {
     }
 }
 
-/// A client that accepts every server is refused if it has a foreign certificate or none.
+/// A client that accepts every server certificate is refused if it has a foreign certificate or
+/// none.
 #[tokio::test(flavor = "multi_thread")]
 async fn client_without_valid_certificate_is_refused() {
-    let (ours, theirs) = (
+    let (authority, foreign_authority) = (
         Authority::new("pvm").expect("a key"),
         Authority::new("pvm").expect("a key"),
     );
-    let mut one = Daemon::start(
+    let mut daemon1 = Daemon::start(
         "careless",
         1,
-        &ours.issue(host(1)).expect("a key"),
+        &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
-    for identity in [Some(theirs.issue(host(2)).expect("a key")), None] {
+    for identity in [Some(foreign_authority.issue(host(2)).expect("a key")), None] {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = rustls::ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
@@ -524,10 +625,10 @@ async fn client_without_valid_certificate_is_refused() {
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(AcceptAnyServer(provider)));
         let mut tls = match &identity {
-            Some(own) => tls
+            Some(credentials) => tls
                 .with_client_auth_cert(
-                    vec![CertificateDer::from(own.certificate.clone())],
-                    PrivatePkcs8KeyDer::from(own.key.clone()).into(),
+                    vec![CertificateDer::from(credentials.certificate.clone())],
+                    PrivatePkcs8KeyDer::from(credentials.key.clone()).into(),
                 )
                 .expect("a certificate"),
             None => tls.with_no_client_auth(),
@@ -538,21 +639,24 @@ async fn client_without_valid_certificate_is_refused() {
         let endpoint =
             quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
         let connecting = endpoint
-            .connect_with(client, one.address(), "h1.vpvmv.sempa")
+            .connect_with(client, daemon1.address(), "h1.vpvmv.sempa")
             .expect("an address");
-        let ended = async {
+        let close_reason = async {
             match connecting.await {
                 Ok(connection) => connection.closed().await,
                 Err(why) => why,
             }
         };
-        let ended = timeout(DEADLINE, ended).await.expect("in time");
+        let close_reason = timeout(STEP_TIMEOUT, close_reason).await.expect("in time");
         assert!(
-            matches!(ended, quinn::ConnectionError::ConnectionClosed(_)),
-            "{ended:?}"
+            matches!(close_reason, quinn::ConnectionError::ConnectionClosed(_)),
+            "{close_reason:?}"
         );
-        match timeout(DEADLINE, one.next()).await.expect("in time") {
-            DaemonInput::Event(Event::Unauthenticated { text }) => {
+        match timeout(STEP_TIMEOUT, daemon1.wait_for_input())
+            .await
+            .expect("in time")
+        {
+            DaemonInput::Event(Event::UnauthenticatedPeer { text }) => {
                 assert!(
                     text.contains("no certificate of this virtual machine"),
                     "{text}"
@@ -566,295 +670,317 @@ async fn client_without_valid_certificate_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_host_is_lost_after_lease() {
     let lease = Duration::from_millis(1000);
-    let (mut one, mut two) = connected_pair("lease", lease).await;
-    let quiet = timeout(lease * 2, one.next()).await;
+    let (mut daemon1, mut daemon2) = connected_pair("lease", lease).await;
+    let input_during_lease = timeout(lease * 2, daemon1.wait_for_input()).await;
     assert!(
-        quiet.is_err(),
-        "keep-alives hold an idle session: {quiet:?}"
+        input_during_lease.is_err(),
+        "keep-alives hold an idle session: {input_during_lease:?}"
     );
-    let Daemon { net, .. } = &mut two;
+    let Daemon { net, .. } = &mut daemon2;
     net.cut_network();
-    match timeout(DEADLINE, one.next()).await.expect("in time") {
+    match timeout(STEP_TIMEOUT, daemon1.wait_for_input())
+        .await
+        .expect("in time")
+    {
         DaemonInput::SessionChange(SessionChange::Lost(lost, why)) => {
             assert!(lost == host(2) && why.contains("it sent nothing"), "{why}")
         }
         seen => panic!("{seen:?}"),
     }
-    one.net.expel(host(2));
+    daemon1.net.expel_host(host(2));
 }
 
-/// Sends images and checks that the second daemon refuses them, and that only the first daemon
+/// Sends images from `source` to `target`. Checks that `target` refuses the images and that only `source`
 /// reports the refusal.
-async fn assert_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
-    one.images.send(migration, host(2), &mut one.net);
-    let refused = tokio::select! {
-        seen = one.next() => seen,
-        seen = two.next() => panic!("the target told of it: {seen:?}"),
+async fn assert_images_refused(source: &mut Daemon, target: &mut Daemon, migration: MigrationId) {
+    source
+        .images
+        .send_images(migration, host(2), &mut source.net);
+    let refusal = tokio::select! {
+        seen = source.wait_for_input() => seen,
+        seen = target.wait_for_input() => panic!("the target told of it: {seen:?}"),
     };
     assert!(
         matches!(
-            &refused,
+            &refusal,
             DaemonInput::Event(Event::ImagesSent { result: Err(_), .. })
         ),
-        "{refused:?}"
+        "{refusal:?}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn images_arrive_only_where_expected() {
-    let (mut one, mut two) = connected_pair("images", Duration::from_secs(10)).await;
+    let (mut source, mut target) = connected_pair("images", Duration::from_secs(10)).await;
     let migration = MigrationId(5);
-    let from = one.images_dir(migration);
-    std::fs::create_dir(&from).expect("writable");
+    let source_dir = source.images_dir(migration);
+    std::fs::create_dir(&source_dir).expect("writable");
     let content: Vec<u8> = (0..40_000_000u32).map(|i| (i >> 7) as u8).collect();
-    std::fs::write(from.join("pages-1.img"), &content).expect("writable");
-    std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+    std::fs::write(source_dir.join("pages-1.img"), &content).expect("writable");
+    std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
 
     // No images are expected yet.
-    assert_refused(&mut one, &mut two, migration).await;
+    assert_images_refused(&mut source, &mut target, migration).await;
 
-    // Images are expected from another host, and stay expected.
-    two.images.expect(migration, host(3));
-    assert_refused(&mut one, &mut two, migration).await;
-    assert!(two.images.expects(migration, host(3)));
+    // Images are expected from another host. They are still expected after the refusal.
+    target.images.expect_images(migration, host(3));
+    assert_images_refused(&mut source, &mut target, migration).await;
+    assert!(target.images.is_expected(migration, host(3)));
 
-    two.images.expect(migration, host(1));
-    let begin = std::time::Instant::now();
-    let Daemon { images, net, .. } = &mut one;
-    images.send(migration, host(2), net);
-    let (sent, received) =
-        tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
-    let rate = content.len() as f64 / begin.elapsed().as_secs_f64() / 1e6;
-    println!("{rate:.0} MB/s");
+    target.images.expect_images(migration, host(1));
+    let started_at = Instant::now();
+    let Daemon { images, net, .. } = &mut source;
+    images.send_images(migration, host(2), net);
+    let (source_input, target_input) = tokio::join!(
+        timeout(STEP_TIMEOUT, source.wait_for_input()),
+        timeout(STEP_TIMEOUT, target.wait_for_input())
+    );
+    let rate_mb_per_s = content.len() as f64 / started_at.elapsed().as_secs_f64() / 1e6;
+    println!("{rate_mb_per_s:.0} MB/s");
     let bytes = content.len() as u64 + 4;
     assert!(
-        matches!(&sent, Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
-        "{sent:?}"
+        matches!(&source_input, Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+        "{source_input:?}"
     );
     assert!(
-        matches!(&received, Ok(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
-        "{received:?}"
+        matches!(&target_input, Ok(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+        "{target_input:?}"
     );
     assert_eq!(
-        std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"),
+        std::fs::read(target.images_dir(migration).join("pages-1.img")).expect("there"),
         content
     );
 
-    two.images.drop_images(migration);
-    two.await_images_removed(migration).await;
+    target.images.drop_images(migration);
+    target.wait_until_images_removed(migration).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn images_use_session_stream_if_tcp_is_blocked() {
-    let (mut one, mut two) = connected_pair("detour", Duration::from_secs(10)).await;
-    two.fallbacks.mark_tcp_blocked(host(1));
+    let (mut source, mut target) = connected_pair("detour", Duration::from_secs(10)).await;
+    target.fallbacks.mark_tcp_blocked(host(1));
     let content: Vec<u8> = (0..20_000_000u32).map(|i| (i >> 7) as u8).collect();
     for number in 0..3 {
         let migration = MigrationId(50 + number);
-        let from = one.images_dir(migration);
-        std::fs::create_dir(&from).expect("writable");
-        std::fs::write(from.join("pages-1.img"), &content).expect("writable");
-        two.images.expect(migration, host(1));
-        let Daemon { images, net, .. } = &mut one;
-        images.send(migration, host(2), net);
-        // Each daemon must read its inputs for the other to make progress.
-        let (mut sent, mut received) = (None, None);
-        while sent.is_none() || received.is_none() {
+        let source_dir = source.images_dir(migration);
+        std::fs::create_dir(&source_dir).expect("writable");
+        std::fs::write(source_dir.join("pages-1.img"), &content).expect("writable");
+        target.images.expect_images(migration, host(1));
+        let Daemon { images, net, .. } = &mut source;
+        images.send_images(migration, host(2), net);
+        // Each daemon must read its inputs; otherwise the other daemon would not make progress.
+        let (mut source_input, mut target_input) = (None, None);
+        while source_input.is_none() || target_input.is_none() {
             tokio::select! {
-                seen = timeout(DEADLINE, one.next()), if sent.is_none() => sent = Some(seen.expect("in time")),
-                seen = timeout(DEADLINE, two.next()), if received.is_none() => received = Some(seen.expect("in time")),
+                seen = timeout(STEP_TIMEOUT, source.wait_for_input()), if source_input.is_none() => source_input = Some(seen.expect("in time")),
+                seen = timeout(STEP_TIMEOUT, target.wait_for_input()), if target_input.is_none() => target_input = Some(seen.expect("in time")),
             }
         }
         let bytes = content.len() as u64;
         assert!(
-            matches!(&sent, Some(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
-            "{sent:?}"
+            matches!(&source_input, Some(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+            "{source_input:?}"
         );
         assert!(
-            matches!(&received, Some(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
-            "{received:?}"
+            matches!(&target_input, Some(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+            "{target_input:?}"
         );
         assert_eq!(
-            std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"),
+            std::fs::read(target.images_dir(migration).join("pages-1.img")).expect("there"),
             content
         );
-        two.images.drop_images(migration);
-        one.images.drop_images(migration);
-        two.await_images_removed(migration).await;
+        target.images.drop_images(migration);
+        source.images.drop_images(migration);
+        target.wait_until_images_removed(migration).await;
     }
 }
 
 /// A session stream for an unexpected transfer is refused, and the session continues.
 #[tokio::test(flavor = "multi_thread")]
 async fn unexpected_bulk_stream_is_refused() {
-    let (mut one, mut two) = connected_pair("uninvited", Duration::from_secs(10)).await;
-    let (pair, session) = two
+    let (mut daemon1, mut daemon2) = connected_pair("uninvited", Duration::from_secs(10)).await;
+    let (context, session) = daemon2
         .net
         .await_session(host(1))
-        .session()
+        .wait_for_session()
         .await
         .expect("it stands");
-    for what in [BulkContent::Images, BulkContent::Memory] {
-        let purpose = StreamPurpose::BulkFallback(MigrationId(70), what);
-        let (_out, mut back) = open_bidirectional(&pair, &session, purpose)
+    for content in [BulkContent::Images, BulkContent::Memory] {
+        let purpose = StreamPurpose::BulkFallback(MigrationId(70), content);
+        let (_send_stream, mut receive_stream) = open_bidirectional(&context, &session, purpose)
             .await
             .expect("a stream");
-        let mut said = [0; 1];
+        let mut reply = [0; 1];
         tokio::select! {
-            read = timeout(DEADLINE, back.read_exact(&mut said)) => assert!(matches!(read, Ok(Err(_))), "{read:?}"),
-            seen = one.next() => panic!("nobody has to know: {seen:?}"),
+            read = timeout(STEP_TIMEOUT, receive_stream.read_exact(&mut reply)) => assert!(matches!(read, Ok(Err(_))), "{read:?}"),
+            seen = daemon1.wait_for_input() => panic!("nobody has to know: {seen:?}"),
         }
     }
-    two.net.send_control(one.own_host, &commit_message(3));
+    daemon2
+        .net
+        .send_control(daemon1.own_host, &commit_message(3));
     assert!(
-        matches!(timeout(DEADLINE, one.next()).await, Ok(DaemonInput::Control(m)) if m == commit_message(3))
+        matches!(timeout(STEP_TIMEOUT, daemon1.wait_for_input()).await, Ok(DaemonInput::Control(m)) if m == commit_message(3))
     );
 }
 
-/// Images wait for a session that is being established; for an unknown host they fail at once.
+/// Images wait for a session that is being established. For an unknown host they fail immediately.
 #[tokio::test(flavor = "multi_thread")]
 async fn images_wait_for_pending_session() {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start(
+    let mut source = Daemon::start(
         "soon",
         1,
         &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
-    let mut two = Daemon::start(
+    let mut target = Daemon::start(
         "soon",
         2,
         &authority.issue(host(2)).expect("a key"),
         Duration::from_secs(10),
     );
     let migration = MigrationId(6);
-    let from = one.images_dir(migration);
-    std::fs::create_dir(&from).expect("writable");
-    std::fs::write(from.join("core-1.img"), b"core").expect("writable");
-    let Daemon { images, net, .. } = &mut one;
-    images.send(migration, host(2), net);
-    let refused = timeout(DEADLINE, one.next()).await.expect("in time");
+    let source_dir = source.images_dir(migration);
+    std::fs::create_dir(&source_dir).expect("writable");
+    std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
+    let Daemon { images, net, .. } = &mut source;
+    images.send_images(migration, host(2), net);
+    let refusal = timeout(STEP_TIMEOUT, source.wait_for_input())
+        .await
+        .expect("in time");
     assert!(
         matches!(
-            &refused,
+            &refusal,
             DaemonInput::Event(Event::ImagesSent { result: Err(_), .. })
         ),
-        "{refused:?}"
+        "{refusal:?}"
     );
 
-    two.images.expect(migration, host(1));
-    let address = two.address();
-    let Daemon { images, net, .. } = &mut one;
-    net.connect(host(2), vec![address]);
-    images.send(migration, host(2), net);
-    two.net.connect(one.own_host, vec![one.address()]);
-    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
-    let (sent, received) =
-        tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
-    assert!(
-        matches!(
-            &sent,
-            Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(4), .. }))
-        ),
-        "{sent:?}"
+    target.images.expect_images(migration, host(1));
+    let address = target.address();
+    let Daemon { images, net, .. } = &mut source;
+    net.keep_connected(host(2), vec![address]);
+    images.send_images(migration, host(2), net);
+    target
+        .net
+        .keep_connected(source.own_host, vec![source.address()]);
+    tokio::join!(
+        source.wait_for_session(host(2)),
+        target.wait_for_session(host(1))
+    );
+    let (source_input, target_input) = tokio::join!(
+        timeout(STEP_TIMEOUT, source.wait_for_input()),
+        timeout(STEP_TIMEOUT, target.wait_for_input())
     );
     assert!(
         matches!(
-            &received,
+            &source_input,
+            Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(4), .. }))
+        ),
+        "{source_input:?}"
+    );
+    assert!(
+        matches!(
+            &target_input,
             Ok(DaemonInput::Event(Event::ImagesReceived {
                 result: Ok(4),
                 ..
             }))
         ),
-        "{received:?}"
+        "{target_input:?}"
     );
 }
 
-/// Images that the target drops on arrival are reported as sent at the source.
+/// If the target drops images as soon as they have arrived, the source reports them as sent.
 #[tokio::test(flavor = "multi_thread")]
 async fn images_dropped_on_arrival_count_as_sent() {
-    let (mut one, mut two) = connected_pair("at-once", Duration::from_secs(10)).await;
+    let (mut source, mut target) = connected_pair("at-once", Duration::from_secs(10)).await;
     for number in 0..100 {
         let migration = MigrationId(100 + number);
-        let from = one.images_dir(migration);
-        std::fs::create_dir(&from).expect("writable");
-        std::fs::write(from.join("core-1.img"), b"core").expect("writable");
-        two.images.expect(migration, host(1));
-        let Daemon { images, net, .. } = &mut one;
-        images.send(migration, host(2), net);
-        let received = timeout(DEADLINE, two.next()).await.expect("in time");
+        let source_dir = source.images_dir(migration);
+        std::fs::create_dir(&source_dir).expect("writable");
+        std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
+        target.images.expect_images(migration, host(1));
+        let Daemon { images, net, .. } = &mut source;
+        images.send_images(migration, host(2), net);
+        let target_input = timeout(STEP_TIMEOUT, target.wait_for_input())
+            .await
+            .expect("in time");
         assert!(
             matches!(
-                &received,
+                &target_input,
                 DaemonInput::Event(Event::ImagesReceived { result: Ok(4), .. })
             ),
-            "{received:?}"
+            "{target_input:?}"
         );
-        two.images.drop_images(migration);
-        let sent = timeout(DEADLINE, one.next()).await.expect("in time");
+        target.images.drop_images(migration);
+        let source_input = timeout(STEP_TIMEOUT, source.wait_for_input())
+            .await
+            .expect("in time");
         assert!(
             matches!(
-                &sent,
+                &source_input,
                 DaemonInput::Event(Event::ImagesSent { result: Ok(4), .. })
             ),
-            "{number}: {sent:?}"
+            "{number}: {source_input:?}"
         );
-        one.images.drop_images(migration);
+        source.images.drop_images(migration);
     }
 }
 
-/// Images are sent while they are being written, and either end may abort the transfer.
+/// Images are sent while they are being written. Both source and target may abort the transfer.
 #[tokio::test(flavor = "multi_thread")]
 async fn growing_images_are_sent_and_either_end_may_abort() {
-    for target_gives_up in [true, false] {
-        let (mut one, mut two) = connected_pair("ahead", Duration::from_secs(10)).await;
+    for target_aborts in [true, false] {
+        let (mut source, mut target) = connected_pair("ahead", Duration::from_secs(10)).await;
         let migration = MigrationId(5);
-        let from = one.images_dir(migration);
-        std::fs::create_dir(&from).expect("writable");
-        std::fs::write(from.join("pages-1.img"), vec![9; 1 << 20]).expect("writable");
-        two.images.expect(migration, host(1));
-        let Daemon { images, net, .. } = &mut one;
+        let source_dir = source.images_dir(migration);
+        std::fs::create_dir(&source_dir).expect("writable");
+        std::fs::write(source_dir.join("pages-1.img"), vec![9; 1 << 20]).expect("writable");
+        target.images.expect_images(migration, host(1));
+        let Daemon { images, net, .. } = &mut source;
         images.start_streaming(migration, host(2), net);
-        let there = two.images_dir(migration).join("pages-1.img");
-        let arrives = async {
-            while std::fs::metadata(&there).map_or(0, |meta| meta.len()) < 1 << 20 {
-                // The daemon must read its inputs to make progress.
-                let _ = timeout(Duration::from_millis(10), two.next()).await;
+        let target_file = target.images_dir(migration).join("pages-1.img");
+        let arrival = async {
+            while std::fs::metadata(&target_file).map_or(0, |meta| meta.len()) < 1 << 20 {
+                // The daemon must read its inputs; otherwise the transfer would not make progress.
+                let _ = timeout(Duration::from_millis(10), target.wait_for_input()).await;
             }
         };
-        timeout(DEADLINE, arrives)
+        timeout(STEP_TIMEOUT, arrival)
             .await
             .expect("what is there is sent");
-        let (gives_up, other) = if target_gives_up {
-            (&mut two, &mut one)
+        let (aborting_daemon, other_daemon) = if target_aborts {
+            (&mut target, &mut source)
         } else {
-            (&mut one, &mut two)
+            (&mut source, &mut target)
         };
-        gives_up.images.drop_images(migration);
-        gives_up.await_images_removed(migration).await;
-        let told = timeout(DEADLINE, other.next()).await;
-        let failed = matches!(
-            &told,
+        aborting_daemon.images.drop_images(migration);
+        aborting_daemon.wait_until_images_removed(migration).await;
+        let other_input = timeout(STEP_TIMEOUT, other_daemon.wait_for_input()).await;
+        let has_failed = matches!(
+            &other_input,
             Ok(DaemonInput::Event(
                 Event::ImagesSent { result: Err(_), .. }
                     | Event::ImagesReceived { result: Err(_), .. }
             ))
         );
-        assert!(failed, "{told:?}");
-        other.images.drop_images(migration);
-        other.await_images_removed(migration).await;
+        assert!(has_failed, "{other_input:?}");
+        other_daemon.images.drop_images(migration);
+        other_daemon.wait_until_images_removed(migration).await;
     }
 }
 
 impl Daemon {
-    /// Waits until the images are removed, which happens when no work on them is left.
-    async fn await_images_removed(&self, migration: MigrationId) {
-        let gone = async {
+    /// Waits until the images are removed. They are removed when no thread uses them any more.
+    async fn wait_until_images_removed(&self, migration: MigrationId) {
+        let removal = async {
             while self.images_dir(migration).exists() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        timeout(DEADLINE, gone)
+        timeout(STEP_TIMEOUT, removal)
             .await
             .expect("the images are removed");
     }

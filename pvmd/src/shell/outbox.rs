@@ -1,12 +1,12 @@
-//! Send queue of one stream: the daemon's loop fills it without waiting, and the stream's writer
-//! empties it.
+//! Send queue of one stream. The daemon's loop fills the queue without waiting, and the stream's
+//! writer empties it.
 //!
-//! The queue counts bytes. Link frames over a limit are dropped, because their ends retransmit
-//! them. Reliable frames are never dropped; the loop checks their amount.
+//! The queue counts bytes. Link frames that exceed the limit are dropped, because the ends of their
+//! link retransmit them. Reliable frames are never dropped; the loop checks their total size.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use pvmd_machine::io::Descriptors;
-use sempa_proto::frame::{FRAME_HEAD_BYTES, FrameKind, frame_head};
+use sempa_proto::frame::{FRAME_HEAD_BYTES, FrameKind, encode_frame_head};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,34 +14,32 @@ use tokio::sync::mpsc;
 
 /// Maximum number of bytes of link frames queued for one task or host.
 ///
-/// Live tasks stay within their links' windows, so only many of them together come near this limit.
-/// The last messages of tasks that exit are not bound by the windows; a dropped frame of such a
-/// message is lost, because it is not sent again.
+/// Each running task stays within the windows of its links, so only many of them together approach
+/// this limit. The last messages of tasks that exit are not bound by the windows; a dropped frame
+/// of such a message is lost, because it is not sent again.
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
 /// Number of heads of link frames that share one allocation.
 const HEADS_PER_ALLOCATION: usize = 512;
 
-/// One item of the queue.
+/// An item of the queue.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
     /// A complete frame that must not be lost while the stream is open.
     Reliable(Bytes),
-    /// A complete frame with file descriptors; like a reliable frame, it must not be lost.
+    /// A complete frame with file descriptors. Like a reliable frame, it must not be lost.
     WithFds(Bytes, Descriptors),
-    /// The body of a link frame; the ends of the link detect a loss and retransmit.
+    /// The body of a link frame. The ends of the link detect its loss and retransmit it.
     Link(Bytes),
-    /// Close the stream after all earlier items.
+    /// Order to close the stream after all earlier items.
     Close,
 }
 
 impl Outgoing {
     fn len(&self) -> usize {
         match self {
-            Outgoing::Reliable(bytes) | Outgoing::WithFds(bytes, _) | Outgoing::Link(bytes) => {
-                bytes.len()
-            }
-            Outgoing::Close => 0,
+            Self::Reliable(bytes) | Self::WithFds(bytes, _) | Self::Link(bytes) => bytes.len(),
+            Self::Close => 0,
         }
     }
 }
@@ -50,10 +48,10 @@ impl Outgoing {
 struct Counters {
     reliable_bytes: AtomicUsize,
     link_bytes: AtomicUsize,
-    sent_items: AtomicUsize,
+    sent_item_count: AtomicUsize,
 }
 
-/// The sending end of the queue; clones share it.
+/// The sending end of the queue. All clones use the same queue.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox {
     queue: mpsc::UnboundedSender<Outgoing>,
@@ -61,14 +59,14 @@ pub(crate) struct Outbox {
     link_bytes_max: usize,
 }
 
-/// The receiving end of the queue, owned by the writer.
+/// The receiving end of the queue, owned by the stream's writer.
 #[derive(Debug)]
 pub(crate) struct OutboxReader {
     queue: mpsc::UnboundedReceiver<Outgoing>,
     counters: Arc<Counters>,
 }
 
-/// Creates a queue that holds at most `link_bytes_max` bytes of link frames.
+/// Creates a queue that contains at most `link_bytes_max` bytes of link frames.
 pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let counters = Arc::new(Counters::default());
@@ -86,7 +84,8 @@ pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
 }
 
 impl Outbox {
-    /// Queues an item. Returns false if it was a link frame over the limit, which is dropped.
+    /// Queues an item. Returns false if the item is a link frame that exceeds the limit; it is then
+    /// dropped.
     ///
     /// Items queued after the writer has ended are dropped, too.
     pub(crate) fn enqueue(&self, item: Outgoing) -> bool {
@@ -104,32 +103,36 @@ impl Outbox {
                 .fetch_add(len, Ordering::Relaxed),
             Outgoing::Close => 0,
         };
-        // A failed send means that the stream has ended; its reader reports that.
+        // Sending fails only if the stream has ended; the stream's reader reports this.
         let _ = self.queue.send(item);
         true
     }
 
-    /// Returns the number of queued bytes that must not be dropped.
+    /// Returns the number of queued bytes of frames that must not be dropped.
     pub(crate) fn reliable_bytes(&self) -> usize {
         self.counters.reliable_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of items that have left the queue. Two equal results mean that no item
-    /// has left in between.
+    /// Returns the number of items that were removed from the queue since its creation. If two
+    /// calls return the same number, no item was removed between them.
     pub(crate) fn sent_count(&self) -> usize {
-        self.counters.sent_items.load(Ordering::Relaxed)
+        self.counters.sent_item_count.load(Ordering::Relaxed)
     }
 }
 
 impl OutboxReader {
-    /// Waits for items and appends up to `max` of them to `batch`. Returns their number; 0 when the
-    /// sending end is dropped.
-    pub(crate) async fn receive_batch(&mut self, batch: &mut Vec<Outgoing>, max: usize) -> usize {
-        self.queue.recv_many(batch, max).await
+    /// Waits for items and appends at most `items_max` of them to `batch`. Returns the number of items; 0
+    /// when the sending end is dropped.
+    pub(crate) async fn receive_batch(
+        &mut self,
+        batch: &mut Vec<Outgoing>,
+        items_max: usize,
+    ) -> usize {
+        self.queue.recv_many(batch, items_max).await
     }
 
-    /// Records that an item has been written, or will never be written.
-    pub(crate) fn record_done(&self, item: &Outgoing) {
+    /// Records that an item was written, or that it will never be written.
+    pub(crate) fn record_removed(&self, item: &Outgoing) {
         match item {
             Outgoing::Link(bytes) => self
                 .counters
@@ -141,11 +144,14 @@ impl OutboxReader {
                 .fetch_sub(bytes.len(), Ordering::Relaxed),
             Outgoing::Close => 0,
         };
-        self.counters.sent_items.fetch_add(1, Ordering::Relaxed);
+        self.counters
+            .sent_item_count
+            .fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// Encodes items for a stream that takes chunks without copying; link frames get their heads here.
+/// Encodes items for a stream that sends chunks without copying them. Also encodes the heads of
+/// link frames.
 #[derive(Debug, Default)]
 pub(crate) struct ChunkEncoder {
     head_buffer: BytesMut,
@@ -153,7 +159,7 @@ pub(crate) struct ChunkEncoder {
 
 impl ChunkEncoder {
     /// Appends the chunks of a batch to `chunks`. Returns true if the stream must be closed after
-    /// them.
+    /// these chunks.
     pub(crate) fn encode(&mut self, batch: &[Outgoing], chunks: &mut Vec<Bytes>) -> bool {
         for item in batch {
             match item {
@@ -166,7 +172,7 @@ impl ChunkEncoder {
                             .reserve(HEADS_PER_ALLOCATION * FRAME_HEAD_BYTES);
                     }
                     self.head_buffer
-                        .put_slice(&frame_head(FrameKind::Link, body.len()));
+                        .put_slice(&encode_frame_head(FrameKind::Link, body.len()));
                     chunks.extend([self.head_buffer.split().freeze(), body.clone()]);
                 }
                 Outgoing::Close => {}
@@ -183,18 +189,18 @@ mod tests {
     /// Link frames over the limit are dropped; reliable frames are always queued.
     #[tokio::test]
     async fn only_link_frames_over_the_limit_are_dropped() {
-        let (fill, mut read) = outbox(100);
+        let (sender, mut reader) = outbox(100);
         for _ in 0..3 {
-            fill.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
-            fill.enqueue(Outgoing::Reliable(Bytes::from_static(&[0; 600])));
+            sender.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
+            sender.enqueue(Outgoing::Reliable(Bytes::from_static(&[0; 600])));
         }
-        assert_eq!(fill.reliable_bytes(), 1800);
+        assert_eq!(sender.reliable_bytes(), 1800);
         let mut batch = Vec::new();
-        assert_eq!(read.receive_batch(&mut batch, 10).await, 4);
-        batch.iter().for_each(|item| read.record_done(item));
-        assert_eq!((fill.reliable_bytes(), fill.sent_count()), (0, 4));
-        fill.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
+        assert_eq!(reader.receive_batch(&mut batch, 10).await, 4);
+        batch.iter().for_each(|item| reader.record_removed(item));
+        assert_eq!((sender.reliable_bytes(), sender.sent_count()), (0, 4));
+        sender.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
         batch.clear();
-        assert_eq!(read.receive_batch(&mut batch, 10).await, 1);
+        assert_eq!(reader.receive_batch(&mut batch, 10).await, 1);
     }
 }

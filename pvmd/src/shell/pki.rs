@@ -2,8 +2,8 @@
 //! authority.
 //!
 //! The master creates the authority when it starts; the authority's key never leaves the master's
-//! memory. Every host gets one certificate with its name (`h<index>.<vm>.sempa`), used for incoming
-//! and outgoing connections. A peer is identified by the name in its certificate; the handshake
+//! memory. Every host gets one certificate with its name (`h<index>.<vm>.sempa`), which it uses for
+//! incoming and outgoing connections. The name in its certificate identifies a peer. The handshake
 //! fails for peers without a certificate of this authority.
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
@@ -22,24 +22,24 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 /// Application protocol that both sides must offer in the handshake.
 pub(crate) const ALPN: &[u8] = b"sempa/1";
 
-/// A certificate or TLS setting could not be created; the daemon cannot run.
+/// Error: a certificate or a TLS setting could not be created. The daemon cannot run.
 #[derive(Debug, Error)]
 #[error("cannot set up the virtual machine's certificates: {0}")]
 pub(crate) struct PkiError(String);
 
-fn failed(e: impl std::fmt::Display) -> PkiError {
+fn pki_error(e: impl std::fmt::Display) -> PkiError {
     PkiError(e.to_string())
 }
 
-/// The authority of one virtual machine; exists only on the master.
+/// The authority of one virtual machine. Only the master has one.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: Vec<u8>,
     vm: String,
 }
 
-/// Credentials of one host, and the certificate of the authority, by which it checks other hosts.
-/// All in DER.
+/// Credentials of one host, and the certificate of the authority, with which the host checks other
+/// hosts. All fields contain DER.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HostCredentials {
     pub(crate) authority_certificate: Vec<u8>,
@@ -48,10 +48,11 @@ pub(crate) struct HostCredentials {
     pub(crate) key: Vec<u8>,
 }
 
-/// Returns the DNS name in a host's certificate.
+/// Returns the DNS name in the certificate of `host`.
 ///
-/// Characters of the virtual machine's name that DNS does not allow become `-`. This may map two
-/// names to one, which is harmless: the authority's key identifies the virtual machine.
+/// Characters of the virtual machine's name that DNS does not allow are replaced by `-`. Two
+/// virtual machines may thereby get the same name. This is harmless, because the authority's key
+/// identifies the virtual machine.
 pub(crate) fn host_name(host: HostId, vm: &str) -> String {
     let label: String = vm
         .chars()
@@ -71,26 +72,27 @@ impl Authority {
     ///
     /// # Errors
     /// The key cannot be generated.
-    pub(crate) fn new(vm: &str) -> Result<Authority, PkiError> {
+    pub(crate) fn new(vm: &str) -> Result<Self, PkiError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = distinguished_name(&format!("Sempa virtual machine {vm}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let key = KeyPair::generate().map_err(failed)?;
-        let certificate = params.self_signed(&key).map_err(failed)?.der().to_vec();
-        Ok(Authority {
+        let key = KeyPair::generate().map_err(pki_error)?;
+        let certificate = params.self_signed(&key).map_err(pki_error)?.der().to_vec();
+        Ok(Self {
             issuer: Issuer::new(params, key),
             certificate,
             vm: vm.to_string(),
         })
     }
 
-    /// Issues a certificate and key for a host.
+    /// Issues a certificate and a key for a host.
     ///
     /// # Errors
-    /// The key cannot be generated.
+    /// The key cannot be generated, or the certificate cannot be signed.
     pub(crate) fn issue(&self, host: HostId) -> Result<HostCredentials, PkiError> {
-        let mut params = CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(failed)?;
+        let mut params =
+            CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(pki_error)?;
         params.distinguished_name = distinguished_name(&host_name(host, &self.vm));
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -98,8 +100,8 @@ impl Authority {
             ExtendedKeyUsagePurpose::ServerAuth,
             ExtendedKeyUsagePurpose::ClientAuth,
         ];
-        let key = KeyPair::generate().map_err(failed)?;
-        let certificate = params.signed_by(&key, &self.issuer).map_err(failed)?;
+        let key = KeyPair::generate().map_err(pki_error)?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(pki_error)?;
         Ok(HostCredentials {
             authority_certificate: self.certificate.clone(),
             certificate: certificate.der().to_vec(),
@@ -108,9 +110,9 @@ impl Authority {
     }
 }
 
-fn distinguished_name(common: &str) -> DistinguishedName {
+fn distinguished_name(common_name: &str) -> DistinguishedName {
     let mut name = DistinguishedName::new();
-    name.push(DnType::CommonName, common);
+    name.push(DnType::CommonName, common_name);
     name
 }
 
@@ -128,7 +130,7 @@ impl HostCredentials {
         let mut roots = RootCertStore::empty();
         roots
             .add(CertificateDer::from(self.authority_certificate.clone()))
-            .map_err(failed)?;
+            .map_err(pki_error)?;
         let chain = vec![CertificateDer::from(self.certificate.clone())];
         Ok((
             Arc::new(roots),
@@ -147,44 +149,45 @@ impl HostCredentials {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
             .build()
-            .map_err(failed)?;
-        let mut tls = rustls::ServerConfig::builder_with_provider(provider)
+            .map_err(pki_error)?;
+        let mut tls_config = rustls::ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(failed)?
+            .map_err(pki_error)?
             .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)
-            .map_err(failed)?;
-        tls.alpn_protocols = vec![ALPN.to_vec()];
-        // No session resumption: a ticket would remain valid after its host has been expelled.
-        tls.send_tls13_tickets = 0;
-        QuicServerConfig::try_from(tls).map_err(failed)
+            .map_err(pki_error)?;
+        tls_config.alpn_protocols = vec![ALPN.to_vec()];
+        // Session resumption is disabled: a ticket would remain valid after its host has been
+        // expelled.
+        tls_config.send_tls13_tickets = 0;
+        QuicServerConfig::try_from(tls_config).map_err(pki_error)
     }
 
-    /// Returns TLS settings for outgoing connections. The caller passes the expected host's name to
-    /// the endpoint.
+    /// Returns TLS settings for outgoing connections. The caller must pass the expected host's name
+    /// to the endpoint.
     ///
     /// # Errors
     /// The certificates are inconsistent.
     pub(crate) fn client_config(&self) -> Result<QuicClientConfig, PkiError> {
         let (roots, chain, key) = self.tls_parts()?;
-        let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(
+        let mut tls_config = rustls::ClientConfig::builder_with_provider(Arc::new(
             rustls::crypto::ring::default_provider(),
         ))
         .with_protocol_versions(&[&rustls::version::TLS13])
-        .map_err(failed)?
+        .map_err(pki_error)?
         .with_root_certificates(roots)
         .with_client_auth_cert(chain, key)
-        .map_err(failed)?;
-        tls.alpn_protocols = vec![ALPN.to_vec()];
-        QuicClientConfig::try_from(tls).map_err(failed)
+        .map_err(pki_error)?;
+        tls_config.alpn_protocols = vec![ALPN.to_vec()];
+        QuicClientConfig::try_from(tls_config).map_err(pki_error)
     }
 }
 
-/// Returns the host of this virtual machine that a certificate names. The certificate must have
-/// passed the handshake: its signature is not checked here.
+/// Returns the host that a certificate names; `None` if it names no host of this virtual machine.
+/// The handshake must have accepted the certificate, because its signature is not checked here.
 pub(crate) fn host_of_certificate(certificate: &[u8], vm: &str) -> Option<HostId> {
-    let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
-    let names = parsed.subject_alternative_name().ok()??;
+    let (_, parsed_certificate) = X509Certificate::from_der(certificate).ok()?;
+    let names = parsed_certificate.subject_alternative_name().ok()??;
     names.value.general_names.iter().find_map(|name| {
         let GeneralName::DNSName(name) = name else {
             return None;
@@ -204,14 +207,17 @@ mod tests {
         let host = HostId::new(17).expect("an index");
         for vm in ["pvm", "My_Own.vm", "-", "a..b"] {
             let authority = Authority::new(vm).expect("a key");
-            let identity = authority.issue(host).expect("a key");
+            let credentials = authority.issue(host).expect("a key");
             assert_eq!(
-                host_of_certificate(&identity.certificate, vm),
+                host_of_certificate(&credentials.certificate, vm),
                 Some(host),
                 "{vm}"
             );
-            assert_eq!(host_of_certificate(&identity.certificate, "another"), None);
-            assert!(identity.server_config().is_ok() && identity.client_config().is_ok());
+            assert_eq!(
+                host_of_certificate(&credentials.certificate, "another"),
+                None
+            );
+            assert!(credentials.server_config().is_ok() && credentials.client_config().is_ok());
         }
     }
 }

@@ -1,6 +1,7 @@
-//! Files of programs that write their own checkpoints: copies them into a checkpoint and back.
+//! Files of programs that write their own checkpoints: the files are copied into a checkpoint and
+//! back.
 //!
-//! All disk access runs on blocking threads; each operation reports its end as an event.
+//! All disk access runs on blocking threads. Each operation reports its result as an event.
 
 use super::input::{Input, InputSender};
 use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateFileError};
@@ -15,14 +16,14 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Staged files by migration; `None` while they are being staged.
+/// Staged files by migration; `None` while the files are being staged.
 type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
-/// The operations in progress on the state files of programs.
+/// The operations on the state files of programs that are in progress.
 pub(crate) struct ProgramStateFiles {
     paths: RuntimePaths,
     inputs: InputSender,
-    staged: StagedByMigration,
+    staged_files: StagedByMigration,
     collect_reservations: Arc<SpaceReservations>,
 }
 
@@ -30,16 +31,16 @@ fn lock(staged: &StagedByMigration) -> MutexGuard<'_, HashMap<MigrationId, Optio
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn io_failure(error: &StateFileError) -> Failure {
+fn state_failure(error: &StateFileError) -> Failure {
     Failure::Io(error.to_string())
 }
 
 impl ProgramStateFiles {
-    pub(crate) fn new(place: RuntimePaths, inputs: InputSender) -> ProgramStateFiles {
-        ProgramStateFiles {
-            paths: place,
+    pub(crate) fn new(paths: RuntimePaths, inputs: InputSender) -> Self {
+        Self {
+            paths,
             inputs,
-            staged: StagedByMigration::default(),
+            staged_files: StagedByMigration::default(),
             collect_reservations: Arc::default(),
         }
     }
@@ -52,38 +53,42 @@ impl ProgramStateFiles {
     }
 
     /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
-    pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, room) = (
+    pub(crate) fn collect_files(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let (image_dir, space_reservations) = (
             self.paths.image_dir(migration),
             Arc::clone(&self.collect_reservations),
         );
-        // Created before the thread starts: the thread must not create the directory again after a
-        // drop. A failure shows when the directory is used.
-        let _ = DirBuilder::new().mode(0o700).create(&images);
+        // Created before the thread starts: after a drop, the thread must not create the directory
+        // again. If the creation fails, the copy into the directory fails, too.
+        let _ = DirBuilder::new().mode(0o700).create(&image_dir);
         self.spawn_work(move || {
-            let collected = state_files::collect(&files, &dir, &images, &room);
-            let result = collected
-                .map(|(files, bytes)| DumpReport { bytes, files })
-                .map_err(|e| io_failure(&e));
+            let collect_result =
+                state_files::collect(&files, &dir, &image_dir, &space_reservations);
+            let result = collect_result
+                .map(|(files, bytes)| DumpReport {
+                    image_bytes: bytes,
+                    image_files: files,
+                })
+                .map_err(|e| state_failure(&e));
             Event::StateCollected { migration, result }
         });
     }
 
-    /// Copies the files next to their destinations under temporary names. Reports
+    /// Copies the files into the directories of their destinations, under temporary names. Reports
     /// [`Event::StateStaged`].
-    pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, staged) = (self.paths.image_dir(migration), self.staged.clone());
+    pub(crate) fn stage_files(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let (image_dir, staged) = (self.paths.image_dir(migration), self.staged_files.clone());
         lock(&staged).insert(migration, None);
         self.spawn_work(move || {
-            let result = state_files::stage(&files, &dir, &images)
-                .map_err(|e| io_failure(&e))
+            let result = state_files::stage(&files, &dir, &image_dir)
+                .map_err(|e| state_failure(&e))
                 .map(|files_staged| {
-                    // If the migration was dropped meanwhile, the staged files are dropped with
-                    // `files_staged`.
+                    // If the migration was dropped before staging has ended, the staged files are
+                    // dropped with `files_staged`.
                     let mut staged = lock(&staged);
                     staged
                         .entry(migration)
-                        .and_modify(|place| *place = Some(files_staged));
+                        .and_modify(|entry| *entry = Some(files_staged));
                 });
             Event::StateStaged { migration, result }
         });
@@ -91,19 +96,19 @@ impl ProgramStateFiles {
 
     /// Renames the staged files to their final names. Reports [`Event::StateInstalled`].
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
-        let staged_files = lock(&self.staged).remove(&migration).flatten();
+        let staged_files = lock(&self.staged_files).remove(&migration).flatten();
         self.spawn_work(move || {
-            let dropped = || Failure::Cancelled("it was cancelled".into());
+            let cancelled = || Failure::Cancelled("it was cancelled".into());
             let result = staged_files
-                .ok_or_else(dropped)
-                .and_then(|staged_files| staged_files.install().map_err(|e| io_failure(&e)));
+                .ok_or_else(cancelled)
+                .and_then(|staged_files| staged_files.install().map_err(|e| state_failure(&e)));
             Event::StateInstalled { migration, result }
         });
     }
 
-    /// Removes files that are staged but not renamed yet.
+    /// Removes files that are staged but not yet renamed.
     pub(crate) fn drop_staged(&self, migration: MigrationId) {
-        if let Some(staged_files) = lock(&self.staged).remove(&migration) {
+        if let Some(staged_files) = lock(&self.staged_files).remove(&migration) {
             tokio::task::spawn_blocking(move || drop(staged_files));
         }
     }

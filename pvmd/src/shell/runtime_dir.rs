@@ -1,12 +1,12 @@
 //! Acquires the runtime directory of a virtual machine on this host and releases it.
 //!
-//! The directory is private (mode 0700) and locked. Files that a dead daemon left are removed at
-//! the start, and all files at the end. [`sempa_proto::runtime_paths::RuntimePaths`] defines the
-//! paths.
+//! The directory is private (mode 0700) and locked. Files of a daemon that died are removed when a
+//! daemon starts. All files are removed when the daemon ends.
+//! [`sempa_proto::runtime_paths::RuntimePaths`] defines the paths.
 //!
-//! Images contain the memory of tasks, passwords included, and must not reach a disk where other
-//! people may find them later. If the runtime directory is on a disk, images go to a second private
-//! directory on a file system in memory.
+//! Images contain the memory of tasks, including passwords, and must not be written to a disk,
+//! where other people may find them later. If the runtime directory is on a disk, images are
+//! written to a second private directory on a file system in memory.
 
 use checkpoint::file_transfer_journal;
 use nix::fcntl::{Flock, FlockArg};
@@ -21,38 +21,38 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Time for which another daemon may hold the lock without being reachable at its socket.
+/// Time for which another daemon may hold the lock before its socket must be reachable.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the lock and the socket are checked.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
-/// Maximum number of attempts to acquire the lock while another daemon removes the same directory.
+/// Maximum number of attempts to acquire the lock while another daemon removes the directory.
 const LOCK_ATTEMPTS_MAX: usize = 20;
-/// Maximum number of attempts to remove images while a process that is being killed may still
-/// create files among them.
+/// Maximum number of attempts to remove images, because a process that is being killed may still
+/// create files in their directory.
 const REMOVAL_ATTEMPTS_MAX: usize = 50;
 const REMOVAL_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A file system in memory on every Linux.
-const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
+/// Directory of a file system in memory, which every Linux has.
+const MEMORY_FILE_SYSTEM_DIR: &str = "/dev/shm";
 /// Magic number of ramfs, another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-/// Number of bytes of the path's hash in the name of the second directory.
+/// Number of bytes of the path's hash that the name of the second directory contains.
 const PATH_HASH_BYTES: usize = 8;
 
-/// Reason why the runtime directory cannot be used. Nothing was changed in it.
+/// Why the runtime directory cannot be used. Nothing in the directory was changed.
 #[derive(Debug, Error)]
 pub(crate) enum RuntimeDirError {
-    /// Another user could read or replace the daemon's files.
+    /// The directory is not private: another user could read or replace the daemon's files.
     #[error(
-        "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that belongs to you: remove it \
+        "{path}: {problem}; the daemon's files are only safe in a directory of mode 0700 that belongs to you: remove it \
          or set PVM_TMP"
     )]
     Unsafe {
         path: PathBuf,
         /// The property that makes the directory unsafe.
-        what: String,
+        problem: String,
     },
-    /// Another daemon holds the lock.
+    /// Another daemon holds the lock of the directory.
     #[error(
         "a virtual machine named {vm} of this user is running already (process {pid}); to run a second one, set \
          PVM_VMID to another name"
@@ -71,22 +71,27 @@ pub(crate) enum RuntimeDirError {
     },
 }
 
-fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> RuntimeDirError {
+fn io_error(
+    operation: &'static str,
+    path: &Path,
+) -> impl FnOnce(std::io::Error) -> RuntimeDirError {
     let path = path.to_path_buf();
     move |source| RuntimeDirError::Io {
-        operation: act,
+        operation,
         path,
         source,
     }
 }
 
-/// A runtime directory held by this process. Dropping it removes the directory and all files in it.
+/// A runtime directory that this process has locked. Dropping this value removes the directory and
+/// all files in it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
     paths: RuntimePaths,
-    /// The lock file, whose lock is held as long as this value exists.
+    /// The lock file. It is locked as long as this value exists.
     _lock: Flock<File>,
-    /// Keeps systemd-tmpfiles from removing old files: it skips a locked directory.
+    /// Lock on the directory. It prevents systemd-tmpfiles from removing old files in the
+    /// directory.
     _tmpfiles_lock: Option<Flock<File>>,
     /// Process id of a daemon that died without removing its files from this directory.
     predecessor: Option<String>,
@@ -98,52 +103,54 @@ pub(crate) struct RuntimeDir {
 }
 
 impl RuntimeDir {
-    /// Creates the directory, acquires its lock and removes the files of a dead daemon. `keep_log`
-    /// is true if the user chose a log in this directory: the log is then retained.
+    /// Creates the directory, acquires its lock and removes the files of a daemon that died.
+    /// `keep_log` is true if the user has chosen a log file in this directory; this log is then
+    /// retained.
     ///
     /// # Errors
-    /// The directory is not private, another daemon uses it, or a file operation fails.
+    /// The directory is not private, another daemon uses it, or a file operation failed.
     pub(crate) fn acquire(
-        place: RuntimePaths,
+        paths: RuntimePaths,
         uid: u32,
         keep_log: bool,
-    ) -> Result<RuntimeDir, RuntimeDirError> {
-        RuntimeDir::acquire_with_memory_dir(place, uid, keep_log, Path::new(MEMORY_FILE_SYSTEM))
+    ) -> Result<Self, RuntimeDirError> {
+        Self::acquire_with_memory_dir(paths, uid, keep_log, Path::new(MEMORY_FILE_SYSTEM_DIR))
     }
 
     fn acquire_with_memory_dir(
         paths: RuntimePaths,
         uid: u32,
         keep_log: bool,
-        memory: &Path,
-    ) -> Result<RuntimeDir, RuntimeDirError> {
-        let (mut last, mut attempts) = (None, 0);
-        let until = Instant::now() + UNREACHABLE_TIMEOUT;
+        memory_fs_dir: &Path,
+    ) -> Result<Self, RuntimeDirError> {
+        let (mut last_error, mut attempts) = (None, 0);
+        let deadline = Instant::now() + UNREACHABLE_TIMEOUT;
         while attempts < LOCK_ATTEMPTS_MAX {
             create_runtime_dir(&paths, uid)?;
             attempts += 1;
-            match lock_file(&paths) {
-                // The other daemon is starting or ending: soon it is reachable or gone.
+            match acquire_lock_file(&paths) {
+                // The other daemon is starting or ending. Soon it is reachable, or it has released
+                // the lock.
                 Err(RuntimeDirError::Running { .. })
-                    if !is_reachable(&paths) && Instant::now() < until =>
+                    if !is_reachable(&paths) && Instant::now() < deadline =>
                 {
                     std::thread::sleep(LOCK_RETRY_INTERVAL);
                     attempts = 0;
                 }
                 Ok(Some((lock, predecessor))) => {
-                    let keep = File::open(paths.dir())
+                    let tmpfiles_lock = File::open(paths.dir())
                         .ok()
                         .and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
                     let (paths, image_dir_lock, on_disk_reason) =
-                        match create_image_dir_in_memory(&paths, uid, memory) {
+                        match create_image_dir_in_memory(&paths, uid, memory_fs_dir) {
                             Ok(None) => (paths, None, None),
                             Ok(Some((dir, lock))) => (paths.with_image_root(dir), Some(lock), None),
                             Err(why) => (paths, None, Some(why)),
                         };
-                    let runtime_dir = RuntimeDir {
+                    let runtime_dir = Self {
                         paths,
                         _lock: lock,
-                        _tmpfiles_lock: keep,
+                        _tmpfiles_lock: tmpfiles_lock,
                         predecessor,
                         keep_log,
                         image_dir_lock,
@@ -155,20 +162,20 @@ impl RuntimeDir {
                 Ok(None) => {}
                 Err(RuntimeDirError::Io {
                     source,
-                    operation: act,
+                    operation,
                     path,
                 }) if source.kind() == ErrorKind::NotFound => {
-                    last = Some(RuntimeDirError::Io {
+                    last_error = Some(RuntimeDirError::Io {
                         source,
-                        operation: act,
+                        operation,
                         path,
                     });
                 }
                 Err(e) => return Err(e),
             }
         }
-        Err(last.unwrap_or_else(|| RuntimeDirError::Running {
-            vm: paths.vm().to_string(),
+        Err(last_error.unwrap_or_else(|| RuntimeDirError::Running {
+            vm: paths.vm_name().to_string(),
             pid: "?".into(),
         }))
     }
@@ -187,36 +194,37 @@ impl RuntimeDir {
         self.on_disk_reason.as_deref()
     }
 
-    /// Undoes file transfers of tasks that never ran on this host. No task of this directory may be
-    /// running.
+    /// Undoes file transfers for tasks that never ran on this host. No task of this directory may
+    /// be running.
     pub(crate) fn undo_file_transfers(&self) {
-        file_transfer_journal::undo_all(self.paths.image_root());
+        file_transfer_journal::undo_all_journals(self.paths.image_root());
     }
 
-    /// Recreates the second directory if it is missing; called before images are written. When the
-    /// last login of an ordinary user ends, logind removes the user's files in shared memory.
+    /// Creates the second directory again if it is missing. Must be called before images are
+    /// written: when the last login of an ordinary user ends, logind removes the user's files in
+    /// shared memory.
     pub(crate) fn ensure_image_dir(&self) {
         let dir = self.paths.image_root();
         if self.image_dir_lock.is_some() && !dir.exists() {
-            // A failure shows when the directory is used.
+            // If the creation fails, writing the images fails, too.
             let _ = ensure_private_dir(dir, nix::unistd::getuid().as_raw());
         }
     }
 
-    /// Returns all entries of both directories.
-    fn entries(&self) -> Vec<PathBuf> {
-        let mut all = entries(self.paths.dir());
+    /// Returns the paths of all entries of both directories.
+    fn all_entries(&self) -> Vec<PathBuf> {
+        let mut all = dir_entries(self.paths.dir());
         if self.image_dir_lock.is_some() {
-            all.extend(entries(self.paths.image_root()));
+            all.extend(dir_entries(self.paths.image_root()));
         }
         all
     }
 
-    /// Removes the files that a dead daemon left. Its log stays until the next orderly halt,
-    /// because it may show why the daemon died.
+    /// Removes the files of a daemon that died. Its log is retained until the next orderly halt,
+    /// because the log may show why the daemon died.
     fn remove_stale(&self) {
         self.undo_file_transfers();
-        for entry in self.entries() {
+        for entry in self.all_entries() {
             let name = entry
                 .file_name()
                 .unwrap_or_default()
@@ -235,29 +243,30 @@ impl RuntimeDir {
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
         self.undo_file_transfers();
-        for entry in self.entries() {
+        for entry in self.all_entries() {
             let name = entry
                 .file_name()
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            let wanted = self.keep_log && entry == self.paths.log_file();
-            let ours =
+            let is_kept_log = self.keep_log && entry == self.paths.log_file();
+            let is_ours =
                 is_daemon_file(&self.paths, &entry, &name) || name.starts_with(RM_DATABASE_FILE);
-            if !wanted && entry != self.paths.lock_file() && ours {
+            if !is_kept_log && entry != self.paths.lock_file() && is_ours {
                 remove_recursively(&entry);
             }
         }
         if self.image_dir_lock.is_some() {
             remove_with_root(self.paths.image_root());
         }
-        // The lock file is removed last: a daemon that finds no lock file may take the directory.
+        // The lock file is removed last, because another daemon may acquire the directory as soon
+        // as there is no lock file.
         let _ = fs::remove_file(self.paths.lock_file());
         remove_with_root(self.paths.dir());
     }
 }
 
-/// Removes an empty directory, and its parent if that is empty, too.
+/// Removes a directory if it is empty, and then its parent directory if that is empty, too.
 fn remove_with_root(dir: &Path) {
     if fs::remove_dir(dir).is_ok()
         && let Some(root) = dir.parent()
@@ -266,40 +275,40 @@ fn remove_with_root(dir: &Path) {
     }
 }
 
-/// Creates and locks the second directory, on a file system in memory. Returns `None` if the
-/// runtime directory itself is in memory.
+/// Creates and locks the second directory, on a file system in memory. Returns its path and its
+/// lock; `None` if the runtime directory itself is in memory.
 ///
 /// # Errors
 /// The reason why the directory cannot be created.
 fn create_image_dir_in_memory(
-    place: &RuntimePaths,
+    paths: &RuntimePaths,
     uid: u32,
-    memory: &Path,
+    memory_fs_dir: &Path,
 ) -> Result<Option<(PathBuf, Flock<File>)>, String> {
-    if is_in_memory(place.dir()) {
+    if is_in_memory(paths.dir()) {
         return Ok(None);
     }
-    if !is_in_memory(memory) {
+    if !is_in_memory(memory_fs_dir) {
         return Err(format!(
             "{} is not a file system in memory either",
-            memory.display()
+            memory_fs_dir.display()
         ));
     }
-    // The hash separates virtual machines of the same name with different `PVM_TMP`.
-    let hash = digest(&SHA256, place.dir().as_os_str().as_bytes());
+    // The hash distinguishes virtual machines that have the same name but different `PVM_TMP`.
+    let hash = digest(&SHA256, paths.dir().as_os_str().as_bytes());
     let path_hash: String = hash.as_ref()[..PATH_HASH_BYTES]
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
-    let dir = memory
+    let dir = memory_fs_dir
         .join(format!("sempa-{uid}"))
-        .join(format!("{}-{path_hash}", place.vm()));
+        .join(format!("{}-{path_hash}", paths.vm_name()));
     for _ in 0..LOCK_ATTEMPTS_MAX {
         let lock = ensure_private_dir(&dir, uid)
             .map_err(|e| e.to_string())
             .and_then(|()| lock_dir(&dir));
         match lock {
-            // Another daemon may have removed it after it was created.
+            // Another daemon may have removed the directory after this daemon had created it.
             Ok(None) => {}
             Ok(Some(lock)) => return Ok(Some((dir, lock))),
             Err(_) if !dir.exists() => {}
@@ -314,30 +323,30 @@ fn is_in_memory(dir: &Path) -> bool {
 }
 
 /// True if a daemon accepts connections at the socket of this runtime directory.
-fn is_reachable(place: &RuntimePaths) -> bool {
-    std::os::unix::net::UnixStream::connect(place.daemon_socket()).is_ok()
+fn is_reachable(paths: &RuntimePaths) -> bool {
+    std::os::unix::net::UnixStream::connect(paths.daemon_socket_path()).is_ok()
 }
 
-/// Locks a directory. Returns `None` if the directory was replaced before the lock was taken.
+/// Locks a directory. Returns `None` if the directory was replaced before the lock was acquired.
 fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
-    let open = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
-    let lock = Flock::lock(open, FlockArg::LockExclusiveNonblock)
+    let dir_file = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
+    let lock = Flock::lock(dir_file, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, e)| format!("cannot lock {}: {e}", dir.display()))?;
-    let same =
+    let is_same_dir =
         fs::symlink_metadata(dir).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
-    Ok(same.then_some(lock))
+    Ok(is_same_dir.then_some(lock))
 }
 
-/// True for files that daemons and libraries create in the runtime directory; all other files must
-/// not be removed.
-fn is_daemon_file(place: &RuntimePaths, path: &Path, name: &str) -> bool {
-    let moves = place.migration_log();
+/// True for files that daemons and libraries create in the runtime directory. Other files must not
+/// be removed.
+fn is_daemon_file(paths: &RuntimePaths, path: &Path, name: &str) -> bool {
+    let migration_log = paths.migration_log();
     [
-        place.daemon_socket(),
-        moves.with_extension("before"),
-        moves,
-        place.log_file(),
-        place.ssh_config(),
+        paths.daemon_socket_path(),
+        migration_log.with_extension("before"),
+        migration_log,
+        paths.log_file(),
+        paths.ssh_config(),
     ]
     .iter()
     .any(|p| p == path)
@@ -347,14 +356,14 @@ fn is_daemon_file(place: &RuntimePaths, path: &Path, name: &str) -> bool {
             .any(|prefix| name.starts_with(prefix))
 }
 
-fn entries(dir: &Path) -> Vec<PathBuf> {
-    let Ok(read) = fs::read_dir(dir) else {
+fn dir_entries(dir: &Path) -> Vec<PathBuf> {
+    let Ok(read_result) = fs::read_dir(dir) else {
         return Vec::new();
     };
-    read.flatten().map(|e| e.path()).collect()
+    read_result.flatten().map(|e| e.path()).collect()
 }
 
-/// Removes a file, a socket or a whole directory. Errors are ignored.
+/// Removes a file, a socket or a directory with its content. Errors are ignored.
 pub(crate) fn remove_recursively(path: &Path) {
     let Ok(meta) = fs::symlink_metadata(path) else {
         return;
@@ -367,7 +376,7 @@ pub(crate) fn remove_recursively(path: &Path) {
 }
 
 /// Removes the images of a migration. Retries while an engine that is being killed still creates
-/// files among them.
+/// files in the directory.
 pub(crate) fn remove_images(dir: &Path) {
     for _ in 0..REMOVAL_ATTEMPTS_MAX {
         match fs::remove_dir_all(dir) {
@@ -379,9 +388,10 @@ pub(crate) fn remove_images(dir: &Path) {
     }
 }
 
-/// Creates the directory and its parent with mode 0700, or checks that existing ones are private.
-fn create_runtime_dir(place: &RuntimePaths, uid: u32) -> Result<(), RuntimeDirError> {
-    ensure_private_dir(place.dir(), uid)
+/// Creates the directory and its parent directory with mode 0700. Directories that exist must be
+/// private.
+fn create_runtime_dir(paths: &RuntimePaths, uid: u32) -> Result<(), RuntimeDirError> {
+    ensure_private_dir(paths.dir(), uid)
 }
 
 fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
@@ -392,30 +402,30 @@ fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
         match DirBuilder::new().mode(0o700).create(path) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
-            Err(e) => return Err(failed("make the directory", path)(e)),
+            Err(e) => return Err(io_error("make the directory", path)(e)),
         }
         let meta = match fs::symlink_metadata(path) {
             Ok(meta) => meta,
-            // Another daemon has just removed the directory; the caller retries.
-            Err(e) => return Err(failed("look at", path)(e)),
+            // Another daemon has just removed the directory. The caller retries.
+            Err(e) => return Err(io_error("look at", path)(e)),
         };
-        let bad = |what: String| {
+        let unsafe_error = |problem: String| {
             Err(RuntimeDirError::Unsafe {
                 path: path.to_path_buf(),
-                what,
+                problem,
             })
         };
         if meta.file_type().is_symlink() {
-            return bad("it is a symbolic link".into());
+            return unsafe_error("it is a symbolic link".into());
         }
         if !meta.is_dir() {
-            return bad("it is not a directory".into());
+            return unsafe_error("it is not a directory".into());
         }
         if meta.uid() != uid {
-            return bad(format!("it belongs to user {}", meta.uid()));
+            return unsafe_error(format!("it belongs to user {}", meta.uid()));
         }
         if meta.mode() & 0o077 != 0 {
-            return bad(format!(
+            return unsafe_error(format!(
                 "others can enter it (mode {:04o})",
                 meta.mode() & 0o7777
             ));
@@ -429,8 +439,8 @@ type AcquiredLock = (Flock<File>, Option<String>);
 
 /// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
 /// before it was locked.
-fn lock_file(place: &RuntimePaths) -> Result<Option<AcquiredLock>, RuntimeDirError> {
-    let path = place.lock_file();
+fn acquire_lock_file(paths: &RuntimePaths) -> Result<Option<AcquiredLock>, RuntimeDirError> {
+    let path = paths.lock_file();
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -439,34 +449,34 @@ fn lock_file(place: &RuntimePaths) -> Result<Option<AcquiredLock>, RuntimeDirErr
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW)
         .open(&path)
-        .map_err(failed("open the lock", &path))?;
-    let mut before = String::new();
-    // Content that is not UTF-8 is not a process id either.
-    let _ = file.read_to_string(&mut before);
-    let before = Some(before.trim().to_string()).filter(|pid| !pid.is_empty());
+        .map_err(io_error("open the lock", &path))?;
+    let mut previous_pid = String::new();
+    // Content that is not UTF-8 cannot be a process id, so an error is ignored.
+    let _ = file.read_to_string(&mut previous_pid);
+    let previous_pid = Some(previous_pid.trim().to_string()).filter(|pid| !pid.is_empty());
     let mut lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => lock,
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
-            let pid = before.unwrap_or_else(|| "?".into());
+            let pid = previous_pid.unwrap_or_else(|| "?".into());
             return Err(RuntimeDirError::Running {
-                vm: place.vm().to_string(),
+                vm: paths.vm_name().to_string(),
                 pid,
             });
         }
-        Err((_, errno)) => return Err(failed("lock", &path)(errno.into())),
+        Err((_, errno)) => return Err(io_error("lock", &path)(errno.into())),
     };
-    let same =
+    let is_same_file =
         fs::symlink_metadata(&path).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
-    if !same {
+    if !is_same_file {
         return Ok(None);
     }
-    let write = |file: &mut File| {
+    let write_pid = |file: &mut File| {
         file.set_len(0)?;
         file.seek(SeekFrom::Start(0))?;
         writeln!(file, "{}", std::process::id())
     };
-    write(&mut lock).map_err(failed("write the lock", &path))?;
-    Ok(Some((lock, before)))
+    write_pid(&mut lock).map_err(io_error("write the lock", &path))?;
+    Ok(Some((lock, previous_pid)))
 }
 
 #[cfg(test)]
@@ -475,20 +485,20 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A directory for one test, removed at the end.
-    struct Scratch(PathBuf);
+    /// A directory for one test. It is removed when dropped.
+    struct TestDir(PathBuf);
 
-    impl Scratch {
-        fn new() -> Scratch {
-            Scratch::under(&std::env::temp_dir())
+    impl TestDir {
+        fn new() -> Self {
+            Self::under(&std::env::temp_dir())
         }
 
-        fn under(top: &Path) -> Scratch {
-            static NEXT: AtomicU32 = AtomicU32::new(0);
-            let n = NEXT.fetch_add(1, Ordering::Relaxed);
-            let dir = top.join(format!("pvmd-place-{}-{n}", std::process::id()));
+        fn under(parent: &Path) -> Self {
+            static NEXT_NUMBER: AtomicU32 = AtomicU32::new(0);
+            let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
+            let dir = parent.join(format!("pvmd-place-{}-{number}", std::process::id()));
             fs::create_dir_all(&dir).expect("a scratch directory");
-            Scratch(dir)
+            Self(dir)
         }
 
         fn place(&self) -> RuntimePaths {
@@ -498,7 +508,7 @@ mod tests {
         }
     }
 
-    impl Drop for Scratch {
+    impl Drop for TestDir {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
@@ -510,25 +520,26 @@ mod tests {
 
     #[test]
     fn runtime_dir_is_private_and_removed_on_drop() {
-        let scratch = Scratch::new();
+        let scratch = TestDir::new();
         let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
         let mode = fs::metadata(runtime_dir.paths().dir())
             .expect("there")
             .mode();
         assert_eq!(mode & 0o777, 0o700);
-        fs::write(runtime_dir.paths().daemon_socket(), "").expect("writable");
+        fs::write(runtime_dir.paths().daemon_socket_path(), "").expect("writable");
         fs::create_dir(runtime_dir.paths().image_dir(sempa_proto::MigrationId(3)))
             .expect("writable");
         drop(runtime_dir);
-        assert_eq!(entries(&scratch.0), Vec::<PathBuf>::new());
+        assert_eq!(dir_entries(&scratch.0), Vec::<PathBuf>::new());
     }
 
     #[test]
     fn second_daemon_is_refused_with_pid_of_first() {
-        let scratch = Scratch::new();
+        let scratch = TestDir::new();
         let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
         let _listener =
-            std::os::unix::net::UnixListener::bind(scratch.place().daemon_socket()).expect("bound");
+            std::os::unix::net::UnixListener::bind(scratch.place().daemon_socket_path())
+                .expect("bound");
         let text = RuntimeDir::acquire(scratch.place(), uid(), false)
             .expect_err("held")
             .to_string();
@@ -543,107 +554,116 @@ mod tests {
         drop(runtime_dir);
     }
 
-    /// A directory whose daemon is ending is acquired as soon as that daemon is gone.
+    /// A directory whose daemon is ending is acquired as soon as that daemon has ended.
     #[test]
     fn dir_of_ending_daemon_is_taken_afterwards() {
-        let scratch = Scratch::new();
+        let scratch = TestDir::new();
         let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
         std::thread::scope(|scope| {
-            let next = scope.spawn(|| RuntimeDir::acquire(scratch.place(), uid(), false).map(drop));
+            let next_daemon =
+                scope.spawn(|| RuntimeDir::acquire(scratch.place(), uid(), false).map(drop));
             std::thread::sleep(LOCK_RETRY_INTERVAL * 3);
             drop(runtime_dir);
-            next.join().expect("it ends").expect("it is free then");
+            next_daemon
+                .join()
+                .expect("it ends")
+                .expect("it is free then");
         });
     }
 
-    /// Files of a dead daemon are removed at the start; files of other programs stay.
+    /// Files of a daemon that died are removed at the start. Files of other programs are retained.
     #[test]
     fn stale_files_are_removed_and_foreign_files_kept() {
-        let scratch = Scratch::new();
-        let place = scratch.place();
-        create_runtime_dir(&place, uid()).expect("fresh");
-        fs::write(place.lock_file(), "4711\n").expect("writable");
-        fs::write(place.daemon_socket(), "").expect("writable");
-        fs::write(place.resume_token(sempa_proto::MigrationId(1)), "").expect("writable");
-        fs::write(place.log_file(), "why it died\n").expect("writable");
-        fs::write(place.dir().join("mine"), "").expect("writable");
-        let runtime_dir = RuntimeDir::acquire(place.clone(), uid(), false).expect("stale");
+        let scratch = TestDir::new();
+        let paths = scratch.place();
+        create_runtime_dir(&paths, uid()).expect("fresh");
+        fs::write(paths.lock_file(), "4711\n").expect("writable");
+        fs::write(paths.daemon_socket_path(), "").expect("writable");
+        fs::write(paths.resume_token_path(sempa_proto::MigrationId(1)), "").expect("writable");
+        fs::write(paths.log_file(), "why it died\n").expect("writable");
+        fs::write(paths.dir().join("mine"), "").expect("writable");
+        let runtime_dir = RuntimeDir::acquire(paths.clone(), uid(), false).expect("stale");
         assert_eq!(runtime_dir.predecessor(), Some("4711"));
         assert!(
-            !place.daemon_socket().exists()
-                && !place.resume_token(sempa_proto::MigrationId(1)).exists()
+            !paths.daemon_socket_path().exists()
+                && !paths
+                    .resume_token_path(sempa_proto::MigrationId(1))
+                    .exists()
         );
-        assert!(place.log_file().exists() && place.dir().join("mine").exists());
+        assert!(paths.log_file().exists() && paths.dir().join("mine").exists());
         drop(runtime_dir);
-        assert!(!place.log_file().exists() && place.dir().join("mine").exists());
+        assert!(!paths.log_file().exists() && paths.dir().join("mine").exists());
     }
 
-    /// Returns a directory on a disk and one in memory.
+    /// Returns a directory on a disk and a directory in memory.
     ///
     /// # Panics
     /// The directory for temporary files is in memory, or /dev/shm is not.
-    fn disk_and_memory() -> (Scratch, Scratch) {
-        let (disk, memory) = (
-            Scratch::under(&std::env::temp_dir()),
-            Scratch::under(Path::new(MEMORY_FILE_SYSTEM)),
+    fn disk_and_memory_dirs() -> (TestDir, TestDir) {
+        let (disk_dir, memory_dir) = (
+            TestDir::under(&std::env::temp_dir()),
+            TestDir::under(Path::new(MEMORY_FILE_SYSTEM_DIR)),
         );
         assert!(
-            !is_in_memory(&disk.0) && is_in_memory(&memory.0),
+            !is_in_memory(&disk_dir.0) && is_in_memory(&memory_dir.0),
             "cannot run here: no disk, or no memory"
         );
-        (disk, memory)
+        (disk_dir, memory_dir)
     }
 
     const MIGRATION: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
 
-    /// If the runtime directory is on a disk, images are in memory; they are removed with the
+    /// If the runtime directory is on a disk, images are in memory. They are removed with the
     /// directory, or by the next daemon.
     #[test]
     #[ignore = "system tier: needs a /tmp on a disk"]
     fn images_of_dir_on_disk_are_kept_in_memory() {
-        let (disk, memory) = disk_and_memory();
-        let take = |place| {
-            RuntimeDir::acquire_with_memory_dir(place, uid(), false, &memory.0).expect("free")
+        let (disk, memory) = disk_and_memory_dirs();
+        let acquire = |paths| {
+            RuntimeDir::acquire_with_memory_dir(paths, uid(), false, &memory.0).expect("free")
         };
-        let runtime_dir = take(disk.place());
-        let (own, images) = (
+        let runtime_dir = acquire(disk.place());
+        let (image_root, migration_dir) = (
             runtime_dir.paths().image_root().to_path_buf(),
             runtime_dir.paths().image_dir(MIGRATION),
         );
         assert!(
-            images.starts_with(&memory.0) && runtime_dir.on_disk_reason().is_none(),
-            "{images:?}"
+            migration_dir.starts_with(&memory.0) && runtime_dir.on_disk_reason().is_none(),
+            "{migration_dir:?}"
         );
-        assert_eq!(fs::metadata(&own).expect("there").mode() & 0o777, 0o700);
-        fs::create_dir(&images).expect("writable");
-        assert!(lock_dir(&own).is_err(), "nobody else takes it");
+        assert_eq!(
+            fs::metadata(&image_root).expect("there").mode() & 0o777,
+            0o700
+        );
+        fs::create_dir(&migration_dir).expect("writable");
+        assert!(lock_dir(&image_root).is_err(), "nobody else takes it");
         fs::create_dir(disk.0.join("x")).expect("writable");
-        let tmp = disk.0.join("x").to_string_lossy().into_owned();
-        let other = take(
-            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone()))
+        let other_tmp = disk.0.join("x").to_string_lossy().into_owned();
+        let other_dir = acquire(
+            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| other_tmp.clone()))
                 .expect("a good name"),
         );
         assert_ne!(
-            other.paths().image_root(),
-            own,
+            other_dir.paths().image_root(),
+            image_root,
             "a place of the same name elsewhere has another one"
         );
-        drop((runtime_dir, other));
-        assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
-        // State that a killed daemon leaves.
-        ensure_private_dir(&own, uid()).expect("fresh");
-        fs::create_dir(&images).expect("writable");
-        let runtime_dir = take(disk.place());
-        assert!(own.exists() && !images.exists());
+        drop((runtime_dir, other_dir));
+        assert_eq!(dir_entries(&memory.0), Vec::<PathBuf>::new());
+        // Creates the state of a daemon that was killed.
+        ensure_private_dir(&image_root, uid()).expect("fresh");
+        fs::create_dir(&migration_dir).expect("writable");
+        let runtime_dir = acquire(disk.place());
+        assert!(image_root.exists() && !migration_dir.exists());
         drop(runtime_dir);
-        assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
+        assert_eq!(dir_entries(&memory.0), Vec::<PathBuf>::new());
     }
 
-    /// Without a file system in memory, images are on the disk and the reason is reported.
+    /// Without a file system in memory, images are on the disk, and the reason is reported.
     #[test]
     #[ignore = "system tier: needs a /tmp on a disk"]
     fn missing_memory_file_system_is_reported() {
-        let (disk, _) = disk_and_memory();
+        let (disk, _) = disk_and_memory_dirs();
         let runtime_dir =
             RuntimeDir::acquire_with_memory_dir(disk.place(), uid(), false, &disk.0).expect("free");
         assert!(
@@ -661,17 +681,17 @@ mod tests {
 
     #[test]
     fn non_private_directory_is_refused() {
-        let scratch = Scratch::new();
-        let place = scratch.place();
-        create_runtime_dir(&place, uid()).expect("fresh");
-        fs::set_permissions(place.dir(), fs::Permissions::from_mode(0o755)).expect("ours");
-        let text = RuntimeDir::acquire(place.clone(), uid(), false)
+        let scratch = TestDir::new();
+        let paths = scratch.place();
+        create_runtime_dir(&paths, uid()).expect("fresh");
+        fs::set_permissions(paths.dir(), fs::Permissions::from_mode(0o755)).expect("ours");
+        let text = RuntimeDir::acquire(paths.clone(), uid(), false)
             .expect_err("open to others")
             .to_string();
         assert!(text.contains("others can enter it (mode 0755)"), "{text}");
-        fs::remove_dir(place.dir()).expect("empty");
-        std::os::unix::fs::symlink("/", place.dir()).expect("writable");
-        let text = RuntimeDir::acquire(place, uid(), false)
+        fs::remove_dir(paths.dir()).expect("empty");
+        std::os::unix::fs::symlink("/", paths.dir()).expect("writable");
+        let text = RuntimeDir::acquire(paths, uid(), false)
             .expect_err("a link")
             .to_string();
         assert!(text.contains("symbolic link"), "{text}");

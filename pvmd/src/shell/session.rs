@@ -1,9 +1,10 @@
 //! One session with another daemon: a QUIC connection with a control stream and a data stream in
-//! each direction, pair streams for busy pairs of tasks, and one more stream for every transfer.
+//! each direction, pair streams for busy pairs of tasks, and an additional stream for every
+//! transfer.
 //!
-//! Of two daemons, the one with the higher index decides which connection is the session: it sends
-//! its hello first. The other daemon sends no data on a connection before it has received this
-//! hello, so both daemons always use the same connection.
+//! Of two daemons, the one with the higher index selects the connection for the session by sending
+//! its hello first. The daemon with the lower index sends no data on a connection before it has
+//! received this hello. Therefore both daemons always use the same connection.
 
 use super::input::{Input, InputSender};
 use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, OutboxReader, outbox};
@@ -23,29 +24,29 @@ use thiserror::Error;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
-/// Time limit from the handshake to the peer's hello.
+/// Time limit from the end of the handshake to the peer's hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of chunks read from a stream at once; each chunk is the content of one datagram.
+/// Maximum number of chunks read from a stream at once. Each chunk is the content of one datagram.
 const READ_CHUNKS_MAX: usize = 32;
 /// Maximum number of frames passed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
-/// Time limit for the peer to receive the last data of this daemon.
+/// Time limit for the peer to receive the data that this daemon has sent last.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Number of checks per lease.
-const LEASE_CHECKS: u32 = 20;
+/// Number of checks for silence per lease.
+const CHECKS_PER_LEASE: u32 = 20;
 
-/// First bytes of every stream.
+/// Magic number in the hello of every stream.
 const STREAM_MAGIC: [u8; 4] = *b"SMPH";
 
-/// Close code of a redundant connection.
+/// Close code of a connection that is redundant, because the hosts use another one.
 pub(crate) const CLOSE_DUPLICATE: VarInt = VarInt::from_u32(1);
-/// Close code for a host that is not, or no longer, in this virtual machine.
+/// Close code for a host that does not belong, or no longer belongs, to this virtual machine.
 pub(crate) const CLOSE_EXPELLED: VarInt = VarInt::from_u32(2);
 /// Close code after a protocol error.
 const CLOSE_PROTOCOL_ERROR: VarInt = VarInt::from_u32(3);
 /// Close code of an orderly end.
 pub(crate) const CLOSE_LEAVING: VarInt = VarInt::from_u32(4);
-/// Close code if the peer was silent for too long.
+/// Close code if the peer was silent for longer than the lease.
 pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 
 /// The purpose of a stream.
@@ -57,11 +58,11 @@ pub(crate) enum StreamPurpose {
     Data,
     /// Link frames of one pair of tasks, as [`LaneEntry`].
     PairStream(LaneId),
-    /// Announces an image transfer; open as long as the transfer lasts.
+    /// Announces an image transfer. The stream stays open until the transfer ends.
     Images(MigrationId),
     /// Announces a post-copy memory transfer.
     Memory(MigrationId),
-    /// Bidirectional: carries an announced transfer because TCP is blocked.
+    /// A bidirectional stream for the data of an announced transfer, used because TCP is blocked.
     BulkFallback(MigrationId, BulkContent),
 }
 
@@ -71,28 +72,28 @@ struct StreamHello {
     magic: [u8; 4],
     version: u16,
     vm: String,
-    from: HostId,
-    to: HostId,
+    sender: HostId,
+    receiver: HostId,
     purpose: StreamPurpose,
 }
 
-/// Why a stream of a session cannot be used. The session ends; what was not acknowledged is sent
-/// again in the next session.
+/// Why a stream of a session cannot be used. The session ends. Data that was not acknowledged is
+/// sent again in the next session.
 #[derive(Debug, Error)]
 pub(crate) enum SessionError {
     /// No stream was opened.
     #[error(transparent)]
     OpenStream(quinn::ConnectionError),
-    /// The connection has ended while data of the peer was awaited.
-    #[error("{}", describe(.0))]
+    /// The connection has ended while this daemon waited for data of the peer.
+    #[error("{}", describe_close(.0))]
     ConnectionLost(#[source] quinn::ConnectionError),
     /// The frame cannot be encoded, so nothing was sent.
     #[error(transparent)]
     Encode(FrameError),
-    /// The peer has received at most a part of the frame.
+    /// Writing has failed. The peer has received at most a part of the frame.
     #[error(transparent)]
     Write(quinn::WriteError),
-    /// The bytes of the peer are no frame, or a frame with an unknown content.
+    /// The bytes of the peer are not a frame, or the frame has unknown content.
     #[error(transparent)]
     Decode(FrameError),
     #[error(transparent)]
@@ -103,7 +104,7 @@ pub(crate) enum SessionError {
     EndedBeforeHello,
     #[error("it uses protocol version {0}, this daemon {own}", own = WIRE_VERSION)]
     WrongVersion(u16),
-    /// The peer takes this daemon for another one.
+    /// The peer expects another daemon at this address.
     #[error("it addressed {host} of {vm}, but this is {own_host} of {own_vm}")]
     WrongIdentity {
         own_host: HostId,
@@ -115,55 +116,62 @@ pub(crate) enum SessionError {
     EndedInFrame,
     #[error("it sent an invalid item on a pair stream")]
     WrongLaneItem,
-    /// The reading task has failed; items that it had read were forwarded.
+    /// The tokio task that reads a stream has failed. Items that it had read were forwarded.
     #[error(transparent)]
     ReaderFailed(JoinError),
-    /// The item that was read is not forwarded.
+    /// This daemon is ending. The item that was read is not forwarded.
     #[error("this daemon ends")]
     DaemonEnds,
 }
 
 /// Serves a connection as a session, from the hellos to its end, and reports the end.
-pub(crate) async fn run(context: SessionContext, connection: Connection, inputs: InputSender) {
-    let why = match timeout(HELLO_TIMEOUT, context.open(&connection)).await {
+pub(crate) async fn run_session(
+    context: SessionContext,
+    connection: Connection,
+    inputs: InputSender,
+) {
+    let reason = match timeout(HELLO_TIMEOUT, context.exchange_hellos(&connection)).await {
         Ok(Ok(streams)) => context.serve(&connection, streams, &inputs).await,
-        Ok(Err(why)) => why.to_string(),
+        Ok(Err(reason)) => reason.to_string(),
         Err(_) => "no hello arrived in time".to_string(),
     };
     connection.close(CLOSE_PROTOCOL_ERROR, b"");
-    let down = NetInput::SessionDown {
+    let session_down = NetInput::SessionDown {
         host: context.host,
-        number: context.number,
-        why,
+        session_number: context.session_number,
+        reason,
     };
-    let _ = inputs.send(Input::Net(down)).await;
+    let _ = inputs.send(Input::Net(session_down)).await;
 }
 
-/// The streams of a session that exist after the hellos.
+/// The streams of a session that exist after both hellos.
 struct SessionStreams {
-    control_out: SendStream,
-    data_out: SendStream,
-    control_in: (RecvStream, FrameDecoder),
+    control_sender: SendStream,
+    data_sender: SendStream,
+    control_receiver: (RecvStream, FrameDecoder),
 }
 
 impl SessionContext {
-    /// Exchanges hellos: the host with the higher index sends first.
-    async fn open(&self, connection: &Connection) -> Result<SessionStreams, SessionError> {
+    /// Exchanges hellos. The host with the higher index sends its hello first.
+    async fn exchange_hellos(
+        &self,
+        connection: &Connection,
+    ) -> Result<SessionStreams, SessionError> {
         if self.own_host > self.host {
-            let (control_out, data_out) = self.send_hello(connection).await?;
-            let control_in = self.receive_hello(connection).await?;
+            let (control_sender, data_sender) = self.send_hello(connection).await?;
+            let control_receiver = self.receive_hello(connection).await?;
             Ok(SessionStreams {
-                control_out,
-                data_out,
-                control_in,
+                control_sender,
+                data_sender,
+                control_receiver,
             })
         } else {
-            let control_in = self.receive_hello(connection).await?;
-            let (control_out, data_out) = self.send_hello(connection).await?;
+            let control_receiver = self.receive_hello(connection).await?;
+            let (control_sender, data_sender) = self.send_hello(connection).await?;
             Ok(SessionStreams {
-                control_out,
-                data_out,
-                control_in,
+                control_sender,
+                data_sender,
+                control_receiver,
             })
         }
     }
@@ -172,14 +180,14 @@ impl SessionContext {
         &self,
         connection: &Connection,
     ) -> Result<(SendStream, SendStream), SessionError> {
-        let control = self
+        let control_stream = self
             .open_stream(connection, StreamPurpose::Control, 2)
             .await?;
-        let data = self.open_stream(connection, StreamPurpose::Data, 1).await?;
-        Ok((control, data))
+        let data_stream = self.open_stream(connection, StreamPurpose::Data, 1).await?;
+        Ok((control_stream, data_stream))
     }
 
-    /// Opens a stream and sends its purpose. Streams of higher priority are sent first.
+    /// Opens a stream and sends its purpose. Data of streams with higher priority is sent first.
     async fn open_stream(
         &self,
         connection: &Connection,
@@ -204,8 +212,8 @@ impl SessionContext {
             magic: STREAM_MAGIC,
             version: WIRE_VERSION,
             vm: self.vm.clone(),
-            from: self.own_host,
-            to: self.host,
+            sender: self.own_host,
+            receiver: self.host,
             purpose,
         };
         let frame = encode_control(&hello).map_err(SessionError::Encode)?;
@@ -227,7 +235,7 @@ impl SessionContext {
         }
     }
 
-    /// Reads the first frame of a stream and checks that it is meant for this session.
+    /// Reads the first frame of a stream and checks that the stream is meant for this session.
     async fn read_purpose(
         &self,
         stream: &mut RecvStream,
@@ -240,56 +248,57 @@ impl SessionContext {
         if hello.magic != STREAM_MAGIC || hello.version != WIRE_VERSION {
             return Err(SessionError::WrongVersion(hello.version));
         }
-        if (hello.from, hello.to, &hello.vm) != (self.host, self.own_host, &self.vm) {
+        if (hello.sender, hello.receiver, &hello.vm) != (self.host, self.own_host, &self.vm) {
             return Err(SessionError::WrongIdentity {
                 own_host: self.own_host,
                 own_vm: self.vm.clone(),
-                host: hello.to,
+                host: hello.receiver,
                 vm: hello.vm,
             });
         }
         Ok(hello.purpose)
     }
 
-    /// Serves a session until it ends, and returns the reason.
+    /// Serves a session until it ends. Returns the reason of the end.
     async fn serve(
         &self,
         connection: &Connection,
         streams: SessionStreams,
         inputs: &InputSender,
     ) -> String {
-        let (control, control_queue) = outbox(0);
-        let (data, data_queue) = outbox(LINK_BYTES_MAX);
-        let queues = SessionQueues {
-            control,
-            data,
+        let (control_outbox, control_queue) = outbox(0);
+        let (data_outbox, data_queue) = outbox(LINK_BYTES_MAX);
+        let session_queues = SessionQueues {
+            control: control_outbox,
+            data: data_outbox,
             connection: connection.clone(),
         };
-        let up = NetInput::SessionUp {
+        let session_up = NetInput::SessionUp {
             host: self.host,
-            number: self.number,
-            channels: queues,
+            session_number: self.session_number,
+            queues: session_queues,
         };
-        if inputs.send(Input::Net(up)).await.is_err() {
+        if inputs.send(Input::Net(session_up)).await.is_err() {
             return "this daemon ends".into();
         }
         let writers = [
-            tokio::spawn(write_stream(streams.control_out, control_queue)),
-            tokio::spawn(write_stream(streams.data_out, data_queue)),
+            tokio::spawn(write_stream(streams.control_sender, control_queue)),
+            tokio::spawn(write_stream(streams.data_sender, data_queue)),
         ];
-        let (stream, decoder) = streams.control_in;
-        let why = tokio::select! {
-            why = self.read_control(connection, stream, decoder, inputs) => why,
-            why = self.accept_streams(connection, inputs) => why,
-            why = self.accept_fallback_streams(connection, inputs) => why,
-            why = self.watch_lease(connection) => why,
+        let (stream, decoder) = streams.control_receiver;
+        let reason = tokio::select! {
+            reason = self.forward_control(connection, stream, decoder, inputs) => reason,
+            reason = self.accept_streams(connection, inputs) => reason,
+            reason = self.accept_fallback_streams(connection, inputs) => reason,
+            reason = self.wait_until_silent(connection) => reason,
         };
         writers.iter().for_each(|w| w.abort());
-        why
+        reason
     }
 
-    /// Forwards control messages until the peer ends the stream.
-    async fn read_control(
+    /// Forwards control messages until the peer ends the stream. Returns the reason why the session
+    /// ends.
+    async fn forward_control(
         &self,
         connection: &Connection,
         mut stream: RecvStream,
@@ -310,7 +319,7 @@ impl SessionContext {
             };
             let input = NetInput::Control {
                 host: self.host,
-                number: self.number,
+                session_number: self.session_number,
                 message,
             };
             if inputs.send(Input::Net(input)).await.is_err() {
@@ -319,20 +328,20 @@ impl SessionContext {
         }
     }
 
-    /// Serves the peer's unidirectional streams except the control stream. Returns only at a
-    /// protocol error.
+    /// Serves the peer's unidirectional streams except the control stream. Returns only if the peer
+    /// violates the protocol.
     async fn accept_streams(&self, connection: &Connection, inputs: &InputSender) -> String {
-        let (mut has_data, mut readers) = (false, JoinSet::new());
+        let (mut has_data_stream, mut readers) = (false, JoinSet::new());
         loop {
             let mut stream = tokio::select! {
-                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
+                Some(reader_result) = readers.join_next() => match reader_result.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
                     Ok(()) => continue,
                     Err(why) => return why.to_string(),
                 },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,
-                    // The reader of the control stream reports the end, once it has read what came
-                    // before.
+                    // When the connection ends, the reader of the control stream reports it, after
+                    // it has read all earlier messages.
                     Err(_) => std::future::pending().await,
                 },
             };
@@ -340,9 +349,9 @@ impl SessionContext {
             let purpose =
                 timeout(HELLO_TIMEOUT, self.read_purpose(&mut stream, &mut decoder)).await;
             match purpose {
-                Ok(Ok(StreamPurpose::Data)) if !has_data => {
-                    has_data = true;
-                    readers.spawn(read_data(
+                Ok(Ok(StreamPurpose::Data)) if !has_data_stream => {
+                    has_data_stream = true;
+                    readers.spawn(forward_data(
                         self.clone(),
                         None,
                         stream,
@@ -351,7 +360,7 @@ impl SessionContext {
                     ));
                 }
                 Ok(Ok(StreamPurpose::PairStream(lane))) => {
-                    readers.spawn(read_data(
+                    readers.spawn(forward_data(
                         self.clone(),
                         Some(lane),
                         stream,
@@ -362,59 +371,66 @@ impl SessionContext {
                 Ok(Ok(
                     purpose @ (StreamPurpose::Images(migration) | StreamPurpose::Memory(migration)),
                 )) => {
-                    let (pair, session) = (self.clone(), connection.clone());
-                    let announced = TransferAnnouncement {
-                        context: pair,
+                    let (context, session) = (self.clone(), connection.clone());
+                    let announcement = TransferAnnouncement {
+                        context,
                         migration,
                         session,
                         stream,
                         decoder,
                     };
                     let input = match purpose {
-                        StreamPurpose::Memory(_) => NetInput::Memory(announced),
-                        _ => NetInput::Images(announced),
+                        StreamPurpose::Memory(_) => NetInput::MemoryAnnounced(announcement),
+                        _ => NetInput::ImagesAnnounced(announcement),
                     };
                     if inputs.send(Input::Net(input)).await.is_err() {
                         return "this daemon ends".into();
                     }
                 }
-                Ok(Ok(other)) => return format!("it opened a second stream for {other:?}"),
+                Ok(Ok(other_purpose)) => {
+                    return format!("it opened a second stream for {other_purpose:?}");
+                }
                 Ok(Err(why)) => return why.to_string(),
                 Err(_) => return "it opened a stream and sent nothing".into(),
             }
         }
     }
 
-    /// Accepts the bidirectional streams of the peer. Returns only at a protocol error.
+    /// Accepts the bidirectional streams of the peer. Returns only if the peer violates the
+    /// protocol.
     async fn accept_fallback_streams(
         &self,
         connection: &Connection,
         inputs: &InputSender,
     ) -> String {
         loop {
-            // The reader of the control stream reports the end.
-            let Ok((out, mut back)) = connection.accept_bi().await else {
+            // When the connection ends, the reader of the control stream reports it.
+            let Ok((send_stream, mut receive_stream)) = connection.accept_bi().await else {
                 std::future::pending().await
             };
             let mut decoder = FrameDecoder::new();
-            let purpose =
-                match timeout(HELLO_TIMEOUT, self.read_purpose(&mut back, &mut decoder)).await {
-                    Ok(Ok(purpose)) => purpose,
-                    Ok(Err(why)) => return why.to_string(),
-                    Err(_) => return "it opened a stream and sent nothing".into(),
-                };
-            let StreamPurpose::BulkFallback(migration, what) = purpose else {
+            let purpose = match timeout(
+                HELLO_TIMEOUT,
+                self.read_purpose(&mut receive_stream, &mut decoder),
+            )
+            .await
+            {
+                Ok(Ok(purpose)) => purpose,
+                Ok(Err(why)) => return why.to_string(),
+                Err(_) => return "it opened a stream and sent nothing".into(),
+            };
+            let StreamPurpose::BulkFallback(migration, content) = purpose else {
                 return format!("it opened a stream both ways for {purpose:?}");
             };
-            // The peer must send nothing more until the stream is accepted.
+            // The peer must not send more data until the stream is accepted.
             if !decoder.is_empty() {
                 return "it sent unexpected data on a stream".into();
             }
             let fallback_stream = NetInput::FallbackStream {
                 host: self.host,
                 migration,
-                what,
-                streams: (out, back),
+                content,
+                streams: (send_stream, receive_stream),
             };
             if inputs.send(Input::Net(fallback_stream)).await.is_err() {
                 return "this daemon ends".into();
@@ -424,30 +440,30 @@ impl SessionContext {
 
     /// Returns when no authenticated data has arrived from the peer for the duration of a lease.
     ///
-    /// Checks are counted instead of time, so that a pause of this whole process is not attributed
-    /// to the peer.
-    async fn watch_lease(&self, connection: &Connection) -> String {
-        let mut steps = interval_at(
-            next_lease_check(self.lease / LEASE_CHECKS),
-            self.lease / LEASE_CHECKS,
+    /// The function counts checks instead of measuring time. Therefore a pause of this whole
+    /// process is not counted as silence of the peer.
+    async fn wait_until_silent(&self, connection: &Connection) -> String {
+        let mut check_timer = interval_at(
+            next_lease_check(self.lease / CHECKS_PER_LEASE),
+            self.lease / CHECKS_PER_LEASE,
         );
-        steps.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut frames_seen, mut silent_checks) = (0, 0);
+        check_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut previous_count, mut silent_checks) = (0, 0);
         loop {
-            steps.tick().await;
-            let frames = connection.stats().frame_rx;
-            let now = frames.acks
-                + frames.ping
-                + frames.stream
-                + frames.max_data
-                + frames.max_stream_data;
-            silent_checks = if now == frames_seen {
+            check_timer.tick().await;
+            let frame_stats = connection.stats().frame_rx;
+            let frame_count = frame_stats.acks
+                + frame_stats.ping
+                + frame_stats.stream
+                + frame_stats.max_data
+                + frame_stats.max_stream_data;
+            silent_checks = if frame_count == previous_count {
                 silent_checks + 1
             } else {
                 0
             };
-            frames_seen = now;
-            if silent_checks >= LEASE_CHECKS {
+            previous_count = frame_count;
+            if silent_checks >= CHECKS_PER_LEASE {
                 connection.close(CLOSE_SILENT, b"nothing was heard");
                 return format!("it sent nothing for {} ms", self.lease.as_millis());
             }
@@ -455,21 +471,21 @@ impl SessionContext {
     }
 }
 
-/// Returns the next common time at which all sessions of this daemon check their leases: separate
-/// times would wake the daemon once per host.
-fn next_lease_check(step: Duration) -> Instant {
-    static FIRST: OnceLock<Instant> = OnceLock::new();
-    let first = *FIRST.get_or_init(Instant::now);
-    let steps = first.elapsed().as_nanos() / step.as_nanos().max(1) + 1;
-    first + step * u32::try_from(steps).unwrap_or(0)
+/// Returns the next time at which all sessions of this daemon check their leases. With separate
+/// times, the daemon would be woken once per host.
+fn next_lease_check(check_interval: Duration) -> Instant {
+    static FIRST_CHECK: OnceLock<Instant> = OnceLock::new();
+    let first_check = *FIRST_CHECK.get_or_init(Instant::now);
+    let step_count = first_check.elapsed().as_nanos() / check_interval.as_nanos().max(1) + 1;
+    first_check + check_interval * u32::try_from(step_count).unwrap_or(0)
 }
 
-/// Forwards the items of the main stream of the data channel, or of a pair stream, until the peer
-/// ends the stream.
+/// Forwards the items of one stream until the peer ends the stream: of the pair stream `lane`, or
+/// of the main stream of the data channel if it is `None`.
 ///
 /// # Errors
-/// A protocol error of the peer, or the end of this daemon.
-async fn read_data(
+/// The peer violates the protocol, or this daemon ends.
+async fn forward_data(
     context: SessionContext,
     lane: Option<LaneId>,
     mut stream: RecvStream,
@@ -477,17 +493,17 @@ async fn read_data(
     inputs: InputSender,
 ) -> Result<(), SessionError> {
     loop {
-        // The control stream reports the reason of an end.
+        // If the connection ends, the reader of the control stream reports the reason.
         let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
             return Ok(());
         };
         let item = match lane {
-            None => DataItem::Main(main_item(frame)?),
-            Some(lane) => DataItem::Lane(lane, pair_stream_item(frame)?),
+            None => DataItem::Main(decode_main_entry(frame)?),
+            Some(lane) => DataItem::Lane(lane, decode_lane_entry(frame)?),
         };
         let input = NetInput::Data {
             host: context.host,
-            number: context.number,
+            session_number: context.session_number,
             item,
         };
         inputs
@@ -497,7 +513,7 @@ async fn read_data(
     }
 }
 
-fn main_item(frame: Frame) -> Result<MainEntry<DataMsg>, SessionError> {
+fn decode_main_entry(frame: Frame) -> Result<MainEntry<DataMsg>, SessionError> {
     match frame {
         Frame {
             kind: FrameKind::Link,
@@ -507,28 +523,29 @@ fn main_item(frame: Frame) -> Result<MainEntry<DataMsg>, SessionError> {
     }
 }
 
-pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, SessionError> {
+pub(super) fn decode_lane_entry(frame: Frame) -> Result<LaneEntry<DataMsg>, SessionError> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
         } => Ok(LaneEntry::Item(DataMsg::Frame(body))),
         frame => match frame.decode_control::<LaneEntry<()>>() {
-            Ok(LaneEntry::Barrier(words)) => Ok(LaneEntry::Barrier(words)),
+            Ok(LaneEntry::Barrier(barrier)) => Ok(LaneEntry::Barrier(barrier)),
             Ok(LaneEntry::Item(())) => Err(SessionError::WrongLaneItem),
             Err(e) => Err(SessionError::Decode(e)),
         },
     }
 }
 
-/// Serves a pair stream from its opening to its end.
+/// Opens a pair stream and serves it until it ends.
 pub(crate) async fn run_pair_stream(
     context: SessionContext,
     connection: Connection,
     lane: LaneId,
     queue: OutboxReader,
 ) {
-    // Without a stream the session is ending; the control stream reports that.
+    // If the stream cannot be opened, the session is ending; the reader of the control stream
+    // reports this.
     if let Ok(stream) = context
         .open_stream(&connection, StreamPurpose::PairStream(lane), 1)
         .await
@@ -537,25 +554,25 @@ pub(crate) async fn run_pair_stream(
     }
 }
 
-/// Writes queued frames. After [`super::outbox::Outgoing::Close`] it finishes the stream and waits
-/// until the peer has received everything.
+/// Writes queued frames. After [`super::outbox::Outgoing::Close`], finishes the stream and waits
+/// until the peer has received all data.
 async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
-    let mut encoder = ChunkEncoder::default();
+    let mut chunk_encoder = ChunkEncoder::default();
     loop {
         batch.clear();
         chunks.clear();
         if queue.receive_batch(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return;
         }
-        let end = encoder.encode(&batch, &mut chunks);
-        let written = stream.write_all_chunks(&mut chunks).await;
-        batch.iter().for_each(|item| queue.record_done(item));
-        if written.is_err() {
+        let must_close = chunk_encoder.encode(&batch, &mut chunks);
+        let write_result = stream.write_all_chunks(&mut chunks).await;
+        batch.iter().for_each(|item| queue.record_removed(item));
+        if write_result.is_err() {
             return;
         }
-        if end {
+        if must_close {
             let _ = stream.finish();
             let _ = timeout(FINISH_TIMEOUT, stream.stopped()).await;
             return;
@@ -566,37 +583,37 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
 /// Opens a stream that announces a transfer of images or memory.
 ///
 /// # Errors
-/// The failure of the session.
+/// The stream cannot be opened; the session is ending.
 pub(crate) async fn open_announcement(
     context: &SessionContext,
     connection: &Connection,
-    what: StreamPurpose,
+    purpose: StreamPurpose,
 ) -> Result<SendStream, SessionError> {
-    context.open_stream(connection, what, 0).await
+    context.open_stream(connection, purpose, 0).await
 }
 
-/// Opens a bidirectional stream. The peer sends first.
+/// Opens a bidirectional stream. The peer must send first.
 ///
 /// # Errors
-/// The failure of the session.
+/// The stream cannot be opened; the session is ending.
 pub(crate) async fn open_bidirectional(
     context: &SessionContext,
     connection: &Connection,
-    what: StreamPurpose,
+    purpose: StreamPurpose,
 ) -> Result<(SendStream, RecvStream), SessionError> {
-    let (mut out, back) = connection
+    let (mut send_stream, receive_stream) = connection
         .open_bi()
         .await
         .map_err(SessionError::OpenStream)?;
-    let _ = out.set_priority(0);
-    context.send_purpose(&mut out, what).await?;
-    Ok((out, back))
+    let _ = send_stream.set_priority(0);
+    context.send_purpose(&mut send_stream, purpose).await?;
+    Ok((send_stream, receive_stream))
 }
 
-/// Returns the next frame, or `None` at the end of the stream.
+/// Waits for the next frame and returns it, or `None` at the end of the stream.
 ///
 /// # Errors
-/// No frame can be read. The stream cannot be used any more.
+/// No frame can be read. The stream is unusable after the error.
 pub(crate) async fn read_frame(
     stream: &mut RecvStream,
     decoder: &mut FrameDecoder,
@@ -607,7 +624,9 @@ pub(crate) async fn read_frame(
         }
         let mut pieces = [const { Bytes::new() }; READ_CHUNKS_MAX];
         match stream.read_chunks(&mut pieces).await {
-            Ok(Some(count)) => pieces[..count].iter().for_each(|piece| decoder.push(piece)),
+            Ok(Some(piece_count)) => pieces[..piece_count]
+                .iter()
+                .for_each(|piece| decoder.push(piece)),
             Ok(None) if decoder.is_empty() => return Ok(None),
             Ok(None) => return Err(SessionError::EndedInFrame),
             Err(quinn::ReadError::ConnectionLost(e)) => {
@@ -618,8 +637,8 @@ pub(crate) async fn read_frame(
     }
 }
 
-/// Describes the end of a connection for the user.
-pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
+/// Returns the reason why a connection has ended, as a text for the user.
+pub(crate) fn describe_close(e: &quinn::ConnectionError) -> String {
     match e {
         quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
             CLOSE_LEAVING => "the session was closed regularly".into(),
@@ -650,7 +669,7 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
     }
 }
 
-/// True for QUIC error codes that stand for a TLS alert.
+/// True for QUIC error codes that represent a TLS alert.
 fn is_tls_alert(code: quinn::TransportErrorCode) -> bool {
     (0x100..0x200).contains(&u64::from(code))
 }

@@ -1,5 +1,5 @@
-//! Inputs from the sessions with other daemons to the loop, and the types that these inputs carry.
-//! [`super::session`] produces them, [`super::net`] handles them.
+//! Inputs that the loop receives from the sessions with other daemons, and the types of their
+//! content. [`super::session`] produces the inputs, [`super::net`] handles them.
 
 use super::outbox::Outbox;
 use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
@@ -10,7 +10,7 @@ use sempa_proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Inputs from the sessions to the loop.
+/// Inputs that the loop receives from the sessions.
 #[derive(Debug)]
 pub(crate) enum NetInput {
     /// A connection has completed its handshake.
@@ -18,46 +18,47 @@ pub(crate) enum NetInput {
         host: HostId,
         connection: Connection,
     },
-    /// A session is established; `channels` are its send queues.
+    /// A session is established. `channels` contains its send queues.
     SessionUp {
         host: HostId,
-        number: u64,
-        channels: SessionQueues,
+        session_number: u64,
+        queues: SessionQueues,
     },
     Control {
         host: HostId,
-        number: u64,
+        session_number: u64,
         message: HostMsg,
     },
-    /// An item of the data channel, in the order of its stream.
+    /// An item of the data channel. The items of one stream are delivered in order.
     Data {
         host: HostId,
-        number: u64,
+        session_number: u64,
         item: DataItem,
     },
-    /// Announces an image transfer.
-    Images(TransferAnnouncement),
-    /// Announces a post-copy memory transfer.
-    Memory(TransferAnnouncement),
-    /// A session stream for a bulk transfer, because TCP is blocked.
+    /// The peer announces an image transfer.
+    ImagesAnnounced(TransferAnnouncement),
+    /// The peer announces a post-copy memory transfer.
+    MemoryAnnounced(TransferAnnouncement),
+    /// The peer has opened a session stream for a bulk transfer, because TCP is blocked.
     FallbackStream {
         host: HostId,
         migration: MigrationId,
-        what: BulkContent,
+        content: BulkContent,
         streams: (quinn::SendStream, quinn::RecvStream),
     },
-    /// A session has ended, or failed to come up.
+    /// A session has ended, or could not be established.
     SessionDown {
         host: HostId,
-        number: u64,
-        why: String,
+        session_number: u64,
+        reason: String,
     },
-    /// A connection attempt has ended. A successful one was reported before as
-    /// [`NetInput::HandshakeDone`].
+    /// A connection attempt has ended. If it succeeded, [`NetInput::HandshakeDone`] was sent
+    /// before.
     ConnectEnded { host: HostId },
 }
 
-/// A transfer that another host announces on a stream of its own; the stream carries further data.
+/// A transfer that another host announces on a separate stream. Further data of the transfer
+/// follows on this stream.
 #[derive(Debug)]
 pub(crate) struct TransferAnnouncement {
     pub(crate) context: SessionContext,
@@ -67,40 +68,40 @@ pub(crate) struct TransferAnnouncement {
     pub(crate) decoder: FrameDecoder,
 }
 
-/// The two ends of a session, and its lease.
+/// The two hosts of a session, and its lease.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionContext {
     pub(crate) vm: String,
     pub(crate) own_host: HostId,
-    /// The peer, as named by its certificate.
+    /// The peer, as its certificate names it.
     pub(crate) host: HostId,
-    /// Number of the session, unique in this daemon.
-    pub(crate) number: u64,
-    /// Silence after which the peer is considered lost.
+    /// Number of the session; unique within this daemon.
+    pub(crate) session_number: u64,
+    /// Duration of silence after which the peer is considered lost.
     pub(crate) lease: Duration,
 }
 
-/// An item of one of the streams that make up the data channel.
+/// An item of one of the streams of the data channel.
 #[derive(Debug)]
 pub(crate) enum DataItem {
-    /// From the main stream.
+    /// An item of the main stream.
     Main(MainEntry<DataMsg>),
-    /// From a pair stream.
+    /// An item of a pair stream.
     Lane(LaneId, LaneEntry<DataMsg>),
 }
 
 /// The queues of a session that is up.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionQueues {
-    /// Queue of the control stream; accepts complete frames.
+    /// Queue of the control stream; its items must be complete frames.
     pub(crate) control: Outbox,
     /// Queue of the main stream of the data channel.
     pub(crate) data: Outbox,
-    /// For opening further streams and for closing the session.
+    /// The connection, for opening further streams and for closing the session.
     pub(crate) connection: Connection,
 }
 
-/// Kind of data that a bulk transfer carries.
+/// Content of a bulk transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum BulkContent {
     /// Images of a migration or checkpoint.

@@ -1,16 +1,18 @@
 //! `pvmd -s`: a daemon that a master starts through a remote shell.
 //!
-//! 1. It reads the master's bootstrap line from standard input, or fetches it from the master
-//!    (`sealed_bootstrap`).
-//! 2. It forks; the child leaves the shell's session and sets up the daemon.
-//! 3. The child answers with one line. The parent, for which the shell waits, prints this line and
-//!    exits.
+//! 1. The process reads the master's bootstrap line from standard input, or requests it from the
+//!    master (`sealed_bootstrap`).
+//! 2. The process forks. The child starts its own session and sets up the daemon.
+//! 3. The child replies with one line. The parent, for which the remote shell waits, prints this
+//!    line and exits.
 
 use super::address::ssh_session_addresses;
-use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, ReadyReply, Refusal, host_of, reply_line};
+use super::bootstrap::{
+    BOOTSTRAP_BYTES_MAX, Bootstrap, ReadyReply, Refusal, host_from_bootstrap, reply_line,
+};
 use super::daemon::{self, DaemonSetup, Role};
 use super::env::{env_var, root_refusal, runtime_paths_variable};
-use super::host_env::{ARCH, DSIG, HostEnvironmentSettings};
+use super::host_env::{ARCH_NAME, DATA_SIGNATURE, HostEnvironmentSettings};
 use super::manual_start;
 use super::runtime_dir::{RuntimeDir, RuntimeDirError};
 use super::sealed_bootstrap::{self, BootstrapSecret};
@@ -23,17 +25,18 @@ use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Runs a slave and returns the exit status of this process.
-pub(crate) fn run(foreground: bool, masters: Option<&str>) -> i32 {
+/// Runs a slave and returns the exit status of this process. `masters` are the addresses from which
+/// it must request the bootstrap line; `None` if the line is on standard input.
+pub(crate) fn run_slave(foreground: bool, masters: Option<&str>) -> i32 {
     let bootstrap = match masters.map_or_else(read_bootstrap, fetch_bootstrap) {
         Ok(bootstrap) => bootstrap,
         Err(refusal) => return print_reply(&reply_line(&Err(refusal))),
     };
     if foreground {
-        return serve(&bootstrap, &mut |line| print_reply(line));
+        return set_up_and_run(&bootstrap, &mut |line| print_reply(line));
     }
-    let forked = std::io::pipe().map(|pipe| (fork_before_threads(), pipe));
-    let (fork, (reader, writer)) = match forked {
+    let fork_result = std::io::pipe().map(|pipe| (fork_before_threads(), pipe));
+    let (fork, (reader, writer)) = match fork_result {
         Ok((Ok(fork), pipe)) => (fork, pipe),
         Ok((Err(errno), _)) => return print_reply(&reply_line(&Err(cannot_start("fork", errno)))),
         Err(e) => return print_reply(&reply_line(&Err(cannot_start("make a pipe", e)))),
@@ -50,20 +53,22 @@ pub(crate) fn run(foreground: bool, masters: Option<&str>) -> i32 {
     }
 }
 
-fn cannot_start(act: &str, e: impl std::fmt::Display) -> Refusal {
+fn cannot_start(action: &str, e: impl std::fmt::Display) -> Refusal {
     Refusal {
         error: PvmError::CantStart,
-        text: format!("cannot {act}: {e}"),
+        text: format!("cannot {action}: {e}"),
     }
 }
 
-/// Prints a reply and returns the exit status that goes with it.
+/// Prints a reply and returns the exit status of this process: 0 if the line was printed.
 fn print_reply(line: &str) -> i32 {
-    let printed = writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
-    i32::from(printed.is_err() || !line.starts_with("ddpro<"))
+    let print_result =
+        writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
+    i32::from(print_result.is_err() || !line.starts_with("ddpro<"))
 }
 
-/// In the parent: prints the child's line, so that the remote shell ends when the daemon is ready.
+/// In the parent: prints the child's line and returns the exit status. The remote shell thereby
+/// ends when the daemon is ready.
 fn relay_child_reply(reader: PipeReader) -> i32 {
     let mut line = String::new();
     let _ = BufReader::new(reader).read_line(&mut line);
@@ -76,40 +81,41 @@ fn relay_child_reply(reader: PipeReader) -> i32 {
     print_reply(line.trim_end())
 }
 
-/// In the child: leaves the session, replaces the standard descriptors by /dev/null, and serves.
+/// In the child: starts a new session, replaces the standard descriptors by /dev/null, and runs the
+/// daemon.
 fn serve_detached(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
-    let mut answer = |line: &str| {
-        // If the parent was killed, the line is lost; the master then gives up, and this daemon
-        // ends.
+    let mut send_reply = |line: &str| {
+        // If the parent was killed, the line is lost. The master then stops waiting, and this
+        // daemon ends.
         let _ = writeln!(writer, "{line}");
         0
     };
-    let detached = setsid().map_err(std::io::Error::from).and_then(|_| {
-        let null = OpenOptions::new()
+    let detach_result = setsid().map_err(std::io::Error::from).and_then(|_| {
+        let null_device = OpenOptions::new()
             .read(true)
             .write(true)
             .open("/dev/null")?;
-        dup2_stdin(&null)?;
-        dup2_stdout(&null)?;
-        dup2_stderr(&null)?;
+        dup2_stdin(&null_device)?;
+        dup2_stdout(&null_device)?;
+        dup2_stderr(&null_device)?;
         Ok(())
     });
-    if let Err(e) = detached {
-        return answer(&reply_line(&Err(cannot_start("leave the session", e))));
+    if let Err(e) = detach_result {
+        return send_reply(&reply_line(&Err(cannot_start("leave the session", e))));
     }
-    serve(bootstrap, &mut answer)
+    set_up_and_run(bootstrap, &mut send_reply)
 }
 
-/// Reads the master's line from standard input. Old hosters write a line `PVM_VMID=…` before it,
-/// which is skipped.
+/// Reads the master's line from standard input. Old hosters write a line `PVM_VMID=…` before it;
+/// this line is skipped.
 fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
     loop {
         let mut line = String::new();
-        let read = input
+        let read_result = input
             .read_line(&mut line)
             .map_err(|e| cannot_start("read standard input", e))?;
-        if read == 0 {
+        if read_result == 0 {
             return Err(cannot_start(
                 "start",
                 "pvmd -s is for masters: standard input brought no line of one",
@@ -121,8 +127,8 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
-/// Fetches the bootstrap line from the master and decrypts it with the secret that a hoster or a
-/// person has entered on standard input.
+/// Reads the bootstrap line from the master and decrypts it with the secret, which a hoster or a
+/// person enters on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     let text = manual_start::read_secret().map_err(|e| cannot_start("read standard input", e))?;
     let secret = BootstrapSecret::parse(&text)
@@ -130,31 +136,32 @@ fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     Bootstrap::parse(sealed_bootstrap::fetch_line(masters, &secret)?.trim_end())
 }
 
-/// Sets the daemon up, replies to the master, and runs it to its end.
-fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
+/// Sets the daemon up, replies to the master, and runs the daemon until it ends. `send_reply` sends the
+/// reply line.
+fn set_up_and_run(bootstrap: &Bootstrap, send_reply: &mut dyn FnMut(&str) -> i32) -> i32 {
     let setup = match build_setup(bootstrap) {
         Ok(setup) => setup,
         Err(refusal) => {
-            answer(&reply_line(&Err(refusal)));
+            send_reply(&reply_line(&Err(refusal)));
             return 1;
         }
     };
-    let mut answered = false;
-    let ended = daemon::run(setup, |ready_daemon| {
-        let ready = ReadyReply {
-            arch: ARCH.into(),
-            dsig: DSIG,
+    let mut has_replied = false;
+    let run_result = daemon::run_daemon(setup, |ready_daemon| {
+        let ready_reply = ReadyReply {
+            arch: ARCH_NAME.into(),
+            dsig: DATA_SIGNATURE,
             addresses: ready_daemon.addresses,
         };
-        answer(&reply_line(&Ok(ready)));
-        answered = true;
+        send_reply(&reply_line(&Ok(ready_reply)));
+        has_replied = true;
         Ok(())
     });
-    match ended {
+    match run_result {
         Ok(()) => 0,
         Err(e) => {
-            if !answered {
-                answer(&reply_line(&Err(Refusal {
+            if !has_replied {
+                send_reply(&reply_line(&Err(Refusal {
                     error: PvmError::CantStart,
                     text: format!("{e:#}"),
                 })));
@@ -172,10 +179,10 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
             text,
         });
     }
-    let host = host_of(bootstrap)?;
-    let identity = bootstrap.credentials().map_err(|broken| Refusal {
+    let host = host_from_bootstrap(bootstrap)?;
+    let credentials = bootstrap.credentials().map_err(|decode_error| Refusal {
         error: PvmError::CantStart,
-        text: broken.to_string(),
+        text: decode_error.to_string(),
     })?;
     let vm = bootstrap.vm.clone();
     let runtime_dir = RuntimePaths::from_env(uid, |name| {
@@ -201,12 +208,13 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
             text: e.to_string(),
         }
     })?;
-    let ssh = ssh_session_addresses(env_var("SSH_CONNECTION").as_deref());
+    let ssh_addresses = ssh_session_addresses(env_var("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();
-    if let (Some((client, _)), Some(port)) = (ssh, masters.first().map(SocketAddr::port)) {
-        // The master is most likely on the host that the remote shell came from, so that address is
-        // tried first.
-        masters.retain(|m| m.ip() != client);
+    if let (Some((client, _)), Some(port)) = (ssh_addresses, masters.first().map(SocketAddr::port))
+    {
+        // Most likely the master is on the host from which the remote shell was started, so this
+        // address is tried first.
+        masters.retain(|address| address.ip() != client);
         masters.insert(0, SocketAddr::new(client, port));
     }
     Ok(DaemonSetup {
@@ -221,7 +229,13 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
             debugger: bootstrap.debugger.clone(),
         },
         lease: Duration::from_millis(bootstrap.lease_ms),
-        preferred_addresses: ssh.map(|(_, server)| server).into_iter().collect(),
-        role: Role::Slave { identity, masters },
+        preferred_addresses: ssh_addresses
+            .map(|(_, server)| server)
+            .into_iter()
+            .collect(),
+        role: Role::Slave {
+            credentials,
+            master_addresses: masters,
+        },
     })
 }

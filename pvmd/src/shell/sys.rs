@@ -1,6 +1,6 @@
 //! System calls without a safe wrapper: fork before any thread exists, descriptors and limits of
-//! children, pidfds, thread priority, unread bytes of a socket, local time. All other code of the
-//! daemon is safe.
+//! child processes, pidfds, thread priority, unread bytes of a socket, local time. All other code
+//! of the daemon is safe Rust.
 #![allow(unsafe_code)] // fork, pre_exec, pidfd, setpriority, TIOCOUTQ and localtime_r have no safe form
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -15,8 +15,8 @@ use std::process::Command;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Nice value of threads that a stopped task waits for: above all ordinary processes, below the
-/// engine (-20).
+/// Nice value of threads for which a stopped task waits: a higher priority than ordinary processes,
+/// but a lower priority than the engine (-20).
 const BOOST_NICE: libc::c_int = -10;
 
 /// Forks. Must be called while the process has only one thread.
@@ -26,22 +26,22 @@ pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
     unsafe { fork() }
 }
 
-/// Closes all inherited descriptors except the standard streams. The daemon outlives the program
-/// that starts it and must not keep its pipes and locks open. Must be called before anything else
-/// is opened.
+/// Closes all inherited descriptors except the standard streams. The daemon runs longer than the
+/// program that starts it, so it must not hold that program's pipes and locks open. Must be called
+/// before this process opens any file.
 pub(crate) fn close_inherited_fds() {
     // SAFETY: the call takes numbers only, and nothing in this process owns a descriptor yet.
     unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
 }
 
-/// Raises the priority of the calling thread until dropped. Without the capability the priority
-/// stays unchanged.
+/// Raises the priority of the calling thread until dropped. Without the capability, the priority is
+/// unchanged.
 pub(crate) struct PriorityBoost(());
 
 impl PriorityBoost {
-    pub(crate) fn start() -> PriorityBoost {
+    pub(crate) fn start() -> Self {
         set_nice(BOOST_NICE);
-        PriorityBoost(())
+        Self(())
     }
 }
 
@@ -56,14 +56,14 @@ fn set_nice(nice: libc::c_int) {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
 }
 
-/// Makes the command's child inherit `fd` under the same number. The descriptor must stay open
-/// until the spawn.
+/// Makes the child of `command` inherit `fd` under the same number. The caller must not close the
+/// descriptor before the spawn.
 pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     let clear_cloexec = move || {
         // SAFETY: fcntl is async-signal-safe and changes only a flag in the child's own descriptor
         // table.
-        let done = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
-        if done < 0 {
+        let status = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
+        if status < 0 {
             Err(io::Error::last_os_error())
         } else {
             Ok(())
@@ -73,12 +73,12 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     unsafe { command.pre_exec(clear_cloexec) };
 }
 
-/// The limit on open descriptors that this process started with.
+/// The limit of open descriptors with which this process was started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpenFilesLimit(libc::rlimit);
 
-/// Raises this process's limit on open descriptors to the hard limit: each connected task takes
-/// two. Returns the previous limit, for child processes.
+/// Raises this process's limit of open descriptors to the hard limit, because each connected task
+/// needs two descriptors. Returns the previous limit, for child processes.
 pub(crate) fn raise_files_limit() -> nix::Result<OpenFilesLimit> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
@@ -89,13 +89,13 @@ pub(crate) fn raise_files_limit() -> nix::Result<OpenFilesLimit> {
 }
 
 impl OpenFilesLimit {
-    /// Makes the command's child start with this limit.
+    /// Makes the child of `command` start with this limit.
     pub(crate) fn apply_to(self, command: &mut Command) {
         let limit = self.0;
         let set_limit = move || {
             // SAFETY: setrlimit is async-signal-safe and reads from a value that the closure owns.
-            let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-            if done < 0 {
+            let status = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+            if status < 0 {
                 Err(io::Error::last_os_error())
             } else {
                 Ok(())
@@ -106,9 +106,10 @@ impl OpenFilesLimit {
     }
 }
 
-/// Returns a pidfd of the process that opened this connection; `pid` is from the peer credentials.
+/// Returns a pidfd of the process that opened this connection. `pid` is the process id from the
+/// peer credentials.
 ///
-/// The pidfd refers to that process even if its id is reused.
+/// The pidfd refers to this process even if the process id is reused.
 ///
 /// # Errors
 /// The process has ended, it is not visible in this PID namespace, or no descriptors are left.
@@ -140,8 +141,8 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     }
 }
 
-/// As [`peer_process`], but by process id: the id belongs to that process while the connection is
-/// open.
+/// As [`peer_process`], but opens the pidfd by process id. The result is valid if the connection is
+/// still open afterwards, because the process then has not ended.
 fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two numbers and makes a descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -151,9 +152,9 @@ fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<Owned
     let fd = RawFd::try_from(fd).map_err(|_| io::ErrorKind::InvalidData)?;
     // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
     let process = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut ends = [PollFd::new(connection, PollFlags::empty())];
-    poll(&mut ends, PollTimeout::ZERO)?;
-    if ends[0].any().unwrap_or(true) {
+    let mut poll_fds = [PollFd::new(connection, PollFlags::empty())];
+    poll(&mut poll_fds, PollTimeout::ZERO)?;
+    if poll_fds[0].any().unwrap_or(true) {
         Err(io::ErrorKind::ConnectionReset.into())
     } else {
         Ok(process)
@@ -165,31 +166,31 @@ fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<Owned
 /// # Errors
 /// The process has ended, or the signal number is invalid.
 pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
-    let none = std::ptr::null::<libc::siginfo_t>();
+    let no_siginfo = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: the call takes numbers and a null pointer, which requests an ordinary signal.
-    let done = unsafe {
+    let status = unsafe {
         libc::syscall(
             libc::SYS_pidfd_send_signal,
             process.as_raw_fd(),
             signal,
-            none,
+            no_siginfo,
             0,
         )
     };
-    if done < 0 {
+    if status < 0 {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
     }
 }
 
-/// Returns the bytes written to a local socket and not read by the peer, counted with the kernel's
-/// overhead. 0 if that is unknown.
-pub(crate) fn unread_by_peer(socket: &UnixStream) -> usize {
+/// Returns the number of bytes that were written to a local socket and that the peer has not read,
+/// including the kernel's overhead. Returns 0 if the number is unknown.
+pub(crate) fn bytes_unread_by_peer(socket: &UnixStream) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one int to `bytes`, which lives through the call.
-    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-    if done == 0 {
+    let status = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if status == 0 {
         usize::try_from(bytes).unwrap_or(0)
     } else {
         0
@@ -200,12 +201,16 @@ pub(crate) fn unread_by_peer(socket: &UnixStream) -> usize {
 ///
 /// # Errors
 /// The socket cannot be registered.
-pub(crate) fn register<S: OwnedSocket>(socket: S, interest: Interest) -> io::Result<AsyncFd<S>> {
+pub(crate) fn register_socket<S: OwnedSocket>(
+    socket: S,
+    interest: Interest,
+) -> io::Result<AsyncFd<S>> {
     // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
 }
 
-/// Sockets that [`register`] accepts: a type that owns its descriptor and never replaces it.
+/// Sockets that [`register`] accepts. An implementing type must own its descriptor and never
+/// replace it.
 pub(crate) trait OwnedSocket: AsRawFd + Sized {
     /// Duplicates the socket's descriptor.
     ///
@@ -215,18 +220,19 @@ pub(crate) trait OwnedSocket: AsRawFd + Sized {
 }
 
 impl OwnedSocket for UdpSocket {
-    fn duplicate(&self) -> io::Result<UdpSocket> {
+    fn duplicate(&self) -> io::Result<Self> {
         self.try_clone()
     }
 }
 
 impl OwnedSocket for UnixStream {
-    fn duplicate(&self) -> io::Result<UnixStream> {
+    fn duplicate(&self) -> io::Result<Self> {
         self.try_clone()
     }
 }
 
-/// Converts seconds since 1970 to local month, day, hour, minute and second.
+/// Converts seconds since 1970 to local time: month (1 to 12), day of the month, hour, minute and
+/// second.
 pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: all-zero bytes are a valid `tm`: integers and a null pointer.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
@@ -246,20 +252,21 @@ mod tests {
     use std::process::{Child, Stdio};
 
     /// Environment variable with the socket's path, for the process that the tests start.
-    const SOCKET_VARIABLE: &str = "SEMPA_TEST_CALLS";
+    const SOCKET_PATH_VARIABLE: &str = "SEMPA_TEST_CALLS";
 
-    /// Not a test: the code of the process that the tests start.
+    /// Not a test: this is the code of the process that the tests start. The process connects and
+    /// then waits.
     #[test]
     #[ignore = "child process of another test"]
     fn child_calls_and_waits() {
-        if let Some(path) = std::env::var_os(SOCKET_VARIABLE) {
-            let _held = UnixStream::connect(path).expect("a listener");
-            std::io::stdin().lines().for_each(drop);
+        if let Some(path) = std::env::var_os(SOCKET_PATH_VARIABLE) {
+            let _connection = UnixStream::connect(path).expect("a listener");
+            io::stdin().lines().for_each(drop);
         }
     }
 
-    /// Starts a process that connects and waits. Returns it, the connection, and the process id
-    /// from the peer credentials.
+    /// Starts a process that connects and waits. Returns the process, the connection, and the
+    /// process id from the peer credentials.
     fn connected_child() -> (Child, UnixStream, i32) {
         let dir = tempfile::TempDir::new().expect("a directory");
         let path = dir.path().join("s");
@@ -271,7 +278,7 @@ mod tests {
                 "--ignored",
                 "--nocapture",
             ])
-            .env(SOCKET_VARIABLE, &path)
+            .env(SOCKET_PATH_VARIABLE, &path)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
@@ -285,27 +292,31 @@ mod tests {
 
     #[test]
     fn unread_counts_bytes_the_peer_has_not_read() {
-        let (mut ours, mut theirs) = UnixStream::pair().expect("a pair");
-        assert_eq!(unread_by_peer(&ours), 0);
-        ours.write_all(&[7; 3000]).expect("room");
-        assert!(unread_by_peer(&ours) >= 3000);
+        let (mut local_end, mut peer_end) = UnixStream::pair().expect("a pair");
+        assert_eq!(bytes_unread_by_peer(&local_end), 0);
+        local_end.write_all(&[7; 3000]).expect("room");
+        assert!(bytes_unread_by_peer(&local_end) >= 3000);
         let mut bytes = [0; 3000];
-        theirs.read_exact(&mut bytes[..2999]).expect("it is there");
-        assert!(unread_by_peer(&ours) > 0, "one byte is left");
-        theirs.read_exact(&mut bytes[2999..]).expect("it is there");
-        assert_eq!((unread_by_peer(&ours), bytes), (0, [7; 3000]));
+        peer_end
+            .read_exact(&mut bytes[..2999])
+            .expect("it is there");
+        assert!(bytes_unread_by_peer(&local_end) > 0, "one byte is left");
+        peer_end
+            .read_exact(&mut bytes[2999..])
+            .expect("it is there");
+        assert_eq!((bytes_unread_by_peer(&local_end), bytes), (0, [7; 3000]));
     }
 
     type PeerProcessFn = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
 
-    /// Both functions that open a pidfd; the second one is for older kernels.
-    const METHODS: [PeerProcessFn; 2] = [peer_process, peer_process_by_pid];
+    /// The two functions that open a pidfd; the second function is for kernels before 6.5.
+    const PEER_PROCESS_FNS: [PeerProcessFn; 2] = [peer_process, peer_process_by_pid];
 
     #[test]
     fn signal_reaches_connecting_process() {
-        for way in METHODS {
+        for open_peer_process in PEER_PROCESS_FNS {
             let (mut child, connection, pid) = connected_child();
-            let process = way(connection.as_fd(), pid).expect("it lives");
+            let process = open_peer_process(connection.as_fd(), pid).expect("it lives");
             signal_process(process.as_fd(), libc::SIGTERM).expect("it lives");
             assert_eq!(
                 child.wait().expect("our child").signal(),
@@ -314,21 +325,23 @@ mod tests {
         }
     }
 
-    /// Neither a dead peer nor a process with its reused id gets a signal.
+    /// Neither a dead peer nor another process with the peer's reused id gets a signal.
     #[test]
     fn dead_peer_and_reused_pid_get_no_signal() {
-        for way in METHODS {
+        for open_peer_process in PEER_PROCESS_FNS {
             let (mut child, connection, pid) = connected_child();
-            let process = way(connection.as_fd(), pid).expect("it lives");
+            let process = open_peer_process(connection.as_fd(), pid).expect("it lives");
             child.kill().expect("our child");
             child.wait().expect("our child");
-            let sent = signal_process(process.as_fd(), libc::SIGTERM).expect_err("it has ended");
-            assert_eq!(sent.raw_os_error(), Some(libc::ESRCH));
-            // By now the id may be reused; here it is this test's own id.
-            let own = i32::try_from(std::process::id()).expect("process numbers are ints");
-            let found = way(connection.as_fd(), own)
+            let signal_error =
+                signal_process(process.as_fd(), libc::SIGTERM).expect_err("it has ended");
+            assert_eq!(signal_error.raw_os_error(), Some(libc::ESRCH));
+            // The peer's process id may be reused now. The test passes its own process id as the
+            // reused id.
+            let own_pid = i32::try_from(std::process::id()).expect("process numbers are ints");
+            let open_error = open_peer_process(connection.as_fd(), own_pid)
                 .and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
-            found.expect_err("the process with this number did not make the connection");
+            open_error.expect_err("the process with this number did not make the connection");
         }
     }
 }

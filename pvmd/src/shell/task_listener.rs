@@ -1,5 +1,5 @@
-//! The Unix socket for the tasks of this host: checks the user of each peer, transfers frames in
-//! both directions, and disconnects tasks that violate the protocol or do not read.
+//! The Unix socket for the tasks of this host. The listener checks the user of each peer, transfers
+//! frames in both directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{TaskFrameReader, send_with_descriptors};
 use super::input::{Input, InputSender, LogRateLimit, TaskConnection};
@@ -9,7 +9,7 @@ use super::sys::peer_process;
 use pvmd_machine::io::{ConnId, Event};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{
-    FRAME_HEAD_BYTES, Frame, FrameError, FrameKind, encode_control, frame_head,
+    FRAME_HEAD_BYTES, Frame, FrameError, FrameKind, encode_control, encode_frame_head,
 };
 use sempa_proto::link::FRAGMENT_BYTES_MAX;
 use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
@@ -27,14 +27,15 @@ use tokio::time::timeout;
 
 /// Time limit for the hello of a new connection.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of connections without a hello; further ones wait in the kernel's queue.
+/// Maximum number of accepted connections that have not sent a hello; further connections wait in
+/// the kernel's queue.
 const PENDING_HELLOS_MAX: usize = 128;
-/// Maximum number of bytes of control messages that may wait for a task that does not read.
+/// Maximum number of bytes of control messages that are queued for a task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
-/// Time without reading after which a task is disconnected, if more than [`TASK_CONTROL_BYTES_MAX`]
-/// bytes wait for it.
+/// Time after which a task that does not read is disconnected, if more than
+/// [`TASK_CONTROL_BYTES_MAX`] bytes are queued for it.
 pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for a disconnected task to read the data that was sent before.
+/// Time limit for a disconnected task to read the data that was sent before the disconnection.
 pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;
@@ -43,32 +44,32 @@ const WRITE_FRAMES_MAX: usize = 64;
 ///
 /// # Errors
 /// The socket cannot be created.
-pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+pub(crate) fn bind_task_socket(path: &Path) -> std::io::Result<UnixListener> {
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }
 
-/// State shared by all connections.
+/// State shared by all connections of tasks.
 #[derive(Debug)]
 struct TaskListener {
     uid: u32,
     inputs: InputSender,
     refusal_log_limit: LogRateLimit,
-    next_conn: AtomicU64,
+    next_conn_id: AtomicU64,
 }
 
-/// Accepts connections of tasks, forever.
-pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender) {
+/// Accepts connections of tasks. Never returns.
+pub(crate) async fn accept_tasks(listener: UnixListener, uid: u32, inputs: InputSender) {
     let task_listener = Arc::new(TaskListener {
         uid,
         inputs,
         refusal_log_limit: LogRateLimit::new(),
-        next_conn: AtomicU64::new(1),
+        next_conn_id: AtomicU64::new(1),
     });
-    let waiting = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
+    let pending_hellos = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
     loop {
-        let permit = waiting
+        let permit = pending_hellos
             .clone()
             .acquire_owned()
             .await
@@ -77,15 +78,18 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender)
             Ok((stream, _)) => {
                 let task_listener = task_listener.clone();
                 tokio::spawn(async move {
-                    let accepted = task_listener.handshake(stream).await;
+                    let handshake_result = task_listener.wait_for_hello(stream).await;
                     drop(permit);
-                    if let Some((hello, line)) = accepted {
-                        task_listener.serve_connection(hello, line).await;
+                    if let Some((hello, pending_connection)) = handshake_result {
+                        task_listener
+                            .serve_connection(hello, pending_connection)
+                            .await;
                     }
                 });
             }
             Err(e) => {
-                // Most likely the descriptors are used up; other connections will free some.
+                // Most likely there are no free descriptors. Descriptors become free when other
+                // connections end.
                 if task_listener.refusal_log_limit.try_acquire() {
                     tracing::warn!("cannot accept a task's connection: {e}; trying again");
                 }
@@ -95,28 +99,30 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender)
     }
 }
 
-/// A connection with the data read from it but not handled yet, and the process at its other end.
+/// A connection before its hello is complete: the process at its other end, and the data that was
+/// read but not handled yet.
 struct PendingConnection {
     pid: i32,
     process: std::io::Result<OwnedFd>,
     socket: Arc<LocalSocket>,
-    incoming: TaskFrameReader,
+    frame_reader: TaskFrameReader,
 }
 
 impl TaskListener {
-    /// Checks the peer's user and waits for a valid hello. Other peers get a reason and are
-    /// disconnected.
-    async fn handshake(&self, stream: UnixStream) -> Option<(ToDaemon, PendingConnection)> {
+    /// Checks the peer's user and waits for a valid hello. Returns the hello and the connection.
+    /// Returns `None` for other peers, after sending them a reason and disconnecting them.
+    async fn wait_for_hello(&self, stream: UnixStream) -> Option<(ToDaemon, PendingConnection)> {
         let peer = stream.peer_cred().ok()?;
         let pid = peer.pid().unwrap_or(0);
-        // Opened first: the process may exit at any time, and its id be reused.
+        // The pidfd is opened first, because the process may exit at any time and its id may then
+        // be reused.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
         let mut connection = PendingConnection {
             pid,
             process,
             socket,
-            incoming: TaskFrameReader::default(),
+            frame_reader: TaskFrameReader::default(),
         };
         let refusal = if peer.uid() != self.uid {
             format!(
@@ -127,7 +133,7 @@ impl TaskListener {
         } else {
             match timeout(
                 HELLO_TIMEOUT,
-                connection.incoming.next_frame(&connection.socket),
+                connection.frame_reader.next_frame(&connection.socket),
             )
             .await
             {
@@ -147,7 +153,7 @@ impl TaskListener {
             );
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
-            // The peer may be gone or not read; a failure does not matter.
+            // A failure has no consequence: the peer may have exited, or it does not read.
             let _ = timeout(
                 Duration::from_secs(1),
                 connection.socket.write_all(&mut [IoSlice::new(&frame)]),
@@ -158,17 +164,17 @@ impl TaskListener {
     }
 
     /// Serves a connection from its hello to its end.
-    async fn serve_connection(&self, hello: ToDaemon, line: PendingConnection) {
-        let conn = ConnId(self.next_conn.fetch_add(1, Ordering::Relaxed));
+    async fn serve_connection(&self, hello: ToDaemon, connection: PendingConnection) {
+        let conn = ConnId(self.next_conn_id.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
         let (close_reason, mut close_requests) = watch::channel(None);
         let PendingConnection {
             pid,
             process,
             socket,
-            mut incoming,
-        } = line;
-        let connected = Input::TaskConnected(TaskConnection {
+            mut frame_reader,
+        } = connection;
+        let task_connected = Input::TaskConnected(TaskConnection {
             conn,
             pid,
             process,
@@ -176,27 +182,29 @@ impl TaskListener {
             outbox,
             close_reason,
         });
-        let first = Input::Event(Event::TaskControl {
+        let hello_input = Input::Event(Event::TaskControl {
             conn,
             message: hello,
         });
-        if self.inputs.send(connected).await.is_err() || self.inputs.send(first).await.is_err() {
+        if self.inputs.send(task_connected).await.is_err()
+            || self.inputs.send(hello_input).await.is_err()
+        {
             return;
         }
         let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
-        let mut reading = std::pin::pin!(self.forward_frames(conn, &socket, &mut incoming));
+        let mut forwarding = std::pin::pin!(self.forward_frames(conn, &socket, &mut frame_reader));
         let protocol_error = tokio::select! {
-            protocol_error = &mut reading => protocol_error,
-            why = await_close_reason(&mut close_requests) => Some(why),
+            protocol_error = &mut forwarding => protocol_error,
+            why = wait_for_close_reason(&mut close_requests) => Some(why),
             dismissed = &mut writer => {
                 if dismissed.unwrap_or(false) {
                     None
                 } else {
-                    // The task reads nothing more, but the frames that it sent before are still
+                    // The task reads no more data, but the frames that it sent before are still
                     // valid.
                     tokio::select! {
-                        protocol_error = reading => protocol_error,
-                        why = await_close_reason(&mut close_requests) => Some(why),
+                        protocol_error = forwarding => protocol_error,
+                        why = wait_for_close_reason(&mut close_requests) => Some(why),
                     }
                 }
             }
@@ -216,33 +224,34 @@ impl TaskListener {
             .await;
     }
 
-    /// Forwards a task's frames as events until its stream ends (returns `None`) or violates the
-    /// protocol (returns the reason).
+    /// Forwards a task's frames as events. Returns `None` when the stream ends. Returns the reason
+    /// if the task violates the protocol.
     async fn forward_frames(
         &self,
         conn: ConnId,
         socket: &LocalSocket,
-        incoming: &mut TaskFrameReader,
+        frame_reader: &mut TaskFrameReader,
     ) -> Option<String> {
         loop {
-            let frame = match incoming.next_frame(socket).await {
+            let frame = match frame_reader.next_frame(socket).await {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return None,
                 Err(reason) => return Some(reason.to_string()),
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.decode_control::<ToDaemon>() {
-                    Ok(ToDaemon::Route { to, message }) => {
-                        match incoming.take_descriptors(message.fd_count()) {
-                            Ok(descriptors) => Event::TaskRoute {
-                                conn,
-                                to,
-                                message,
-                                descriptors,
-                            },
-                            Err(e) => return Some(e.to_string()),
-                        }
-                    }
+                    Ok(ToDaemon::Route {
+                        receiver: to,
+                        message,
+                    }) => match frame_reader.take_descriptors(message.fd_count()) {
+                        Ok(descriptors) => Event::TaskRoute {
+                            conn,
+                            dst: to,
+                            message,
+                            descriptors,
+                        },
+                        Err(e) => return Some(e.to_string()),
+                    },
                     Ok(message) => Event::TaskControl { conn, message },
                     Err(e) => return Some(e.to_string()),
                 },
@@ -268,20 +277,20 @@ impl TaskListener {
     }
 }
 
-/// Waits until the loop orders the connection closed, and returns the reason.
-async fn await_close_reason(close_reason: &mut watch::Receiver<Option<String>>) -> String {
+/// Waits until the loop orders that the connection be closed, and returns the reason.
+async fn wait_for_close_reason(close_reason: &mut watch::Receiver<Option<String>>) -> String {
     loop {
         if let Some(why) = close_reason.borrow_and_update().clone() {
             return why;
         }
         if close_reason.changed().await.is_err() {
-            // The loop has dropped the connection without a reason; the writer ends it.
+            // The loop has dropped the connection without a reason; the writer ends the connection.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Why the first frame of a task was refused. Nothing was read after it.
+/// Why the first frame of a task was refused. No further frame was read.
 #[derive(Debug, Error)]
 enum HelloError {
     #[error("the first frame is not a task's hello")]
@@ -309,7 +318,8 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, HelloError> {
     }
 }
 
-/// Writes queued frames. Returns true after a close order, false if the peer accepts no more data.
+/// Writes queued frames. Returns true after an order to close the stream, false if the peer accepts
+/// no more data.
 pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxReader) -> bool {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     loop {
@@ -317,15 +327,15 @@ pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxRead
         if queue.receive_batch(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return true;
         }
-        let end = batch
+        let close_index = batch
             .iter()
             .position(|item| matches!(item, Outgoing::Close));
-        let written = write_batch(&socket, &batch[..end.unwrap_or(batch.len())]).await;
-        batch.iter().for_each(|item| queue.record_done(item));
-        if written.is_err() {
+        let write_result = write_batch(&socket, &batch[..close_index.unwrap_or(batch.len())]).await;
+        batch.iter().for_each(|item| queue.record_removed(item));
+        if write_result.is_err() {
             return false;
         }
-        if end.is_some() {
+        if close_index.is_some() {
             socket.shut_down_writes();
             return true;
         }
@@ -340,9 +350,9 @@ async fn write_batch(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Resul
     {
         write_without_fds(socket, &rest[..at]).await?;
         if let Outgoing::WithFds(frame, descriptors) = &rest[at] {
-            let written = send_with_descriptors(socket, frame, descriptors).await?;
+            let written_bytes = send_with_descriptors(socket, frame, descriptors).await?;
             socket
-                .write_all(&mut [IoSlice::new(&frame[written..])])
+                .write_all(&mut [IoSlice::new(&frame[written_bytes..])])
                 .await?;
         }
         rest = &rest[at + 1..];
@@ -354,21 +364,21 @@ async fn write_without_fds(socket: &LocalSocket, batch: &[Outgoing]) -> std::io:
     let mut heads = [[0; FRAME_HEAD_BYTES]; WRITE_FRAMES_MAX];
     for (head, item) in heads.iter_mut().zip(batch) {
         if let Outgoing::Link(body) = item {
-            *head = frame_head(FrameKind::Link, body.len());
+            *head = encode_frame_head(FrameKind::Link, body.len());
         }
     }
     let mut slices = [IoSlice::new(&[]); 2 * WRITE_FRAMES_MAX];
-    let mut used = 0;
-    let mut add = |slice| {
-        slices[used] = IoSlice::new(slice);
-        used += 1;
+    let mut slice_count = 0;
+    let mut add_slice = |slice| {
+        slices[slice_count] = IoSlice::new(slice);
+        slice_count += 1;
     };
     for (item, head) in batch.iter().zip(&heads) {
         match item {
-            Outgoing::Reliable(frame) => add(frame),
-            Outgoing::Link(body) => [head, &body[..]].into_iter().for_each(&mut add),
+            Outgoing::Reliable(frame) => add_slice(frame),
+            Outgoing::Link(body) => [head, &body[..]].into_iter().for_each(&mut add_slice),
             Outgoing::WithFds(..) | Outgoing::Close => {}
         }
     }
-    socket.write_all(&mut slices[..used]).await
+    socket.write_all(&mut slices[..slice_count]).await
 }

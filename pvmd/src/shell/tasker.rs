@@ -1,7 +1,8 @@
-//! The tasker process: started from this program's folder, connected by a socket pair, restarted
-//! when it dies.
+//! The tasker process. The daemon starts it from this program's folder, connects it by a socket
+//! pair, and restarts it when it ends.
 //!
-//! The tasker kills all its tasks when the socket closes, so no task outlives this daemon.
+//! The tasker kills all of its tasks when the socket is closed, so no task runs longer than this
+//! daemon.
 
 use super::descriptors::TaskFrameReader;
 use super::input::{Input, InputSender};
@@ -25,23 +26,24 @@ use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Maximum number of starts within [`STARTS_WINDOW`]. A tasker that dies more often is started
-/// again only by a later request.
+/// Maximum number of starts within [`STARTS_WINDOW`]. If the tasker ends more often, only a later
+/// request starts it again.
 const STARTS_MAX: usize = 5;
+/// Duration in which starts of the tasker are counted.
 const STARTS_WINDOW: Duration = Duration::from_secs(60);
-/// Time limit for the tasker to kill and reap all its processes after the socket is closed.
+/// Time limit for the tasker to kill and reap all of its processes after the socket is closed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The tasker of this daemon. Owned by the daemon's loop.
 pub(crate) struct TaskerProcess {
-    program: PathBuf,
+    program_path: PathBuf,
     files_limit: OpenFilesLimit,
     inputs: InputSender,
     connection: Option<TaskerConnection>,
     start_times: Vec<Instant>,
 }
 
-/// Why no tasker runs. The daemon continues without one.
+/// Why no tasker is running. The daemon continues without a tasker.
 #[derive(Debug, Error)]
 pub(crate) enum StartTaskerError {
     #[error("{} ended {} times within a minute", program.display(), STARTS_MAX)]
@@ -55,19 +57,15 @@ pub(crate) enum StartTaskerError {
 
 struct TaskerConnection {
     outbox: Outbox,
-    serving: JoinHandle<()>,
+    forward_task: JoinHandle<()>,
 }
 
 impl TaskerProcess {
-    /// Creates the state without a process. `program` is the tasker's path; `files_limit` is the
-    /// initial limit of the tasker and its tasks.
-    pub(crate) fn new(
-        program: PathBuf,
-        files_limit: OpenFilesLimit,
-        inputs: InputSender,
-    ) -> TaskerProcess {
-        TaskerProcess {
-            program,
+    /// Creates the state without a process. `program` is the tasker's path. `files_limit` is the
+    /// initial limit of open files of the tasker and its tasks.
+    pub(crate) fn new(program: PathBuf, files_limit: OpenFilesLimit, inputs: InputSender) -> Self {
+        Self {
+            program_path: program,
             files_limit,
             inputs,
             connection: None,
@@ -75,103 +73,118 @@ impl TaskerProcess {
         }
     }
 
-    /// Starts the process unless it is running or has died too often.
+    /// Starts the process if it is not running.
     ///
     /// # Errors
-    /// Why it was not started.
-    pub(crate) fn start(&mut self) -> Result<(), StartTaskerError> {
+    /// The process has ended too often, or it cannot be started.
+    pub(crate) fn start_if_needed(&mut self) -> Result<(), StartTaskerError> {
         if self.connection.is_some() {
             return Ok(());
         }
-        self.start_times.retain(|at| at.elapsed() < STARTS_WINDOW);
+        self.start_times
+            .retain(|started_at| started_at.elapsed() < STARTS_WINDOW);
         if self.start_times.len() >= STARTS_MAX {
             return Err(StartTaskerError::EndedTooOften {
-                program: self.program.clone(),
+                program: self.program_path.clone(),
             });
         }
         self.start_times.push(Instant::now());
-        let (socket, child) = self.spawn().map_err(|source| StartTaskerError::Spawn {
-            program: self.program.clone(),
-            source,
-        })?;
+        let (socket, child) = self
+            .spawn_process()
+            .map_err(|source| StartTaskerError::Spawn {
+                program: self.program_path.clone(),
+                source,
+            })?;
         let (outbox, queue) = outbox(0);
         tokio::spawn(write_frames(socket.clone(), queue));
         let inputs = self.inputs.clone();
-        let serving = tokio::spawn(async move {
-            let why = forward_messages(socket, child, &inputs).await;
-            let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
+        let forward_task = tokio::spawn(async move {
+            let reason = forward_messages(socket, child, &inputs).await;
+            let _ = inputs
+                .send(Input::Event(Event::TaskerEnded { why: reason }))
+                .await;
         });
-        self.connection = Some(TaskerConnection { outbox, serving });
+        self.connection = Some(TaskerConnection {
+            outbox,
+            forward_task,
+        });
         Ok(())
     }
 
-    fn spawn(&self) -> std::io::Result<(Arc<LocalSocket>, Child)> {
-        let (ours, theirs) = UnixStream::pair()?;
-        let mut command = std::process::Command::new(&self.program);
-        command.arg(theirs.as_raw_fd().to_string());
+    fn spawn_process(&self) -> std::io::Result<(Arc<LocalSocket>, Child)> {
+        let (daemon_end, tasker_end) = UnixStream::pair()?;
+        let mut command = std::process::Command::new(&self.program_path);
+        command.arg(tasker_end.as_raw_fd().to_string());
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
-        // Ctrl-C at the master's terminal must reach only the master, which ends the tasks in
+        // Ctrl-C at the master's terminal must interrupt only the master, which ends the tasks in
         // order.
         command.process_group(0);
-        pass_descriptor(&mut command, theirs.as_raw_fd());
+        pass_descriptor(&mut command, tasker_end.as_raw_fd());
         self.files_limit.apply_to(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
-        drop(theirs);
-        Ok((Arc::new(LocalSocket::new(ours)?), child))
+        drop(tasker_end);
+        Ok((Arc::new(LocalSocket::new(daemon_end)?), child))
     }
 
-    /// Records that the process has ended, and starts another one for new tasks.
+    /// Records that the process has ended, and starts another process for new tasks.
     pub(crate) fn on_exit(&mut self) {
         self.connection = None;
-        if let Err(why) = self.start() {
+        if let Err(why) = self.start_if_needed() {
             tracing::error!("{why}");
         }
     }
 
-    /// Sends a message to the tasker, which is started if necessary.
+    /// Queues a message for the tasker. Starts the tasker if it is not running.
     ///
-    /// If the tasker cannot be started, returns the reply to a start (failed) or to a discard
-    /// (done) in its place. Other messages are dropped: the tasks that they concern died with the
+    /// If the tasker cannot be started, returns its reply: to a start a failure, to a discard a
+    /// success. Other messages are dropped, because the tasks that they concern have ended with the
     /// tasker.
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
-        let failed = |why: String| match message {
-            ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),
-            // Everything that the tasker had built is gone with it.
+        let start_failure = |reason: String| match message {
+            ToTasker::Start(task) => Some(FromTasker::StartFailed {
+                tid: task.tid,
+                reason,
+            }),
+            // Everything that the tasker had built was removed when it ended.
             ToTasker::Discard { migration } => Some(FromTasker::Discarded {
                 migration: *migration,
             }),
             _ => None,
         };
         if self.connection.is_none()
-            && let Err(why) = self.start()
+            && let Err(reason) = self.start_if_needed()
         {
-            return failed(why.to_string());
+            return start_failure(reason.to_string());
         }
-        let running = self.connection.as_ref().expect("it has just been started");
+        let connection = self.connection.as_ref().expect("it has just been started");
         match encode_control(message) {
             Ok(frame) => {
-                running.outbox.enqueue(Outgoing::Reliable(frame));
+                connection.outbox.enqueue(Outgoing::Reliable(frame));
                 None
             }
-            Err(e) => failed(format!("arguments and environment are too long: {e}")),
+            Err(e) => start_failure(format!("arguments and environment are too long: {e}")),
         }
     }
 
-    /// Makes the tasker end with all its tasks, and waits for its end.
+    /// Makes the tasker and all of its tasks end, and waits until the tasker has ended.
     pub(crate) async fn shut_down(&mut self) {
-        let Some(TaskerConnection { outbox, serving }) = self.connection.take() else {
+        let Some(TaskerConnection {
+            outbox,
+            forward_task,
+        }) = self.connection.take()
+        else {
             return;
         };
         outbox.enqueue(Outgoing::Close);
         drop(outbox);
-        let _ = timeout(EXIT_TIMEOUT + Duration::from_secs(2), serving).await;
+        let _ = timeout(EXIT_TIMEOUT + Duration::from_secs(2), forward_task).await;
     }
 }
 
-/// Forwards the tasker's messages until it ends, and returns the reason of its end.
+/// Forwards the tasker's messages until the tasker ends. Returns the reason why it ended.
 async fn forward_messages(
     socket: Arc<LocalSocket>,
     mut child: Child,
@@ -185,14 +198,14 @@ async fn forward_messages(
             }
         });
     }
-    let mut incoming = TaskFrameReader::default();
+    let mut frame_reader = TaskFrameReader::default();
     let protocol_error = loop {
-        let message = match incoming.next_frame(&socket).await {
+        let message = match frame_reader.next_frame(&socket).await {
             Ok(Some(frame)) => frame
                 .decode_control::<FromTasker>()
                 .map_err(|e| e.to_string()),
             Ok(None) => break None,
-            Err(why) => Err(why.to_string()),
+            Err(reason) => Err(reason.to_string()),
         };
         match message {
             Ok(message) => {
@@ -204,13 +217,13 @@ async fn forward_messages(
                     break None;
                 }
             }
-            Err(why) => break Some(why),
+            Err(reason) => break Some(reason),
         }
     };
-    // Either side has closed the socket: the tasker kills its tasks and exits.
+    // The daemon or the tasker has closed the socket: the tasker kills its tasks and exits.
     socket.shut_down_writes();
     drop(socket);
-    let ended = match timeout(EXIT_TIMEOUT, child.wait()).await {
+    let exit_text = match timeout(EXIT_TIMEOUT, child.wait()).await {
         Ok(Ok(status)) => format!("it ended with {status}"),
         Ok(Err(e)) => format!("it cannot be waited for: {e}"),
         Err(_) => {
@@ -219,9 +232,9 @@ async fn forward_messages(
         }
     };
     match protocol_error {
-        Some(why) => {
-            format!("the tasker violated the protocol ({why}); {ended}")
+        Some(reason) => {
+            format!("the tasker violated the protocol ({reason}); {exit_text}")
         }
-        None => format!("the tasker is gone: {ended}"),
+        None => format!("the tasker is gone: {exit_text}"),
     }
 }

@@ -26,17 +26,17 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time limit of every wait; a loaded machine may need much of it.
-const DEADLINE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The virtual machine of one test.
 struct Vm {
     dir: tempfile::TempDir,
-    master: Option<Child>,
+    master_process: Option<Child>,
     lease_ms: u32,
 }
 
 impl Vm {
-    fn new() -> Vm {
+    fn new() -> Self {
         let dir = tempfile::Builder::new()
             .prefix("pvmd")
             .tempdir()
@@ -57,9 +57,9 @@ impl Vm {
         let path = dir.path().join("rsh");
         fs::write(&path, script).expect("writable");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("ours");
-        Vm {
+        Self {
             dir,
-            master: None,
+            master_process: None,
             lease_ms: 10_000,
         }
     }
@@ -69,7 +69,7 @@ impl Vm {
     }
 
     /// Returns a command for `pvmd` with the environment of this virtual machine.
-    fn command(&self) -> Command {
+    fn pvmd_command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pvmd"));
         command
             .env_remove("PVM_RM")
@@ -87,12 +87,12 @@ impl Vm {
         command
     }
 
-    /// Starts the master and waits for the line with its socket.
-    fn start(&mut self) -> PathBuf {
-        self.start_as(self.command())
+    /// Starts the master and waits for the line with its socket's path. Returns the path.
+    fn start_master(&mut self) -> PathBuf {
+        self.start_with(self.pvmd_command())
     }
 
-    fn start_as(&mut self, mut command: Command) -> PathBuf {
+    fn start_with(&mut self, mut command: Command) -> PathBuf {
         let mut child = command
             .stdout(Stdio::piped())
             .spawn()
@@ -101,59 +101,60 @@ impl Vm {
         BufReader::new(child.stdout.take().expect("a pipe"))
             .read_line(&mut line)
             .expect("readable");
-        self.master = Some(child);
+        self.master_process = Some(child);
         assert!(!line.is_empty(), "the master ended without its line");
         PathBuf::from(line.trim_end())
     }
 
-    fn pid(&self) -> i32 {
-        i32::try_from(self.master.as_ref().expect("started").id()).expect("a pid")
+    fn master_pid(&self) -> i32 {
+        i32::try_from(self.master_process.as_ref().expect("started").id()).expect("a pid")
     }
 
-    fn signal(&self, signal: nix::sys::signal::Signal) {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal)
+    fn signal_master(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.master_pid()), signal)
             .expect("it is our child");
     }
 
-    /// Waits for the end of the master and returns its status.
+    /// Waits until the master ends and returns its exit status. Panics after a time limit.
     fn wait_for_end(&mut self) -> std::process::ExitStatus {
-        let mut child = self.master.take().expect("started");
+        let mut child = self.master_process.take().expect("started");
         let mut status = None;
-        until("the master ends", || {
+        wait_until("the master ends", || {
             status = child.try_wait().expect("our child");
             status.is_some()
         });
         status.expect("it has ended")
     }
 
-    /// Returns the processes of this virtual machine, found by the directory in their environment.
-    fn processes(&self) -> Vec<String> {
-        let mark = self.dir.path().to_string_lossy().into_owned();
-        let mut found = Vec::new();
+    /// Returns the processes of this virtual machine: those whose environment contains the test's
+    /// directory. Each entry is a process id and a command line.
+    fn find_processes(&self) -> Vec<String> {
+        let dir_text = self.dir.path().to_string_lossy().into_owned();
+        let mut processes = Vec::new();
         for process in all_processes().expect("/proc").flatten() {
             let environ = process.environ().unwrap_or_default();
-            let has_mark = |value: &OsString| value.to_string_lossy().contains(&mark);
-            if environ.values().any(has_mark) {
+            let contains_dir = |value: &OsString| value.to_string_lossy().contains(&dir_text);
+            if environ.values().any(contains_dir) {
                 let line = process.cmdline().unwrap_or_default().join(" ");
-                found.push(format!("{} {line}", process.pid));
+                processes.push(format!("{} {line}", process.pid));
             }
         }
-        found
+        processes
     }
 
-    /// Counts the programs of this virtual machine. Processes that a tasker keeps ready for tasks
-    /// do not count.
+    /// Counts the programs of this virtual machine. Processes that a tasker has prepared for future
+    /// tasks do not count.
     fn program_count(&self) -> usize {
-        let lines: BTreeMap<String, String> = (self.processes().iter())
-            .filter_map(|found| found.split_once(' '))
+        let lines: BTreeMap<String, String> = (self.find_processes().iter())
+            .filter_map(|process_line| process_line.split_once(' '))
             .map(|(pid, line)| (pid.into(), line.into()))
             .collect();
-        let parent = |pid: &String| {
+        let parent_pid = |pid: &String| {
             let status = checkpoint::proc::status(pid.parse().expect("a number"));
             status.map(|status| status.ppid.to_string())
         };
         let is_copy = |pid: &String, line: &String| {
-            parent(pid).is_some_and(|parent| lines.get(&parent) == Some(line))
+            parent_pid(pid).is_some_and(|parent_pid| lines.get(&parent_pid) == Some(line))
         };
         lines
             .iter()
@@ -161,24 +162,28 @@ impl Vm {
             .count()
     }
 
-    /// Asserts that no process and no file of the virtual machine remains.
+    /// Waits until no process of the virtual machine is left. Panics if a process or a file
+    /// remains.
     fn assert_clean(&self) {
-        until("no process is left", || self.processes().is_empty());
+        wait_until("no process is left", || self.find_processes().is_empty());
         for entry in fs::read_dir(self.dir.path())
             .expect("ours")
             .flatten()
             .filter(|e| e.path().is_dir())
         {
-            let left: Vec<_> = fs::read_dir(entry.path())
+            let remaining_files: Vec<_> = fs::read_dir(entry.path())
                 .expect("ours")
                 .flatten()
                 .map(|e| e.path())
                 .collect();
-            assert!(left.is_empty(), "left behind: {left:?}");
+            assert!(
+                remaining_files.is_empty(),
+                "left behind: {remaining_files:?}"
+            );
         }
     }
 
-    fn log(&self) -> String {
+    fn read_log(&self) -> String {
         fs::read_to_string(self.path(&format!("master/sempa-{}/pvm/pvml", nix::unistd::getuid())))
             .unwrap_or_default()
     }
@@ -189,79 +194,84 @@ impl Drop for Vm {
         if std::thread::panicking() {
             eprintln!(
                 "log of the master:\n{}\nprocesses: {:?}",
-                self.log(),
-                self.processes()
+                self.read_log(),
+                self.find_processes()
             );
         }
-        if let Some(mut child) = self.master.take() {
+        if let Some(mut child) = self.master_process.take() {
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// Waits until the condition holds. Panics after [`DEADLINE`].
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !holds() {
-        assert!(begin.elapsed() < DEADLINE, "waited in vain: {what}");
+/// Waits until the condition `is_met`. Panics after [`DEADLINE`].
+fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
+    let started_at = Instant::now();
+    while !is_met() {
+        assert!(
+            started_at.elapsed() < WAIT_TIMEOUT,
+            "waited in vain: {condition}"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// A task's side of the daemon's socket.
+/// A task's end of the daemon's socket.
 struct Task {
     stream: UnixStream,
     decoder: FrameDecoder,
-    requests: u64,
+    request_count: u64,
     tid: Option<Tid>,
 }
 
 impl Task {
-    fn connect(socket: &Path) -> Task {
+    fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).expect("the daemon listens");
-        stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-        Task {
+        stream
+            .set_read_timeout(Some(WAIT_TIMEOUT))
+            .expect("a socket");
+        Self {
             stream,
             decoder: FrameDecoder::new(),
-            requests: 0,
+            request_count: 0,
             tid: None,
         }
     }
 
-    /// Connects and waits for the welcome.
-    fn enrol(socket: &Path) -> Task {
-        let mut task = Task::connect(socket);
+    /// Connects as a new task and waits for the daemon's welcome.
+    fn connect_and_enroll(socket: &Path) -> Self {
+        let mut task = Self::connect(socket);
         let pid = i32::try_from(std::process::id()).expect("a pid");
         let hello = Hello {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
-            claim: Claim::New,
-            own_pid: pid,
+            claim: Claim::NotSpawned,
+            namespace_pid: pid,
             program: "a test".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
         };
-        task.send(&ToDaemon::Hello(hello));
-        match task.read() {
+        task.send_message(&ToDaemon::Hello(hello));
+        match task.wait_for_message() {
             Some(ToTask::Welcome(welcome)) => task.tid = Some(welcome.tid),
             first => panic!("{first:?}"),
         }
         task
     }
 
-    fn send(&mut self, message: &ToDaemon) {
+    fn send_message(&mut self, message: &ToDaemon) {
         self.stream
             .write_all(&encode_control(message).expect("small"))
             .expect("the daemon reads");
     }
 
-    /// Returns the next message; `None` at the end of the stream.
-    fn read(&mut self) -> Option<ToTask> {
-        Some(self.read_frame()?.decode_control().expect("a message"))
+    /// Waits for the next message and returns it; `None` at the end of the stream.
+    fn wait_for_message(&mut self) -> Option<ToTask> {
+        Some(self.wait_for_frame()?.decode_control().expect("a message"))
     }
 
-    /// Returns the next frame of any kind; `None` at the end of the stream.
-    fn read_frame(&mut self) -> Option<Frame> {
+    /// Waits for the next frame of any kind and returns it; `None` at the end of the stream.
+    fn wait_for_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = self.decoder.next_frame().expect("good frames") {
                 return Some(frame);
@@ -276,9 +286,9 @@ impl Task {
         }
     }
 
-    /// Sends a fragment of a message.
+    /// Sends a fragment that is a complete message.
     fn send_fragment(&mut self, dst: Tid, seq: u64, payload: Bytes) {
-        let kind = LinkKind::Data { last: true };
+        let kind = LinkKind::Data { is_last: true };
         let frame = LinkFrame {
             src: self.tid(),
             dst,
@@ -293,39 +303,41 @@ impl Task {
             .expect("the daemon reads");
     }
 
-    /// Returns the number of the next fragment.
-    fn read_fragment(&mut self) -> u64 {
-        let frame = self.read_frame().expect("the daemon writes");
+    /// Waits for the next fragment and returns its sequence number.
+    fn wait_for_fragment(&mut self) -> u64 {
+        let frame = self.wait_for_frame().expect("the daemon writes");
         frame.decode_link().expect("a fragment").seq
     }
 
-    /// Sends frames in one write, with descriptors at the first byte.
+    /// Sends messages in one write, with the descriptors attached to the first byte.
     fn send_with_descriptors(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
         let bytes: Vec<u8> = messages
             .iter()
             .flat_map(|m| encode_control(m).expect("small").to_vec())
             .collect();
         let control = [ControlMessage::ScmRights(descriptors)];
-        let (fd, parts) = (self.stream.as_raw_fd(), [IoSlice::new(&bytes)]);
-        let sent =
-            sendmsg::<()>(fd, &parts, &control, MsgFlags::empty(), None).expect("the daemon reads");
-        assert_eq!(sent, bytes.len());
+        let (fd, slices) = (self.stream.as_raw_fd(), [IoSlice::new(&bytes)]);
+        let sent_bytes = sendmsg::<()>(fd, &slices, &control, MsgFlags::empty(), None)
+            .expect("the daemon reads");
+        assert_eq!(sent_bytes, bytes.len());
     }
 
-    /// Returns the next message and the files of the descriptors that came with it.
-    fn read_with_files(&mut self) -> (ToTask, Vec<File>) {
-        let (mut bytes, mut space) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
-        let mut parts = [IoSliceMut::new(&mut bytes)];
+    /// Waits for the next message. Returns the message and the files of the descriptors that are
+    /// attached to it.
+    fn wait_for_message_with_files(&mut self) -> (ToTask, Vec<File>) {
+        let (mut bytes, mut cmsg_buffer) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
+        let mut slices = [IoSliceMut::new(&mut bytes)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
         let fd = self.stream.as_raw_fd();
-        let got =
-            recvmsg::<()>(fd, &mut parts, Some(&mut space), flags).expect("the daemon speaks");
+        let received = recvmsg::<()>(fd, &mut slices, Some(&mut cmsg_buffer), flags)
+            .expect("the daemon speaks");
         let mut files = Vec::new();
-        for message in got.cmsgs().expect("whole") {
+        for message in received.cmsgs().expect("whole") {
             let ControlMessageOwned::ScmRights(fds) = message else {
                 panic!("{message:?}")
             };
-            // Opened again by their names, so that each descriptor is closed once.
+            // Each file is opened again by its name under /proc, so that every descriptor has one
+            // owner that closes it.
             files.extend(
                 fds.iter()
                     .map(|fd| File::open(format!("/proc/self/fd/{fd}")).expect("open")),
@@ -333,31 +345,36 @@ impl Task {
             fds.into_iter()
                 .for_each(|fd| nix::unistd::close(fd).expect("ours"));
         }
-        let length = got.bytes;
+        let length = received.bytes;
         self.decoder.push(&bytes[..length]);
-        (self.read().expect("a word"), files)
+        (self.wait_for_message().expect("a word"), files)
     }
 
     fn tid(&self) -> Tid {
         self.tid.expect("welcomed")
     }
 
-    fn ask(&mut self, what: Request) -> Reply {
-        self.requests += 1;
-        let id = RequestId(self.requests);
-        self.send(&ToDaemon::Request { id, request: what });
+    fn request_reply(&mut self, request: Request) -> Reply {
+        self.request_count += 1;
+        let id = RequestId(self.request_count);
+        self.send_message(&ToDaemon::Request { id, request });
         loop {
-            match self.read() {
-                Some(ToTask::Reply { id: of, reply }) if of == id => return reply,
+            match self.wait_for_message() {
+                Some(ToTask::Reply {
+                    id: reply_id,
+                    reply,
+                }) if reply_id == id => return reply,
                 Some(_) => {}
                 None => panic!("the daemon closed the connection"),
             }
         }
     }
 
-    fn add(&mut self, lines: &[&str]) -> Vec<Result<String, (PvmError, String)>> {
+    fn add_hosts(&mut self, lines: &[&str]) -> Vec<Result<String, (PvmError, String)>> {
         let lines = lines.iter().map(|l| l.to_string()).collect();
-        match self.ask(Request::AddHosts { lines }) {
+        match self.request_reply(Request::AddHosts {
+            host_file_lines: lines,
+        }) {
             Reply::HostsAdded(added) => added
                 .into_iter()
                 .map(|a| a.result.map(|entry| entry.name).map_err(|e| (e, a.reason)))
@@ -367,18 +384,18 @@ impl Task {
     }
 }
 
-fn text(output: &Output) -> (String, String) {
+fn output_texts(output: &Output) -> (String, String) {
     (
         String::from_utf8_lossy(&output.stdout).into_owned(),
         String::from_utf8_lossy(&output.stderr).into_owned(),
     )
 }
 
-/// The master prints the path of its socket, and leaves no file after SIGTERM.
+/// The master prints the path of its socket. After SIGTERM it leaves no file.
 #[test]
 fn master_prints_its_socket_and_leaves_no_file() {
     let mut vm = Vm::new();
-    let socket = vm.start();
+    let socket = vm.start_master();
     assert_eq!(
         socket,
         vm.path(&format!(
@@ -386,98 +403,104 @@ fn master_prints_its_socket_and_leaves_no_file() {
             nix::unistd::getuid()
         ))
     );
-    let task = Task::enrol(&socket);
-    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    let task = Task::connect_and_enroll(&socket);
+    vm.signal_master(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.wait_for_end().success());
     drop(task);
     vm.assert_clean();
 }
 
-/// A second virtual machine of the same name is refused in one line.
+/// A second virtual machine of the same name is refused with one line.
 #[test]
 fn second_vm_of_the_same_name_is_refused() {
     let mut vm = Vm::new();
-    let socket = vm.start();
-    let second = vm.command().output().expect("pvmd can be run");
-    assert_eq!(second.status.code(), Some(1));
-    let (out, err) = text(&second);
-    assert_eq!((out.as_str(), err.lines().count()), ("", 1), "{err}");
-    let process = format!("process {}", vm.pid());
-    for part in [
+    let socket = vm.start_master();
+    let output = vm.pvmd_command().output().expect("pvmd can be run");
+    assert_eq!(output.status.code(), Some(1));
+    let (stdout, stderr) = output_texts(&output);
+    assert_eq!(
+        (stdout.as_str(), stderr.lines().count()),
+        ("", 1),
+        "{stderr}"
+    );
+    let process = format!("process {}", vm.master_pid());
+    for expected_text in [
         "a virtual machine named pvm of this user is running already",
         &process,
         "PVM_VMID",
     ] {
-        assert!(err.contains(part), "{err}");
+        assert!(stderr.contains(expected_text), "{stderr}");
     }
-    Task::enrol(&socket);
-    vm.signal(nix::sys::signal::Signal::SIGINT);
+    Task::connect_and_enroll(&socket);
+    vm.signal_master(nix::sys::signal::Signal::SIGINT);
     assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
-/// The next start repairs the files that a killed daemon left.
+/// The next daemon removes the files of a daemon that was killed.
 #[test]
 fn start_repairs_files_of_a_killed_daemon() {
     let mut vm = Vm::new();
-    let socket = vm.start();
+    let socket = vm.start_master();
     let dir = socket.parent().expect("a directory").to_path_buf();
     fs::create_dir(dir.join("images-9")).expect("ours");
     fs::write(dir.join("resume-9"), "token").expect("ours");
-    vm.signal(nix::sys::signal::Signal::SIGKILL);
+    vm.signal_master(nix::sys::signal::Signal::SIGKILL);
     vm.wait_for_end();
     assert!(socket.exists() && dir.join("pvmd.lock").exists());
-    until("its tasker ends with it", || vm.processes().is_empty());
-    assert_eq!(vm.start(), socket);
+    wait_until("its tasker ends with it", || vm.find_processes().is_empty());
+    assert_eq!(vm.start_master(), socket);
     assert!(!dir.join("images-9").exists() && !dir.join("resume-9").exists());
-    Task::enrol(&socket);
-    // The log is written by another thread, and may come later than the answers.
-    until("the log says what was found", || {
-        vm.log().contains("ended without cleaning up")
+    Task::connect_and_enroll(&socket);
+    // The log is written by another thread, so its lines may appear later than the replies.
+    wait_until("the log says what was found", || {
+        vm.read_log().contains("ended without cleaning up")
     });
-    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    vm.signal_master(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
-/// A daemon that gets garbage on its socket and port still serves its tasks.
+/// A daemon that receives garbage on its socket and its UDP port still serves its tasks.
 #[test]
 fn daemon_survives_garbage_on_socket_and_port() {
     let mut vm = Vm::new();
-    let socket = vm.start();
-    let mut good = Task::enrol(&socket);
+    let socket = vm.start_master();
+    let mut valid_task = Task::connect_and_enroll(&socket);
     for garbage in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &[0xff; 5000],
         &[9, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8],
     ] {
-        let mut stranger = Task::connect(&socket);
-        let _ = stranger.stream.write_all(garbage);
-        let answer = stranger.read();
+        let mut invalid_task = Task::connect(&socket);
+        let _ = invalid_task.stream.write_all(garbage);
+        let reply = invalid_task.wait_for_message();
         assert!(
-            matches!(answer, Some(ToTask::Refused { .. }) | None),
-            "{answer:?}"
+            matches!(reply, Some(ToTask::Refused { .. }) | None),
+            "{reply:?}"
         );
-        // Garbage after a valid hello.
-        let mut stranger = Task::enrol(&socket);
-        let _ = stranger.stream.write_all(garbage);
-        until("it is cut off", || stranger.read().is_none());
+        // Garbage is also sent after a valid hello.
+        let mut invalid_task = Task::connect_and_enroll(&socket);
+        let _ = invalid_task.stream.write_all(garbage);
+        wait_until("it is cut off", || {
+            invalid_task.wait_for_message().is_none()
+        });
     }
-    let mut old = Task::connect(&socket);
+    let mut old_task = Task::connect(&socket);
     let hello = Hello {
         magic: TASK_MAGIC,
         version: 999,
-        claim: Claim::New,
-        own_pid: 1,
+        claim: Claim::NotSpawned,
+        namespace_pid: 1,
         program: String::new(),
         on_daemon_exit: OnDaemonExit::FailCalls,
     };
-    old.send(&ToDaemon::Hello(hello));
-    match old.read() {
+    old_task.send_message(&ToDaemon::Hello(hello));
+    match old_task.wait_for_message() {
         Some(ToTask::Refused { reason }) => assert!(reason.contains("version 999"), "{reason}"),
-        answer => panic!("{answer:?}"),
+        reply => panic!("{reply:?}"),
     }
-    let Reply::Hosts(table) = good.ask(Request::Config) else {
+    let Reply::Hosts(table) = valid_task.request_reply(Request::Config) else {
         panic!("no host table")
     };
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
@@ -487,23 +510,23 @@ fn daemon_survives_garbage_on_socket_and_port() {
                 .expect("loopback");
         }
     }
-    assert_eq!(good.add(&["h2"]), [Ok("h2".to_string())]);
-    let Reply::Hosts(_) = good.ask(Request::Config) else {
+    assert_eq!(valid_task.add_hosts(&["h2"]), [Ok("h2".to_string())]);
+    let Reply::Hosts(_) = valid_task.request_reply(Request::Config) else {
         panic!("no host table")
     };
-    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    vm.signal_master(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
 /// Returns a file in memory with this content.
-fn memory(text: &str) -> OwnedFd {
+fn memory_file(text: &str) -> OwnedFd {
     let fd = memfd_create("a test's", MFdFlags::MFD_CLOEXEC).expect("memory");
     nix::unistd::write(&fd, text.as_bytes()).expect("room");
     fd
 }
 
-fn contents(files: Vec<File>) -> Vec<String> {
+fn read_contents(files: Vec<File>) -> Vec<String> {
     let read = |mut file: File| {
         let mut text = String::new();
         file.read_to_string(&mut text).expect("a file");
@@ -512,9 +535,9 @@ fn contents(files: Vec<File>) -> Vec<String> {
     files.into_iter().map(read).collect()
 }
 
-fn offer(to: Tid, id: u64) -> ToDaemon {
+fn ring_offer(to: Tid, id: u64) -> ToDaemon {
     ToDaemon::Route {
-        to,
+        receiver: to,
         message: RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
@@ -523,7 +546,7 @@ fn offer(to: Tid, id: u64) -> ToDaemon {
 }
 
 fn assert_hosts_reply(task: &mut Task) {
-    let reply = task.read();
+    let reply = task.wait_for_message();
     assert!(
         matches!(
             reply,
@@ -536,127 +559,139 @@ fn assert_hosts_reply(task: &mut Task) {
     );
 }
 
-/// Descriptors arrive with their message; a message without its descriptors closes the connection.
+/// Descriptors arrive with their message. A message without its announced descriptors closes the
+/// connection.
 #[test]
 fn missing_descriptor_closes_the_connection() {
     let mut vm = Vm::new();
-    let socket = vm.start();
-    let [mut a, mut b] = [Task::enrol(&socket), Task::enrol(&socket)];
-    let open = |vm: &Vm| {
-        let daemon = Process::new(vm.pid()).expect("our child");
+    let socket = vm.start_master();
+    let [mut sender, mut receiver] = [
+        Task::connect_and_enroll(&socket),
+        Task::connect_and_enroll(&socket),
+    ];
+    let open_fd_count = |vm: &Vm| {
+        let daemon = Process::new(vm.master_pid()).expect("our child");
         daemon.fd_count().expect("our child")
     };
-    let before = open(&vm);
-    let [rings, bell] = [memory("rings"), memory("bell")];
-    let two = [rings.as_raw_fd(), bell.as_raw_fd()];
+    let initial_fd_count = open_fd_count(&vm);
+    let [rings, doorbell] = [memory_file("rings"), memory_file("bell")];
+    let ring_fds = [rings.as_raw_fd(), doorbell.as_raw_fd()];
     for id in 1..=50 {
-        // One frame before the message and one after it, as a busy library writes them.
-        a.send(&ToDaemon::Request {
+        // One frame precedes the message and one frame follows it, as a busy library writes them.
+        sender.send_message(&ToDaemon::Request {
             id: RequestId(2 * id),
             request: Request::Config,
         });
-        let after = ToDaemon::Request {
+        let second_request = ToDaemon::Request {
             id: RequestId(2 * id + 1),
             request: Request::Config,
         };
-        a.send_with_descriptors(&[offer(b.tid(), id), after], &two);
-        let (word, files) = b.read_with_files();
-        let expected = RouteMsg::RingOffer {
+        sender.send_with_descriptors(&[ring_offer(receiver.tid(), id), second_request], &ring_fds);
+        let (route_message, files) = receiver.wait_for_message_with_files();
+        let expected_offer = RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
         };
         assert_eq!(
-            word,
+            route_message,
             ToTask::Route {
-                from: a.tid(),
+                sender: sender.tid(),
                 same_host: true,
-                message: expected
+                message: expected_offer
             }
         );
-        assert_eq!(contents(files), ["rings", "bell"]);
+        assert_eq!(read_contents(files), ["rings", "bell"]);
         for _ in 0..2 {
-            assert_hosts_reply(&mut a);
+            assert_hosts_reply(&mut sender);
         }
-        let word = RouteMsg::RingAccept {
+        let route_message = RouteMsg::RingAccept {
             id: OfferId(id),
             slot: 7,
         };
-        b.send_with_descriptors(
+        receiver.send_with_descriptors(
             &[ToDaemon::Route {
-                to: a.tid(),
-                message: word.clone(),
+                receiver: sender.tid(),
+                message: route_message.clone(),
             }],
-            &[memory("bell of b").as_raw_fd()],
+            &[memory_file("bell of b").as_raw_fd()],
         );
-        let (answer, files) = a.read_with_files();
+        let (accept_message, files) = sender.wait_for_message_with_files();
         assert_eq!(
-            answer,
+            accept_message,
             ToTask::Route {
-                from: b.tid(),
+                sender: receiver.tid(),
                 same_host: true,
-                message: word
+                message: route_message
             }
         );
-        assert_eq!(contents(files), ["bell of b"]);
+        assert_eq!(read_contents(files), ["bell of b"]);
     }
-    let config = || ToDaemon::Request {
+    let config_request = || ToDaemon::Request {
         id: RequestId(999),
         request: Request::Config,
     };
-    let breaches: [(&[ToDaemon], usize); 4] = [
-        (&[offer(b.tid(), 1)], 0),
-        (&[offer(b.tid(), 1)], 1),
-        (&[offer(b.tid(), 1)], 3),
-        (&[config()], 1),
+    let violations: [(&[ToDaemon], usize); 4] = [
+        (&[ring_offer(receiver.tid(), 1)], 0),
+        (&[ring_offer(receiver.tid(), 1)], 1),
+        (&[ring_offer(receiver.tid(), 1)], 3),
+        (&[config_request()], 1),
     ];
-    for (messages, count) in breaches {
-        let mut stranger = Task::enrol(&socket);
-        stranger.send_with_descriptors(messages, &vec![bell.as_raw_fd(); count]);
-        until("it is cut off", || stranger.read().is_none());
+    for (messages, fd_count) in violations {
+        let mut violating_task = Task::connect_and_enroll(&socket);
+        violating_task.send_with_descriptors(messages, &vec![doorbell.as_raw_fd(); fd_count]);
+        wait_until("it is cut off", || {
+            violating_task.wait_for_message().is_none()
+        });
     }
-    drop(a);
-    let gone = b.read();
-    assert!(matches!(gone, Some(ToTask::PeerGone { .. })), "{gone:?}");
-    // One connection and its process descriptor are closed; no passed descriptor remains.
-    until("its descriptors are closed", || open(&vm) == before - 2);
-    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    drop(sender);
+    let next_message = receiver.wait_for_message();
+    assert!(
+        matches!(next_message, Some(ToTask::PeerGone { .. })),
+        "{next_message:?}"
+    );
+    // The daemon closes one connection and its pidfd. It keeps no passed descriptor open.
+    wait_until("its descriptors are closed", || {
+        open_fd_count(&vm) == initial_fd_count - 2
+    });
+    vm.signal_master(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
-/// A task that does not read delays no other task and loses no message.
+/// A task that does not read neither delays other tasks nor loses a message.
 #[test]
 fn task_that_does_not_read_loses_no_message() {
     let mut vm = Vm::new();
-    let socket = vm.start();
-    let (mut talker, mut deaf, mut other) = (
-        Task::enrol(&socket),
-        Task::enrol(&socket),
-        Task::enrol(&socket),
+    let socket = vm.start_master();
+    let (mut sender, mut idle_receiver, mut other_task) = (
+        Task::connect_and_enroll(&socket),
+        Task::connect_and_enroll(&socket),
+        Task::connect_and_enroll(&socket),
     );
-    // As a task does at its end: without a window and without retransmission.
-    let (payload, count) = (Bytes::from(vec![7; FRAGMENT_BYTES_MAX]), 2200);
-    for seq in 1..=count {
-        talker.send_fragment(deaf.tid(), seq, payload.clone());
+    // The frames are sent as a task sends its last messages: without a window and without
+    // retransmission.
+    let (payload, message_count) = (Bytes::from(vec![7; FRAGMENT_BYTES_MAX]), 2200);
+    for seq in 1..=message_count {
+        sender.send_fragment(idle_receiver.tid(), seq, payload.clone());
     }
-    talker.send_fragment(other.tid(), 1, Bytes::new());
-    assert_eq!(other.read_fragment(), 1);
-    talker
+    sender.send_fragment(other_task.tid(), 1, Bytes::new());
+    assert_eq!(other_task.wait_for_fragment(), 1);
+    sender
         .stream
         .shutdown(std::net::Shutdown::Both)
         .expect("a socket");
-    for seq in 1..=count {
-        assert_eq!(deaf.read_fragment(), seq);
+    for seq in 1..=message_count {
+        assert_eq!(idle_receiver.wait_for_fragment(), seq);
     }
 }
 
-/// The remote shell adds hosts, and halt ends all daemons and tasks.
+/// The remote shell adds hosts. Halt ends all daemons and tasks.
 #[test]
 fn remote_shell_adds_hosts_and_halt_ends_all() {
     let mut vm = Vm::new();
-    let socket = vm.start();
-    let mut task = Task::enrol(&socket);
-    let added = task.add(&[
+    let socket = vm.start_master();
+    let mut task = Task::connect_and_enroll(&socket);
+    let results = task.add_hosts(&[
         "h2",
         "h3 sp=2000",
         "nowhere",
@@ -664,24 +699,24 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         "bare",
         "h4 lo=somebody",
     ]);
-    let names: Vec<_> = added
+    let names: Vec<_> = results
         .iter()
         .map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e))
         .collect();
-    let cant = Err(PvmError::CantStart);
+    let cannot_start = Err(PvmError::CantStart);
     assert_eq!(
         names,
         [
             Ok("h2"),
             Ok("h3"),
             Err(PvmError::NoHost),
-            cant,
-            cant,
+            cannot_start,
+            cannot_start,
             Ok("h4")
         ],
-        "{added:?}"
+        "{results:?}"
     );
-    let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
+    let reason = |n: usize| results[n].as_ref().expect_err("refused").1.clone();
     assert!(
         reason(2).contains("nowhere") && reason(2).contains("unknown"),
         "{}",
@@ -697,30 +732,33 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         "{}",
         reason(4)
     );
-    let Reply::Hosts(table) = task.ask(Request::Config) else {
+    let Reply::Hosts(table) = task.request_reply(Request::Config) else {
         panic!("no host table")
     };
     assert_eq!(table.hosts.len(), 4);
-    // A task on the other host sees the same table.
+    // A task on another host gets the same host table.
     let uid = nix::unistd::getuid();
-    let there = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
-    let mut other = Task::enrol(&there);
-    until(
+    let h3_socket = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
+    let mut h3_task = Task::connect_and_enroll(&h3_socket);
+    wait_until(
         "the table is known there",
-        || matches!(other.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4),
+        || matches!(h3_task.request_reply(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4),
     );
-    let more = task.add(&["same1", "same2"]);
-    let duplicate = more
+    let duplicate_results = task.add_hosts(&["same1", "same2"]);
+    let duplicate_refusal = duplicate_results
         .iter()
         .filter(|m| matches!(m, Err((PvmError::DupHost, _))))
         .count();
     assert_eq!(
-        (more.iter().filter(|m| m.is_ok()).count(), duplicate),
+        (
+            duplicate_results.iter().filter(|m| m.is_ok()).count(),
+            duplicate_refusal
+        ),
         (1, 1),
-        "{more:?}"
+        "{duplicate_results:?}"
     );
-    assert!(vm.processes().len() >= 5, "{:?}", vm.processes());
-    task.send(&ToDaemon::Request {
+    assert!(vm.find_processes().len() >= 5, "{:?}", vm.find_processes());
+    task.send_message(&ToDaemon::Request {
         id: RequestId(99),
         request: Request::Halt,
     });
@@ -732,22 +770,22 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
 fn slave_ends_when_its_master_is_killed() {
     let mut vm = Vm::new();
     vm.lease_ms = 3000;
-    let socket = vm.start();
-    let mut task = Task::enrol(&socket);
-    assert_eq!(task.add(&["h2"]), [Ok("h2".to_string())]);
-    vm.signal(nix::sys::signal::Signal::SIGKILL);
+    let socket = vm.start_master();
+    let mut task = Task::connect_and_enroll(&socket);
+    assert_eq!(task.add_hosts(&["h2"]), [Ok("h2".to_string())]);
+    vm.signal_master(nix::sys::signal::Signal::SIGKILL);
     vm.wait_for_end();
-    until("the slave ends too", || vm.processes().is_empty());
+    wait_until("the slave ends too", || vm.find_processes().is_empty());
     assert_eq!(fs::read_dir(vm.path("h2")).expect("ours").count(), 0);
 }
 
-/// A slave that finds no master reports that in one line.
+/// A slave that finds no master reports this with one line.
 #[test]
 fn slave_without_master_reports_it_in_one_line() {
     let vm = Vm::new();
     for input in ["", "hello\n", "{\"ddpro\":1}\n"] {
         let mut child = vm
-            .command()
+            .pvmd_command()
             .arg("-s")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -760,13 +798,13 @@ fn slave_without_master_reports_it_in_one_line() {
             .write_all(input.as_bytes())
             .expect("it reads");
         let output = child.wait_with_output().expect("it ends");
-        let (out, _) = text(&output);
+        let (stdout, _) = output_texts(&output);
         assert_eq!(
-            (output.status.code(), out.lines().count()),
+            (output.status.code(), stdout.lines().count()),
             (Some(1), 1),
-            "{out}"
+            "{stdout}"
         );
-        assert!(out.starts_with("sempa-error: "), "{out}");
+        assert!(stdout.starts_with("sempa-error: "), "{stdout}");
     }
     vm.assert_clean();
 }
@@ -778,23 +816,24 @@ fn require_root() {
     );
 }
 
-/// Another user is refused, with the reason.
+/// Another user is refused with the reason.
 #[test]
 #[ignore = "system tier: needs root"]
 fn other_user_is_refused_with_reason() {
     const NOBODY: u32 = 65_534;
     let mut vm = Vm::new();
     require_root();
-    // The daemon belongs to the user `nobody`, and root is the other user: only root can reach the
-    // socket at all.
+    // The daemon belongs to the user `nobody`, and root is the other user, because only root has
+    // access to the socket's directory.
     let program = vm.path("pvmd");
     fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
     fs::set_permissions(vm.dir.path(), fs::Permissions::from_mode(0o755)).expect("ours");
     std::os::unix::fs::chown(vm.path("master"), Some(NOBODY), Some(NOBODY)).expect("root may");
     let mut command = Command::new(&program);
-    let same = vm.command();
+    let vm_command = vm.pvmd_command();
     command.env_clear().envs(
-        same.get_envs()
+        vm_command
+            .get_envs()
             .filter_map(|(name, value)| Some((name, value?))),
     );
     command.stdin(Stdio::null()).stdout(Stdio::piped());
@@ -804,8 +843,8 @@ fn other_user_is_refused_with_reason() {
     BufReader::new(child.stdout.take().expect("a pipe"))
         .read_line(&mut line)
         .expect("readable");
-    vm.master = Some(child);
-    match Task::connect(Path::new(line.trim_end())).read() {
+    vm.master_process = Some(child);
+    match Task::connect(Path::new(line.trim_end())).wait_for_message() {
         Some(ToTask::Refused { reason }) => {
             assert!(
                 reason.contains(&format!("serves user {NOBODY} only, and you are user 0")),
@@ -814,7 +853,7 @@ fn other_user_is_refused_with_reason() {
         }
         answer => panic!("{answer:?}"),
     }
-    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    vm.signal_master(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
@@ -822,20 +861,24 @@ fn other_user_is_refused_with_reason() {
 /// Root is refused without `PVM_ALLOW_ROOT`.
 #[test]
 #[ignore = "system tier: needs root"]
-fn root_needs_permission() {
+fn root_is_refused_without_permission() {
     let vm = Vm::new();
     require_root();
     let output = vm
-        .command()
+        .pvmd_command()
         .env_remove("PVM_ALLOW_ROOT")
         .output()
         .expect("pvmd runs");
-    let (out, err) = text(&output);
+    let (stdout, stderr) = output_texts(&output);
     assert_eq!(
-        (output.status.code(), out.as_str(), err.lines().count()),
+        (
+            output.status.code(),
+            stdout.as_str(),
+            stderr.lines().count()
+        ),
         (Some(1), "", 1),
-        "{err}"
+        "{stderr}"
     );
-    assert!(err.contains("PVM_ALLOW_ROOT"), "{err}");
+    assert!(stderr.contains("PVM_ALLOW_ROOT"), "{stderr}");
     vm.assert_clean();
 }

@@ -17,7 +17,7 @@ pub struct HostOffer<'a> {
     pub host: &'a HostView,
     /// Processor share that one more task would get on the host.
     pub share: ProcessorShare,
-    /// Maximum number of tasks that the host can take.
+    /// Maximum number of tasks of the request that the host can accept.
     pub capacity: u32,
 }
 
@@ -25,16 +25,17 @@ pub struct HostOffer<'a> {
 pub trait Chooser {
     /// Returns the name by which policies and explanations refer to the chooser.
     fn name(&self) -> &str;
-    /// Selects hosts for the tasks of one spawn. Returns indices into `offers`: one per task, in
-    /// task order. If there are fewer indices than `count`, the last tasks get no host.
+    /// Selects hosts for the `task_count` tasks of one spawn. Returns indices into `offers`, one per
+    /// task, in task order. If there are fewer indices than tasks, the last tasks get no host.
     ///
     /// # Errors
-    /// A text that says why no host was selected. No task is placed then.
+    ///
+    /// A text that states why no host was selected. In this case no task is placed.
     fn choose(
         &self,
         request: &SpawnRequest,
         offers: &[HostOffer<'_>],
-        count: usize,
+        task_count: usize,
     ) -> Result<Vec<usize>, String>;
 }
 
@@ -48,14 +49,14 @@ pub const CHOOSER_NAME_MAX: usize = 32;
 impl ChooserName {
     /// Returns `None` unless the name consists of 1 to [`CHOOSER_NAME_MAX`] letters, digits, `-`
     /// and `_`.
-    pub fn new(name: &str) -> Option<ChooserName> {
-        let is_word = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-        if name.is_empty() || name.len() > CHOOSER_NAME_MAX || !name.bytes().all(is_word) {
+    pub fn new(name: &str) -> Option<Self> {
+        let is_name_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+        if name.is_empty() || name.len() > CHOOSER_NAME_MAX || !name.bytes().all(is_name_byte) {
             return None;
         }
         let mut bytes = [0; CHOOSER_NAME_MAX];
         bytes[..name.len()].copy_from_slice(name.as_bytes());
-        Some(ChooserName(bytes))
+        Some(Self(bytes))
     }
 
     pub fn as_str(&self) -> &str {
@@ -74,44 +75,48 @@ impl fmt::Debug for ChooserName {
     }
 }
 
-/// The policy names a chooser that does not exist.
+/// Error: the policy names a chooser that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the policy names the chooser {name:?}, but {available}: use load or round-robin, or a pvm-rm that has it"
+    "the policy names the chooser {name:?}, but {available_choosers}: use load or round-robin, or a pvm-rm that has it"
 )]
 pub struct UnknownChooser {
     pub name: String,
     /// Text that lists the available choosers.
-    pub available: String,
+    pub available_choosers: String,
 }
 
-/// Choosers available to the resource manager.
+/// External choosers that are available to the resource manager.
 #[derive(Clone, Default)]
 pub struct Choosers(Vec<Arc<dyn Chooser>>);
 
 impl Choosers {
-    /// Creates the list. If two choosers have the same name, the first one is used.
-    pub fn new(choices: impl IntoIterator<Item = Arc<dyn Chooser>>) -> Choosers {
-        Choosers(choices.into_iter().collect())
+    /// Creates the list. If two choosers have the same name, only the first one is used.
+    pub fn new(choosers: impl IntoIterator<Item = Arc<dyn Chooser>>) -> Self {
+        Self(choosers.into_iter().collect())
     }
 
-    /// Returns the chooser that the policy names; `None` if the policy names none.
+    /// Returns the chooser that the policy names. Returns `None` if the policy names no chooser.
     ///
     /// # Errors
+    ///
     /// The named chooser does not exist.
     pub fn for_policy(
         &self,
         policy: PlacementPolicy,
     ) -> Result<Option<&dyn Chooser>, UnknownChooser> {
-        let PlacementPolicy::Choice(name) = policy else {
+        let PlacementPolicy::Chooser(name) = policy else {
             return Ok(None);
         };
-        let found = self.0.iter().find(|choice| choice.name() == name.as_str());
-        found
-            .map(|choice| Some(&**choice))
+        let named_chooser = self
+            .0
+            .iter()
+            .find(|listed_chooser| listed_chooser.name() == name.as_str());
+        named_chooser
+            .map(|listed_chooser| Some(&**listed_chooser))
             .ok_or_else(|| UnknownChooser {
                 name: name.as_str().to_string(),
-                available: match self.0.is_empty() {
+                available_choosers: match self.0.is_empty() {
                     true => "this resource manager has no chooser".to_string(),
                     false => format!(
                         "there are {}",
@@ -129,7 +134,7 @@ impl Choosers {
 impl fmt::Debug for Choosers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list()
-            .entries(self.0.iter().map(|choice| choice.name()))
+            .entries(self.0.iter().map(|chooser| chooser.name()))
             .finish()
     }
 }
@@ -138,8 +143,8 @@ impl fmt::Debug for Choosers {
 mod tests {
     use super::*;
 
-    /// Chooser names are short words, and the error for an unknown chooser lists the available
-    /// ones.
+    /// A chooser name contains only letters, digits, `-` and `_`. The error for an unknown chooser
+    /// lists the available ones.
     #[test]
     fn chooser_names_are_checked_and_unknown_reported() {
         assert_eq!(
@@ -149,12 +154,12 @@ mod tests {
         for name in ["", "a b", "x:y", &"x".repeat(CHOOSER_NAME_MAX + 1)] {
             assert_eq!(ChooserName::new(name), None, "{name:?}");
         }
-        let longest = "x".repeat(CHOOSER_NAME_MAX);
+        let longest_name = "x".repeat(CHOOSER_NAME_MAX);
         assert_eq!(
-            ChooserName::new(&longest).expect("it fits").as_str(),
-            longest
+            ChooserName::new(&longest_name).expect("it fits").as_str(),
+            longest_name
         );
-        let policy = PlacementPolicy::Choice(ChooserName::new("slurm").expect("a name"));
+        let policy = PlacementPolicy::Chooser(ChooserName::new("slurm").expect("a name"));
         let error = Choosers::default()
             .for_policy(policy)
             .map(|_| ())
@@ -167,7 +172,7 @@ mod tests {
         assert!(
             Choosers::default()
                 .for_policy(PlacementPolicy::Load)
-                .is_ok_and(|choice| choice.is_none())
+                .is_ok_and(|found_chooser| found_chooser.is_none())
         );
     }
 }

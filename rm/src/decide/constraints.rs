@@ -16,13 +16,14 @@
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
-//! Names are `host_name`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000
-//! is an ordinary host), `free` (idle processors), or a label that the administrator gave to hosts.
-//! Sizes may end in K, M, G or T.
+//! Names are `host`, `arch`, `memory` (available bytes for each task), `cores`, `speed` (1000 is an
+//! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
+//! may end in K, M, G or T.
 //!
 //! A spawn passes the text in `where`, after a question mark and without flags that give `where`
-//! another meaning, or in its environment as [`CONSTRAINTS_ENV`]. If both are present, both must
-//! hold. The text contains no colon, because in `where` a directory follows the first colon.
+//! another meaning, or in its environment as [`CONSTRAINTS_ENV`]. If both texts are present, the
+//! conditions of both must hold. The text contains no colon, because in `where` a directory follows
+//! the first colon.
 
 use super::HostView;
 use super::host_load::HostLoad;
@@ -56,8 +57,8 @@ pub enum Metric {
     Cores,
     /// Relative speed; 1000 is an ordinary host.
     Speed,
-    /// Idle processors, in hundredths.
-    Free,
+    /// Idle processors, in hundredths of a processor.
+    IdleProcessors,
 }
 
 /// Comparison operator of a condition.
@@ -73,19 +74,19 @@ pub enum Operator {
     Below,
 }
 
-/// One condition of a spawn; all of them must hold.
+/// One condition of a spawn on its hosts. All conditions of a spawn must hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condition {
     pub attribute: Attribute,
-    pub op: Operator,
-    /// Right-hand sides as written. There is exactly one, except with [`Operator::OneOf`] and
-    /// [`Operator::NoneOf`].
+    pub operator: Operator,
+    /// Right-hand sides of the condition, as written. There is exactly one, except with
+    /// [`Operator::OneOf`] and [`Operator::NoneOf`].
     pub values: Vec<String>,
-    /// The parsed `values` if the attribute is numeric.
-    numbers: Vec<u64>,
+    /// `values` as numbers, in the metric's unit. Empty if the attribute is not a [`Metric`].
+    parsed_numbers: Vec<u64>,
 }
 
-/// How the tasks of one spawn share hosts.
+/// Rule by which the tasks of one spawn share hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Colocation {
     #[default]
@@ -96,10 +97,10 @@ pub enum Colocation {
     Spread(u32),
 }
 
-/// Preferred order of the hosts.
+/// Preferred order of the hosts, by one numeric attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
-    pub by: Metric,
+    pub metric: Metric,
     /// True if hosts with the smallest value are preferred; false for the largest value.
     pub ascending: bool,
 }
@@ -109,19 +110,20 @@ pub struct Rank {
 pub struct Constraints {
     pub conditions: Vec<Arc<Condition>>,
     pub colocation: Colocation,
-    /// Preferred order; without one, hosts are chosen by load.
+    /// Preferred order of the hosts. `None`: hosts are chosen by load.
     pub rank: Option<Rank>,
-    /// The tasks of the job wait for each other at barriers: the job is as fast as its slowest
-    /// task.
+    /// True if the tasks of the job wait for each other at barriers: the job is as fast as its
+    /// slowest task.
     pub barrier: bool,
-    /// Work of each task as declared by the program, in time of an ordinary processor.
+    /// Work of each task as declared by the program, in time of an ordinary processor; `None` if
+    /// the program declares none.
     pub work: Option<Micros>,
 }
 
-/// Error in a constraints text. A spawn with such a text fails.
+/// Error in a constraints text. The spawn fails.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConstraintsError {
-    /// The part is neither a condition nor a keyword.
+    /// A part of the text is neither a condition nor a keyword.
     #[error("{0:?} is not a requirement; examples: 'memory >= 2G', 'host != h3|h4'")]
     InvalidPart(String),
     /// A numeric attribute is compared with something that is not a number.
@@ -136,72 +138,73 @@ pub enum ConstraintsError {
 }
 
 impl Metric {
-    fn from_name(name: &str) -> Option<Metric> {
+    fn from_name(name: &str) -> Option<Self> {
         Some(match name {
-            "memory" => Metric::Memory,
-            "cores" => Metric::Cores,
-            "speed" => Metric::Speed,
-            "free" => Metric::Free,
+            "memory" => Self::Memory,
+            "cores" => Self::Cores,
+            "speed" => Self::Speed,
+            "free" => Self::IdleProcessors,
             _ => return None,
         })
     }
 
     /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
-    /// too old. `load` is called only for [`Metric::Free`].
+    /// too old. `load` returns the host's load; it is called only for [`Metric::Free`].
     pub(super) fn value_on(
         self,
         host: &HostView,
         now: Micros,
         load: impl Fn() -> HostLoad,
     ) -> Option<u64> {
-        let fresh = || host.fresh_sample(now);
+        let recent_sample = || host.recent_sample(now);
         match self {
-            Metric::Memory => fresh().and_then(|_| host.available_bytes()),
-            Metric::Cores => fresh().map(|s| u64::from(s.sample.cores)),
-            Metric::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
-            Metric::Free => fresh().map(|_| load().free_percent()),
+            Self::Memory => recent_sample().and_then(|_| host.available_bytes()),
+            Self::Cores => recent_sample().map(|s| u64::from(s.sample.cores)),
+            Self::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
+            Self::IdleProcessors => recent_sample().map(|_| load().idle_percent()),
         }
     }
 
-    /// Formats a value with a readable unit.
+    /// Formats a value of this attribute: memory with a binary unit, idle processors as a fraction,
+    /// other values as an integer.
     pub(super) fn format_value(self, value: u64) -> String {
         match self {
-            Metric::Memory => {
+            Self::Memory => {
                 let units = [
                     (1_u64 << 40, "T"),
                     (1 << 30, "G"),
                     (1 << 20, "M"),
                     (1 << 10, "K"),
                 ];
-                let unit = units.iter().find(|(size, _)| value >= *size);
-                unit.map_or(value.to_string(), |(size, name)| {
-                    format!("{:.1}{name}", value as f64 / *size as f64)
+                let unit = units.iter().find(|(unit_bytes, _)| value >= *unit_bytes);
+                unit.map_or(value.to_string(), |(unit_bytes, name)| {
+                    format!("{:.1}{name}", value as f64 / *unit_bytes as f64)
                 })
             }
-            Metric::Free => format!("{:.2}", value as f64 / 100.0),
-            Metric::Cores | Metric::Speed => value.to_string(),
+            Self::IdleProcessors => format!("{:.2}", value as f64 / 100.0),
+            Self::Cores | Self::Speed => value.to_string(),
         }
     }
 
     fn parse_value(self, text: &str) -> Option<u64> {
         match self {
-            Metric::Memory => {
-                let (digits, shift) = split_memory_size(text)?;
+            Self::Memory => {
+                let (digits, unit_shift) = split_memory_size(text)?;
                 let value: f64 = digits
                     .parse()
                     .ok()
                     .filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
-                let bytes = value * (1_u64 << shift) as f64;
+                let bytes = value * (1_u64 << unit_shift) as f64;
                 (bytes < u64::MAX as f64).then_some(bytes as u64)
             }
-            Metric::Free => {
+            Self::IdleProcessors => {
                 let value: f64 = text
                     .parse()
                     .ok()
                     .filter(|v: &f64| v.is_finite() && (0.0..1e9).contains(v))?;
                 Some((value * 100.0).round() as u64)
             }
-            Metric::Cores | Metric::Speed => text.parse().ok(),
+            Self::Cores | Self::Speed => text.parse().ok(),
         }
     }
 }
@@ -209,10 +212,10 @@ impl Metric {
 impl fmt::Display for Metric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Metric::Memory => "memory",
-            Metric::Cores => "cores",
-            Metric::Speed => "speed",
-            Metric::Free => "free",
+            Self::Memory => "memory",
+            Self::Cores => "cores",
+            Self::Speed => "speed",
+            Self::IdleProcessors => "free",
         })
     }
 }
@@ -220,38 +223,38 @@ impl fmt::Display for Metric {
 impl fmt::Display for Attribute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Attribute::Host => f.write_str("host"),
-            Attribute::Arch => f.write_str("arch"),
-            Attribute::Metric(figure) => figure.fmt(f),
-            Attribute::Label(label) => f.write_str(label),
+            Self::Host => f.write_str("host"),
+            Self::Arch => f.write_str("arch"),
+            Self::Metric(metric) => metric.fmt(f),
+            Self::Label(label) => f.write_str(label),
         }
     }
 }
 
 impl Operator {
-    /// Operators in the order in which the parser tries them. Longer ones come first, because
-    /// shorter ones are their prefixes.
-    const ALL: [(&'static str, Operator); 6] = [
-        ("!=", Operator::NoneOf),
-        (">=", Operator::AtLeast),
-        ("<=", Operator::AtMost),
-        ("=", Operator::OneOf),
-        (">", Operator::Above),
-        ("<", Operator::Below),
+    /// Operators in the order in which the parser tries them. An operator that begins like a
+    /// shorter one comes before it.
+    const ALL: [(&'static str, Self); 6] = [
+        ("!=", Self::NoneOf),
+        (">=", Self::AtLeast),
+        ("<=", Self::AtMost),
+        ("=", Self::OneOf),
+        (">", Self::Above),
+        ("<", Self::Below),
     ];
 
     fn is_ordering(self) -> bool {
-        !matches!(self, Operator::OneOf | Operator::NoneOf)
+        !matches!(self, Self::OneOf | Self::NoneOf)
     }
 
-    fn holds<T: PartialOrd>(self, has: &T, values: &[T]) -> bool {
+    fn holds<T: PartialOrd>(self, actual: &T, values: &[T]) -> bool {
         match self {
-            Operator::OneOf => values.contains(has),
-            Operator::NoneOf => !values.contains(has),
-            Operator::AtLeast => values.iter().all(|v| has >= v),
-            Operator::AtMost => values.iter().all(|v| has <= v),
-            Operator::Above => values.iter().all(|v| has > v),
-            Operator::Below => values.iter().all(|v| has < v),
+            Self::OneOf => values.contains(actual),
+            Self::NoneOf => !values.contains(actual),
+            Self::AtLeast => values.iter().all(|v| actual >= v),
+            Self::AtMost => values.iter().all(|v| actual <= v),
+            Self::Above => values.iter().all(|v| actual > v),
+            Self::Below => values.iter().all(|v| actual < v),
         }
     }
 }
@@ -259,7 +262,7 @@ impl Operator {
 impl fmt::Display for Operator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
-            Operator::ALL
+            Self::ALL
                 .iter()
                 .find(|(_, op)| op == self)
                 .map_or("", |(text, _)| text),
@@ -273,7 +276,7 @@ impl fmt::Display for Condition {
             f,
             "{} {} {}",
             self.attribute,
-            self.op,
+            self.operator,
             self.values.join("|")
         )
     }
@@ -292,10 +295,10 @@ pub enum ActualValue<S = String> {
 }
 
 impl ActualValue<&str> {
-    /// Converts borrowed text to owned text.
+    /// Converts a borrowed text into an owned one.
     pub(super) fn into_owned(self) -> ActualValue {
         match self {
-            ActualValue::Number(figure, value) => ActualValue::Number(figure, value),
+            ActualValue::Number(metric, value) => ActualValue::Number(metric, value),
             ActualValue::Text(text) => ActualValue::Text(text.into()),
             ActualValue::Unknown => ActualValue::Unknown,
             ActualValue::NoLabel => ActualValue::NoLabel,
@@ -306,15 +309,16 @@ impl ActualValue<&str> {
 impl<S: fmt::Display> fmt::Display for ActualValue<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ActualValue::Number(figure, value) => f.write_str(&figure.format_value(*value)),
-            ActualValue::Text(text) => text.fmt(f),
-            ActualValue::Unknown => f.write_str("unknown"),
-            ActualValue::NoLabel => f.write_str("no such label"),
+            Self::Number(metric, value) => f.write_str(&metric.format_value(*value)),
+            Self::Text(text) => text.fmt(f),
+            Self::Unknown => f.write_str("unknown"),
+            Self::NoLabel => f.write_str("no such label"),
         }
     }
 }
 
-/// Returns the host's actual value if the host does not meet the condition; `None` if it meets it.
+/// Returns the host's actual value if the host does not meet the condition; `None` if the host
+/// meets it.
 fn actual_if_unmet<'a>(
     condition: &Condition,
     host: &'a HostView,
@@ -322,53 +326,60 @@ fn actual_if_unmet<'a>(
     load: impl Fn() -> HostLoad,
 ) -> Option<ActualValue<&'a str>> {
     let Condition {
-        attribute: name,
-        op,
+        attribute: attribute_name,
+        operator: op,
         values,
-        numbers,
+        parsed_numbers: numbers,
     } = condition;
-    let text =
-        |has: &'a String| (!op.holds(has, values)).then_some(ActualValue::Text(has.as_str()));
-    match name {
-        Attribute::Host => text(&host.name),
-        Attribute::Arch => text(&host.arch),
-        Attribute::Metric(figure) => match figure.value_on(host, now, load) {
+    let check_text = |actual: &'a String| {
+        (!op.holds(actual, values)).then_some(ActualValue::Text(actual.as_str()))
+    };
+    match attribute_name {
+        Attribute::Host => check_text(&host.name),
+        Attribute::Arch => check_text(&host.arch),
+        Attribute::Metric(metric) => match metric.value_on(host, now, load) {
             None => Some(ActualValue::Unknown),
-            Some(has) => (!op.holds(&has, numbers)).then_some(ActualValue::Number(*figure, has)),
+            Some(actual) => {
+                (!op.holds(&actual, numbers)).then_some(ActualValue::Number(*metric, actual))
+            }
         },
         Attribute::Label(label) => match host.labels.get(label) {
             None => (*op != Operator::NoneOf).then_some(ActualValue::NoLabel),
-            Some(has) if op.is_ordering() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
-                (Ok(has), Ok(wanted)) if op.holds(&has, &[wanted]) => None,
-                _ => Some(ActualValue::Text(has)),
-            },
-            Some(has) => text(has),
+            Some(actual) if op.is_ordering() => {
+                match (actual.parse::<f64>(), values[0].parse::<f64>()) {
+                    (Ok(actual), Ok(required_number)) if op.holds(&actual, &[required_number]) => {
+                        None
+                    }
+                    _ => Some(ActualValue::Text(actual)),
+                }
+            }
+            Some(actual) => check_text(actual),
         },
     }
 }
 
 impl Condition {
-    fn parse(part: &str) -> Result<Condition, ConstraintsError> {
-        let found = part.char_indices().find_map(|(at, _)| {
+    fn parse(part: &str) -> Result<Self, ConstraintsError> {
+        let operator_span = part.char_indices().find_map(|(operator_start, _)| {
             Operator::ALL
                 .iter()
-                .find(|(text, _)| part[at..].starts_with(text))
-                .map(|(text, op)| (at, at + text.len(), *op))
+                .find(|(text, _)| part[operator_start..].starts_with(text))
+                .map(|(text, op)| (operator_start, operator_start + text.len(), *op))
         });
-        let wrong = || ConstraintsError::InvalidPart(part.to_string());
-        let (end, begin, op) = found.ok_or_else(wrong)?;
-        let (name, rest) = (part[..end].trim(), part[begin..].trim());
-        let is_word = |c: char| c.is_alphanumeric() || "_-.".contains(c);
-        if name.is_empty() || !name.chars().all(is_word) {
-            return Err(wrong());
+        let invalid_part_error = || ConstraintsError::InvalidPart(part.to_string());
+        let (end, value_start, op) = operator_span.ok_or_else(invalid_part_error)?;
+        let (name, rest) = (part[..end].trim(), part[value_start..].trim());
+        let is_name_char = |c: char| c.is_alphanumeric() || "_-.".contains(c);
+        if name.is_empty() || !name.chars().all(is_name_char) {
+            return Err(invalid_part_error());
         }
         let values: Vec<String> = rest.split('|').map(|v| v.trim().to_string()).collect();
         if values.iter().any(String::is_empty) || (op.is_ordering() && values.len() > 1) {
-            return Err(wrong());
+            return Err(invalid_part_error());
         }
-        let number = |figure: Metric| {
-            let one = |v: &String| {
-                figure
+        let parse_numbers = |metric: Metric| {
+            let parse_number = |v: &String| {
+                metric
                     .parse_value(v)
                     .ok_or_else(|| ConstraintsError::NotANumber {
                         name: name.to_string(),
@@ -377,7 +388,7 @@ impl Condition {
             };
             values
                 .iter()
-                .map(one)
+                .map(parse_number)
                 .collect::<Result<Vec<u64>, ConstraintsError>>()
         };
         let (name, numbers) = match (name, Metric::from_name(name)) {
@@ -386,112 +397,123 @@ impl Condition {
             }
             ("host", _) => (Attribute::Host, Vec::new()),
             ("arch", _) => (Attribute::Arch, Vec::new()),
-            (_, Some(figure)) => (Attribute::Metric(figure), number(figure)?),
+            (_, Some(metric)) => (Attribute::Metric(metric), parse_numbers(metric)?),
             (label, None) => (Attribute::Label(label.to_string()), Vec::new()),
         };
-        Ok(Condition {
+        Ok(Self {
             attribute: name,
-            op,
+            operator: op,
             values,
-            numbers,
+            parsed_numbers: numbers,
         })
     }
 }
 
-/// Parses a number of seconds, or a number with the suffix `s`, `m` or `h`. Longer durations
-/// than [`WORK_LEFT_MAX`] are reduced to it.
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `h`. A duration of more than
+/// [`WORK_LEFT_MAX`] is reduced to this maximum. Returns `None` for anything but a positive finite
+/// number.
 fn parse_duration(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units
         .iter()
-        .find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
-    let (digits, seconds) = unit.unwrap_or((text, 1.0));
-    let span = digits.trim().parse::<f64>().ok()? * seconds;
-    (span.is_finite() && span > 0.0).then(|| Micros((span * 1e6) as u64).min(WORK_LEFT_MAX))
+        .find_map(|(name, unit_seconds)| Some((text.strip_suffix(name)?, *unit_seconds)));
+    let (digits, unit_seconds) = unit.unwrap_or((text, 1.0));
+    let total_seconds = digits.trim().parse::<f64>().ok()? * unit_seconds;
+    (total_seconds.is_finite() && total_seconds > 0.0)
+        .then(|| Micros((total_seconds * 1e6) as u64).min(WORK_LEFT_MAX))
 }
 
 impl Constraints {
     /// Parses a constraints text.
     ///
     /// # Errors
-    /// [`ConstraintsError`] names the invalid part.
-    pub fn parse(text: &str) -> Result<Constraints, ConstraintsError> {
+    ///
+    /// [`ConstraintsError`] if the text is too long or a part of it is invalid.
+    pub fn parse(text: &str) -> Result<Self, ConstraintsError> {
         if text.len() > CONSTRAINTS_BYTES_MAX {
             return Err(ConstraintsError::TooLong);
         }
-        let mut wants = Constraints::default();
+        let mut parsed = Self::default();
         for part in text
             .split([';', ','])
             .map(str::trim)
             .filter(|p| !p.is_empty())
         {
-            let wrong = || ConstraintsError::InvalidPart(part.to_string());
-            let (word, value) = part
+            let invalid_part_error = || ConstraintsError::InvalidPart(part.to_string());
+            let (keyword, value) = part
                 .split_once('=')
                 .map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
-            match (word, value) {
-                ("barrier", None) => wants.barrier = true,
-                ("same-host", None) => wants.colocation = Colocation::SameHost,
-                ("work", Some(span)) => wants.work = Some(parse_duration(span).ok_or_else(wrong)?),
-                ("spread", None) => wants.colocation = Colocation::Spread(1),
-                ("spread", Some(most)) => {
-                    let most = most.parse().ok().filter(|n| *n > 0).ok_or_else(wrong)?;
-                    wants.colocation = Colocation::Spread(most);
+            match (keyword, value) {
+                ("barrier", None) => parsed.barrier = true,
+                ("same-host", None) => parsed.colocation = Colocation::SameHost,
+                ("work", Some(span)) => {
+                    parsed.work = Some(parse_duration(span).ok_or_else(invalid_part_error)?)
                 }
-                ("rank", Some(by)) => {
-                    let (least, by) = by
+                ("spread", None) => parsed.colocation = Colocation::Spread(1),
+                ("spread", Some(tasks_per_host)) => {
+                    let tasks_per_host = tasks_per_host
+                        .parse()
+                        .ok()
+                        .filter(|n| *n > 0)
+                        .ok_or_else(invalid_part_error)?;
+                    parsed.colocation = Colocation::Spread(tasks_per_host);
+                }
+                ("rank", Some(metric_name)) => {
+                    let (smallest_first, metric_name) = metric_name
                         .strip_prefix('-')
-                        .map_or((false, by), |by| (true, by.trim()));
-                    wants.rank = Some(Rank {
-                        by: Metric::from_name(by).ok_or_else(wrong)?,
-                        ascending: least,
+                        .map_or((false, metric_name), |metric_name| {
+                            (true, metric_name.trim())
+                        });
+                    parsed.rank = Some(Rank {
+                        metric: Metric::from_name(metric_name).ok_or_else(invalid_part_error)?,
+                        ascending: smallest_first,
                     });
                 }
-                _ => wants.conditions.push(Arc::new(Condition::parse(part)?)),
+                _ => parsed.conditions.push(Arc::new(Condition::parse(part)?)),
             }
         }
-        Ok(wants)
+        Ok(parsed)
     }
 
     /// Returns the constraints of a spawn, combined from its environment and its `where` argument.
     ///
     /// # Errors
     /// [`ConstraintsError`] if one of the texts is invalid.
-    pub fn from_request(request: &SpawnRequest) -> Result<Constraints, ConstraintsError> {
-        let of_env = |entry: &Vec<u8>| {
+    pub fn from_request(request: &SpawnRequest) -> Result<Self, ConstraintsError> {
+        let parse_env_entry = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
             text.strip_prefix(CONSTRAINTS_ENV)?
                 .strip_prefix('=')
-                .map(Constraints::parse)
+                .map(Self::parse)
         };
-        // If the environment contains an entry twice, the last one counts, as for the spawned
+        // If the environment contains the variable twice, the last entry counts, as for the spawned
         // program.
-        let mut wants = request
+        let mut combined = request
             .env
             .iter()
             .rev()
-            .find_map(of_env)
+            .find_map(parse_env_entry)
             .transpose()?
             .unwrap_or_default();
-        let place = request.place.split(':').next().unwrap_or_default();
-        if let Some(text) = place
+        let where_text = request.where_arg.split(':').next().unwrap_or_default();
+        if let Some(text) = where_text
             .strip_prefix('?')
             .filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0)
         {
-            let more = Constraints::parse(text)?;
-            wants.conditions.extend(more.conditions);
-            wants.rank = more.rank.or(wants.rank);
-            wants.barrier |= more.barrier;
-            wants.work = more.work.or(wants.work);
-            if more.colocation != Colocation::Any {
-                wants.colocation = more.colocation;
+            let where_constraints = Self::parse(text)?;
+            combined.conditions.extend(where_constraints.conditions);
+            combined.rank = where_constraints.rank.or(combined.rank);
+            combined.barrier |= where_constraints.barrier;
+            combined.work = where_constraints.work.or(combined.work);
+            if where_constraints.colocation != Colocation::Any {
+                combined.colocation = where_constraints.colocation;
             }
         }
-        Ok(wants)
+        Ok(combined)
     }
 
     /// Returns the first condition that the host does not meet at `now`, with the host's actual
-    /// value.
+    /// value. Returns `None` if the host meets all conditions.
     pub(super) fn first_unmet<'a>(
         &self,
         host: &'a HostView,
@@ -503,50 +525,52 @@ impl Constraints {
             .find_map(|c| Some((c.clone(), actual_if_unmet(c, host, now, &load)?)))
     }
 
-    /// True if the host could not meet the conditions even without any task. Conditions on memory
-    /// and idle processors are ignored, because their values change when tasks leave the host.
+    /// True if the host could not meet the conditions even if no task ran on it. Conditions on
+    /// memory and idle processors are ignored, because their values change when tasks leave the
+    /// host.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
-        let passes = |c: &&Arc<Condition>| {
+        let is_task_independent = |c: &&Arc<Condition>| {
             !matches!(
                 c.attribute,
-                Attribute::Metric(Metric::Memory | Metric::Free)
+                Attribute::Metric(Metric::Memory | Metric::IdleProcessors)
             )
         };
         let no_load = || unreachable!("only free processors depend on the load");
         self.conditions
             .iter()
-            .filter(passes)
+            .filter(is_task_independent)
             .any(|c| actual_if_unmet(c, host, now, no_load).is_some())
     }
 
-    /// Returns the memory in bytes that each task needs; `None` if no condition states a minimum.
-    pub fn memory_bytes(&self) -> Option<u64> {
-        let wanted = self
+    /// Returns the memory in bytes that each task needs: the largest minimum in the conditions.
+    /// `None` if no condition states a minimum.
+    pub fn min_memory_bytes(&self) -> Option<u64> {
+        let memory_conditions = self
             .conditions
             .iter()
             .filter(|c| c.attribute == Attribute::Metric(Metric::Memory));
-        wanted
-            .filter(|c| matches!(c.op, Operator::AtLeast | Operator::Above))
-            .filter_map(|c| c.numbers.first().copied())
+        memory_conditions
+            .filter(|c| matches!(c.operator, Operator::AtLeast | Operator::Above))
+            .filter_map(|c| c.parsed_numbers.first().copied())
             .max()
     }
 
-    /// Returns the maximum number of tasks of this spawn that the memory of the host and the spread
-    /// allow at `now`.
-    pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
+    /// Returns the maximum number of tasks of this spawn for which the host has memory at `now`,
+    /// limited by the spread.
+    pub(super) fn task_capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.colocation {
-            Colocation::Spread(most) => most,
+            Colocation::Spread(tasks_per_host) => tasks_per_host,
             Colocation::Any | Colocation::SameHost => u32::MAX,
         };
         let available = host
-            .fresh_sample(now)
+            .recent_sample(now)
             .and_then(|_| host.available_bytes())
             .unwrap_or(0);
-        let by_memory = self
-            .memory_bytes()
+        let memory_slots = self
+            .min_memory_bytes()
             .and_then(|bytes| available.checked_div(bytes))
             .unwrap_or(u64::MAX);
-        spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
+        spread.min(u32::try_from(memory_slots).unwrap_or(u32::MAX))
     }
 }
 
@@ -558,12 +582,16 @@ mod tests {
     /// A text is parsed into conditions, rank, spread and declared work.
     #[test]
     fn parses_conditions_rank_and_spread() {
-        let wants =
+        let constraints =
             Constraints::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
                 .expect("good");
-        let told: Vec<String> = wants.conditions.iter().map(|c| c.to_string()).collect();
+        let formatted_conditions: Vec<String> = constraints
+            .conditions
+            .iter()
+            .map(|c| c.to_string())
+            .collect();
         assert_eq!(
-            told,
+            formatted_conditions,
             [
                 "memory >= 1.5G",
                 "arch = LINUX64|LINUX",
@@ -571,17 +599,17 @@ mod tests {
                 "disk = ssd"
             ]
         );
-        assert_eq!(wants.conditions[0].numbers, [3 << 29]);
+        assert_eq!(constraints.conditions[0].parsed_numbers, [3 << 29]);
         assert_eq!(
-            wants.conditions[3].attribute,
+            constraints.conditions[3].attribute,
             Attribute::Label("disk".into())
         );
         assert_eq!(
-            (wants.colocation, wants.rank),
+            (constraints.colocation, constraints.rank),
             (
                 Colocation::Spread(2),
                 Some(Rank {
-                    by: Metric::Speed,
+                    metric: Metric::Speed,
                     ascending: true
                 })
             )
@@ -590,17 +618,20 @@ mod tests {
             Constraints::parse(" ;, ").expect("nothing is asked"),
             Constraints::default()
         );
-        let work = |text: &str| Constraints::parse(text).expect("good").work;
+        let declared_work = |text: &str| Constraints::parse(text).expect("good").work;
         assert_eq!(
-            (work("work = 90"), work("spread; work=1.5 m")),
+            (
+                declared_work("work = 90"),
+                declared_work("spread; work=1.5 m")
+            ),
             (Some(Micros::from_secs(90)), Some(Micros::from_secs(90)))
         );
         assert_eq!(
-            (work("work = 1000h"), work("barrier")),
+            (declared_work("work = 1000h"), declared_work("barrier")),
             (Some(WORK_LEFT_MAX), None)
         );
         assert_eq!(
-            Constraints::parse("free>=0.5").expect("good").conditions[0].numbers,
+            Constraints::parse("free>=0.5").expect("good").conditions[0].parsed_numbers,
             [50]
         );
     }
@@ -608,7 +639,7 @@ mod tests {
     /// The error of an invalid text names the invalid part.
     #[test]
     fn parse_error_names_invalid_part() {
-        for (text, says) in [
+        for (text, expected_message) in [
             ("memory", "\"memory\" is not a requirement"),
             ("memory >= lots", "\"lots\" is not a number for memory"),
             ("cores >= 1.5", "\"1.5\" is not a number for cores"),
@@ -622,7 +653,7 @@ mod tests {
             (" = 3", "is not a requirement"),
         ] {
             let error = Constraints::parse(text).expect_err(text).to_string();
-            assert!(error.contains(says), "{text}: {error}");
+            assert!(error.contains(expected_message), "{text}: {error}");
         }
         assert_eq!(
             Constraints::parse(&"x".repeat(5000)),
@@ -630,51 +661,51 @@ mod tests {
         );
     }
 
-    /// The constraints in `where` and in the environment are combined; flags of `where` keep their
-    /// meaning.
+    /// Conditions of `where` and of the environment are combined. A flag that gives `where` another
+    /// meaning prevents its parsing.
     #[test]
     fn constraints_come_from_where_and_environment() {
         let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];
-        let request = |flags, place: &str| SpawnRequest {
+        let request = |flags, where_text: &str| SpawnRequest {
             flags,
-            place: place.into(),
+            where_arg: where_text.into(),
             env: env.clone(),
             ..SpawnRequest::default()
         };
-        let both = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
+        let combined = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
             .expect("good");
-        assert_eq!(both.conditions.len(), 2);
+        assert_eq!(combined.conditions.len(), 2);
         assert_eq!(
-            both.rank,
+            combined.rank,
             Some(Rank {
-                by: Metric::Memory,
+                metric: Metric::Memory,
                 ascending: false
             })
         );
-        for (flags, place) in [
+        for (flags, where_text) in [
             (SPAWN_HOST, "?memory >= 1G"),
             (SPAWN_ARCH, "?x"),
             (0, "anything"),
             (0, ""),
         ] {
             assert_eq!(
-                Constraints::from_request(&request(flags, place))
+                Constraints::from_request(&request(flags, where_text))
                     .expect("good")
                     .conditions
                     .len(),
                 1,
-                "{place}"
+                "{where_text}"
             );
         }
     }
 
     proptest! {
-        /// Any text is parsed without a panic, and a formatted condition parses to the same
+        /// Any text is parsed without a panic. The text of a formatted condition parses to the same
         /// condition.
         #[test]
         fn any_text_parses_safely_and_round_trips(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
-            if let Ok(wants) = Constraints::parse(&text) {
-                for condition in &wants.conditions {
+            if let Ok(constraints) = Constraints::parse(&text) {
+                for condition in &constraints.conditions {
                     prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition.as_ref());
                 }
             }

@@ -1,5 +1,5 @@
 //! Evictions: decides which tasks leave their host because its owner is present or accepts no
-//! guests. The owner's terms determine when they leave. Guests of a host that is being drained
+//! guests. The owner's policy determines when they leave. Guests of a host that is being drained
 //! leave immediately.
 //!
 //! - A task does not return to the host when the owner leaves. Tasks on hosts that accept guests
@@ -18,44 +18,44 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::fmt;
 
 /// Maximum number of concurrent migrations in the virtual machine. Further tasks wait. The limit is
-/// lower than the master's, so that a migration requested by a user can start.
+/// lower than the limit of the master, so that a migration requested by a user can start.
 pub const CONCURRENT_MIGRATIONS_MAX: usize = 48;
-/// Time after an owner's departure in which the host is used as a target only if there is no other,
-/// because the owner may return.
+/// Time after an owner's departure in which the host is used as a target only if there is no other
+/// host, because the owner may return.
 pub const OWNER_RETURN_WINDOW: Micros = Micros::from_secs(10);
 
-/// If an obstacle to a migration ends within this time, the job is not vacated.
+/// Maximum time until the end of an obstacle to a migration for which the job is not vacated.
 const VACATE_RETRY_WINDOW: Micros = Micros::from_secs(5);
-/// If an obstacle to a migration ends within this time, it is not logged.
+/// Maximum time until the end of an obstacle to a migration for which the obstacle is not logged.
 const UNLOGGED_WINDOW: Micros = Micros::from_secs(1);
 
-/// Decision to migrate one task.
+/// Decision to migrate one task away from its host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Eviction {
     pub tid: Tid,
-    pub from: HostId,
-    pub to: HostId,
-    /// Why the task must leave, for the event log.
+    pub source: HostId,
+    pub target: HostId,
+    /// Reason why the task must leave its host, for the event log.
     pub cause: MigrationCause,
-    /// Why the target was chosen, in one sentence.
+    /// Explanation of the choice of the target, in one sentence.
     pub why: String,
 }
 
-/// Why a guest stays on a host that accepts no guests.
+/// Reason why a guest stays on a host that accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StayReason {
     /// No other host accepts the guest.
-    NoHost {
-        /// The other hosts with the reason for each.
-        excluded: Exclusions,
+    NoTargetHost {
+        /// All other hosts, each with its reason.
+        exclusions: Exclusions,
     },
-    /// The guest cannot migrate to any host for a while.
+    /// No host can be the target of a migration of the guest for a while.
     CannotMigrate { why: String },
     /// The guest waits because [`CONCURRENT_MIGRATIONS_MAX`] migrations are running.
     MigrationLimit,
-    /// The owner lets guests stay on the host for some time, and that time has not ended.
+    /// The owner allows guests to stay on the host for some time, which has not ended yet.
     GracePeriod,
-    /// The owner lets guests stay paused until the host accepts guests again.
+    /// The owner allows guests to stay paused until the host accepts guests again.
     PausedForOwner,
     /// The host's daemon terminates the guests.
     Terminated,
@@ -67,81 +67,84 @@ pub struct StayDecision {
     pub tid: Tid,
     pub host: HostId,
     pub reason: StayReason,
-    /// When to decide again if nothing changes before, on the snapshot's clock.
+    /// Time of the next decision if nothing changes earlier, on the snapshot's clock. `None` if no
+    /// timer is needed.
     pub retry_at: Option<Micros>,
 }
 
 impl fmt::Display for StayReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StayReason::NoHost { .. } => f.write_str("no host accepts it"),
-            StayReason::CannotMigrate { why } => f.write_str(why),
-            StayReason::MigrationLimit => {
+            Self::NoTargetHost { .. } => f.write_str("no host accepts it"),
+            Self::CannotMigrate { why } => f.write_str(why),
+            Self::MigrationLimit => {
                 write!(f, "{CONCURRENT_MIGRATIONS_MAX} migrations are in progress")
             }
-            StayReason::GracePeriod => f.write_str("its owner grants it some time"),
-            StayReason::PausedForOwner => {
+            Self::GracePeriod => f.write_str("its owner grants it some time"),
+            Self::PausedForOwner => {
                 f.write_str("its owner lets it stay paused until guests are accepted again")
             }
-            StayReason::Terminated => f.write_str("its owner has it terminated there"),
+            Self::Terminated => f.write_str("its owner has it terminated there"),
         }
     }
 }
 
 impl StayDecision {
-    /// False for reasons that are not logged because they end soon.
+    /// False for reasons that are not logged, because they soon cease to apply.
     pub fn is_logged(&self, now: Micros) -> bool {
         match self.reason {
             StayReason::MigrationLimit | StayReason::GracePeriod | StayReason::Terminated => false,
             StayReason::CannotMigrate { .. } => self
                 .retry_at
-                .is_none_or(|again| again.since(now) > UNLOGGED_WINDOW),
-            StayReason::NoHost { .. } | StayReason::PausedForOwner => true,
+                .is_none_or(|next_decision| next_decision.since(now) > UNLOGGED_WINDOW),
+            StayReason::NoTargetHost { .. } | StayReason::PausedForOwner => true,
         }
     }
 
-    /// True if the task's job must be vacated (checkpointed and ended): the owner's terms request
-    /// it, and no host accepts the task soon.
+    /// True if the task's job must be vacated (checkpointed and ended): the owner's policy requests
+    /// this, and no host will accept the task soon.
     pub fn vacates_job(&self, snapshot: &Snapshot) -> bool {
-        let wants = |host: &HostView| {
+        let requests_vacating = |host: &HostView| {
             host.guest_policy.vacates_jobs && !matches!(host.owner, OwnerState::Drained { .. })
         };
-        // A refusal by a host may end after a short time; then that host is tried again.
-        let passes = self
+        // A refusal by a host may end after a short time. The host is then tried again.
+        let ends_soon = self
             .retry_at
-            .is_some_and(|again| again.since(snapshot.now) <= VACATE_RETRY_WINDOW);
-        let nowhere = matches!(
+            .is_some_and(|next_decision| next_decision.since(snapshot.now) <= VACATE_RETRY_WINDOW);
+        let has_no_target = matches!(
             self.reason,
-            StayReason::NoHost { .. } | StayReason::CannotMigrate { .. }
+            StayReason::NoTargetHost { .. } | StayReason::CannotMigrate { .. }
         );
-        nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
+        has_no_target && !ends_soon && snapshot.host(self.host).is_some_and(requests_vacating)
     }
 
     /// Describes the reason. If no host accepts the guest, lists the other hosts with the reason
     /// for each.
     pub fn describe(&self, snapshot: &Snapshot) -> String {
         match &self.reason {
-            StayReason::NoHost { excluded } if !excluded.is_empty() => {
+            StayReason::NoTargetHost {
+                exclusions: excluded,
+            } if !excluded.is_empty() => {
                 format!(
                     "{} ({})",
                     self.reason,
                     snapshot.describe_exclusions(excluded)
                 )
             }
-            why => why.to_string(),
+            other_reason => other_reason.to_string(),
         }
     }
 
     /// Describes the decision in one sentence for the event log.
-    pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let name = snapshot.host_name(self.host);
-        let drained = |host: &HostView| matches!(host.owner, OwnerState::Drained { .. });
-        let although = match snapshot.host(self.host).is_some_and(drained) {
+    pub fn describe_stay(&self, snapshot: &Snapshot) -> String {
+        let host_name_text = snapshot.host_name(self.host);
+        let is_drained = |host: &HostView| matches!(host.owner, OwnerState::Drained { .. });
+        let state_text = match snapshot.host(self.host).is_some_and(is_drained) {
             true => "it is being drained",
             false => "its owner is present",
         };
         format!(
-            "{} stays on {name} although {although}: {}",
+            "{} stays on {host_name_text} although {state_text}: {}",
             self.tid,
             self.describe(snapshot)
         )
@@ -153,68 +156,74 @@ impl StayDecision {
 pub struct EvictionPlan {
     /// Migrations to start, ordered by source and tid.
     pub evictions: Vec<Eviction>,
-    /// Tasks that should leave but stay.
-    pub staying: Vec<StayDecision>,
+    /// Tasks that must leave their host but stay for a reason.
+    pub stays: Vec<StayDecision>,
 }
 
 impl EvictionPlan {
-    /// Returns the time of the next decision if nothing changes before; `None` if none is needed.
+    /// Returns the time of the next decision if nothing changes earlier; `None` if no timer is
+    /// needed.
     pub fn retry_at(&self) -> Option<Micros> {
-        self.staying.iter().filter_map(|stay| stay.retry_at).min()
+        self.stays.iter().filter_map(|stay| stay.retry_at).min()
     }
 }
 
 /// Decides about all guests of hosts that accept no guests.
 pub fn plan_evictions(snapshot: &Snapshot) -> EvictionPlan {
     let index = snapshot.hosts.index(snapshot.now);
-    let (loads, under_way) = (WorkingLoads::of(snapshot), index.migrating_tasks());
-    let places = (0..index.guests().class_bound()).map(|_| None).collect();
-    let mut moving = EvictionPlanner {
+    let (loads, migrating_count) = (WorkingLoads::new(snapshot), index.migrating_task_count());
+    let search_results = (0..index.evictable_guests().class_index_end())
+        .map(|_| None)
+        .collect();
+    let mut planner = EvictionPlanner {
         snapshot,
         loads,
-        migrating: under_way,
-        class_results: places,
+        migrating_count,
+        class_results: search_results,
         plan: EvictionPlan::default(),
     };
-    for (host, at, guest) in index.guests().iter() {
+    for (host, task_position, guest) in index.evictable_guests().iter() {
         match guest
             .class_decides
-            .then(|| moving.decide_by_class(guest, host))
+            .then(|| planner.decide_by_class(guest, host))
             .flatten()
         {
-            Some(stay) => moving.plan.staying.push(stay),
-            None => moving.decide_guest(host, at, guest),
+            Some(stay) => planner.plan.stays.push(stay),
+            None => planner.decide_guest(host, task_position, guest),
         }
     }
-    moving.plan
+    planner.plan
 }
 
-/// State of the decision about all guests.
+/// State of the decisions about all guests.
 struct EvictionPlanner<'a> {
     snapshot: &'a Snapshot,
     loads: WorkingLoads<'a>,
-    migrating: usize,
-    /// Search result for each class of guests, by class index. When the owners of many hosts arrive
-    /// at once, a search that fails runs once per class instead of once per task.
+    migrating_count: usize,
+    /// Search result for each class of guests, by class index; `None` before the first search. When
+    /// the owners of many hosts arrive at once, a search that fails runs once per class instead of
+    /// once per task.
     class_results: Vec<Option<TargetSearch>>,
     plan: EvictionPlan,
 }
 
-/// Whether there is a target for the guests of one class.
+/// Result of the search for a target for the guests of one class.
 enum TargetSearch {
     Found,
-    NotFound(NoTarget),
+    NotFound(FailedSearch),
 }
 
 impl EvictionPlanner<'_> {
-    /// Returns the decision if the search result of the guest's class shows that the guest stays;
-    /// otherwise `None`.
+    /// Returns the decision if the guest stays according to the search result of its class.
+    /// Otherwise returns `None`.
     fn decide_by_class(&self, guest: Guest, host: HostId) -> Option<StayDecision> {
-        match self.class_results[guest.class].as_ref()? {
-            TargetSearch::NotFound(nowhere) => Some(nowhere.stay(guest.tid, host)),
-            // No timer is needed, because the end of any migration is an event that leads to the
-            // next decision.
-            TargetSearch::Found if self.migrating >= CONCURRENT_MIGRATIONS_MAX => {
+        match self.class_results[guest.class_index].as_ref()? {
+            TargetSearch::NotFound(failed_search) => {
+                Some(failed_search.stay_decision(guest.tid, host))
+            }
+            // No timer is needed, because the end of any migration is an event, after which the
+            // next decision is made.
+            TargetSearch::Found if self.migrating_count >= CONCURRENT_MIGRATIONS_MAX => {
                 Some(StayDecision {
                     tid: guest.tid,
                     host,
@@ -226,105 +235,120 @@ impl EvictionPlanner<'_> {
         }
     }
 
-    /// Decides about one guest: the task at position `at` in the task list of `host`.
-    fn decide_guest(&mut self, host: HostId, at: usize, guest: Guest) {
+    /// Decides about one guest, which is the task at position `task_position` in the task list of `host`.
+    fn decide_guest(&mut self, host: HostId, task_position: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
             return;
         };
-        let Some(task) = host.tasks.get(at) else {
+        let Some(task) = host.tasks.get(task_position) else {
             return;
         };
-        let stay = |(why, again)| StayDecision {
+        let stay = |(stay_cause, next_decision)| StayDecision {
             tid: task.tid,
             host: host.id,
-            reason: why,
-            retry_at: again,
+            reason: stay_cause,
+            retry_at: next_decision,
         };
-        // Refusals concern this task only, so the search result of its class does not apply to it.
-        let refused = task.refused_by.iter().any(|(_, until)| until.until > now);
-        let as_others = || self.decide_by_class(guest, host.id).filter(|_| !refused);
-        if let Some(stay) = stay_reason(now, host, task).map(stay).or_else(as_others) {
-            self.plan.staying.push(stay);
+        // A refusal concerns only this task. The search result of its class therefore does not
+        // apply to the task.
+        let has_refusals = task
+            .target_obstacles
+            .iter()
+            .any(|(_, obstacle)| obstacle.until > now);
+        let by_class = || {
+            self.decide_by_class(guest, host.id)
+                .filter(|_| !has_refusals)
+        };
+        if let Some(stay) = stay_reason(now, host, task).map(stay).or_else(by_class) {
+            self.plan.stays.push(stay);
             return;
         }
-        let place = match find_target(snapshot, &self.loads, host, task) {
-            Some(to) if self.migrating < CONCURRENT_MIGRATIONS_MAX => {
-                self.evict(host, task, to);
+        let search_result = match find_target(snapshot, &self.loads, host, task) {
+            Some(target) if self.migrating_count < CONCURRENT_MIGRATIONS_MAX => {
+                self.plan_eviction(host, task, target);
                 TargetSearch::Found
             }
             Some(_) => {
                 self.plan
-                    .staying
+                    .stays
                     .push(stay((StayReason::MigrationLimit, None)));
                 TargetSearch::Found
             }
             None => {
-                let nowhere = NoTarget::of(snapshot, host, task);
-                self.plan.staying.push(nowhere.stay(task.tid, host.id));
-                TargetSearch::NotFound(nowhere)
+                let failed_search = FailedSearch::collect(snapshot, host, task);
+                self.plan
+                    .stays
+                    .push(failed_search.stay_decision(task.tid, host.id));
+                TargetSearch::NotFound(failed_search)
             }
         };
-        if !refused {
-            self.class_results[guest.class] = Some(place);
+        if !has_refusals {
+            self.class_results[guest.class_index] = Some(search_result);
         }
     }
 
-    fn evict(&mut self, host: &HostView, task: &TaskView, to: &HostView) {
-        let share = self.loads.share(to.id).usable as f64 / 1e3;
-        let why = format!(
+    fn plan_eviction(&mut self, host: &HostView, task: &TaskView, target_host: &HostView) {
+        let share = self.loads.share(target_host.id).usable_permille as f64 / 1e3;
+        let explanation = format!(
             "{} migrates to {}, share of a processor {share:.2}",
-            task.tid, to.name
+            task.tid, target_host.name
         );
         let Some(cause) = eviction_cause(&host.owner) else {
             return;
         };
         self.plan.evictions.push(Eviction {
             tid: task.tid,
-            from: host.id,
-            to: to.id,
+            source: host.id,
+            target: target_host.id,
             cause,
-            why,
+            why: explanation,
         });
-        self.migrating += 1;
-        self.loads.add_task(to.id);
+        self.migrating_count += 1;
+        self.loads.add_task(target_host.id);
     }
 }
 
-/// Returns a reason why a guest must or can not leave yet, whatever the targets, and the time of
-/// the next decision.
+/// Returns the reason if a guest stays whatever targets exist, with the time of the next decision.
+/// `None` if the guest can leave now.
 fn stay_reason(
     now: Micros,
     host: &HostView,
     task: &TaskView,
 ) -> Option<(StayReason, Option<Micros>)> {
-    let leaving = match host.owner {
+    let guest_leave_time = match host.owner {
         OwnerState::Drained { .. } => LeaveTime::Now,
         _ => host.guest_policy.leave_time,
     };
-    match leaving {
-        LeaveTime::At(at) if at > now => return Some((StayReason::GracePeriod, Some(at))),
+    match guest_leave_time {
+        LeaveTime::At(leave_at) if leave_at > now => {
+            return Some((StayReason::GracePeriod, Some(leave_at)));
+        }
         LeaveTime::Never => return Some((StayReason::PausedForOwner, None)),
         LeaveTime::Terminated => return Some((StayReason::Terminated, None)),
         LeaveTime::Now | LeaveTime::At(_) => {}
     }
-    let held = task.obstacle.as_ref().filter(|held| held.until > now)?;
+    let migration_obstacle = task
+        .migration_obstacle
+        .as_ref()
+        .filter(|migration_obstacle| migration_obstacle.until > now)?;
     Some((
         StayReason::CannotMigrate {
-            why: held.reason.clone(),
+            why: migration_obstacle.reason.clone(),
         },
-        Some(held.until),
+        Some(migration_obstacle.until),
     ))
 }
 
-/// Assigns hosts to the `tasks` tasks of a vacated job that restart together: round robin, within
-/// the owners' limits on the number of guests. `programs`: users and programs of the tasks. `None`
-/// if there is not enough room.
+/// Assigns hosts to the `task_count` tasks of a vacated job that restart together: round robin, within
+/// the owners' limits on the number of guests. `programs`: users and programs of these tasks.
+/// Returns `None` if the hosts have too few slots.
 ///
-/// Hosts that admit all of `reserved_for` are not used, because they are reserved for that job.
+/// `reserved_for`: users and programs of another vacated job. Hosts that admit all of them are
+/// reserved for that job and not used.
 pub fn assign_hosts(
     snapshot: &Snapshot,
-    tasks: u32,
+    task_count: u32,
     programs: &[(u32, String)],
     reserved_for: Option<&[(u32, String)]>,
 ) -> Option<Vec<HostId>> {
@@ -334,40 +358,44 @@ pub fn assign_hosts(
             .load(host.id)
             .expect("the index has the snapshot's hosts")
     };
-    let moves = |host: &HostView| {
+    let accepts_migrations = |host: &HostView| {
         host.migration_obstacle
             .as_ref()
-            .is_none_or(|no| no.until <= snapshot.now)
+            .is_none_or(|obstacle| obstacle.until <= snapshot.now)
     };
-    let is_kept = |host: &HostView| reserved_for.is_some_and(|programs| admits(host, programs));
-    let open = snapshot.hosts.into_iter().filter(|host| {
+    let is_reserved = |host: &HostView| reserved_for.is_some_and(|programs| admits(host, programs));
+    let usable_hosts = snapshot.hosts.into_iter().filter(|host| {
         host.owner.exclusion_reason().is_none()
             && limit_exclusion(host, snapshot.now, 0, || load(host)).is_none()
-            && moves(host)
+            && accepts_migrations(host)
             && admits(host, programs)
-            && !is_kept(host)
+            && !is_reserved(host)
     });
-    let mut slots_left: Vec<(HostId, u32)> = open
+    let mut slots_left: Vec<(HostId, u32)> = usable_hosts
         .map(|host| (host.id, load(host).remaining_slots()))
         .collect();
-    let mut places = Vec::new();
-    while (places.len() as u64) < u64::from(tasks) {
+    let mut assigned = Vec::new();
+    while (assigned.len() as u64) < u64::from(task_count) {
         slots_left.retain(|(_, slots_left)| *slots_left > 0);
         if slots_left.is_empty() {
             return None;
         }
-        let missing = tasks as usize - places.len();
-        for (host, slots_left) in slots_left.iter_mut().take(missing) {
-            places.push(*host);
+        let unassigned_count = task_count as usize - assigned.len();
+        for (host, slots_left) in slots_left.iter_mut().take(unassigned_count) {
+            assigned.push(*host);
             *slots_left -= 1;
         }
     }
-    Some(places)
+    Some(assigned)
 }
 
-/// True if there would be room for `tasks` tasks of these users and programs if all owners were
-/// absent and no other task ran.
-pub fn could_ever_fit(snapshot: &Snapshot, tasks: u32, programs: &[(u32, String)]) -> bool {
+/// True if the hosts would have slots for `task_count` tasks of these users and programs if all owners
+/// were absent and no other task ran.
+pub fn could_hosts_ever_fit(
+    snapshot: &Snapshot,
+    task_count: u32,
+    programs: &[(u32, String)],
+) -> bool {
     let hosts = snapshot
         .hosts
         .into_iter()
@@ -375,7 +403,7 @@ pub fn could_ever_fit(snapshot: &Snapshot, tasks: u32, programs: &[(u32, String)
     hosts
         .map(|host| u64::from(host.guest_policy.limits.guests_max.unwrap_or(u32::MAX)))
         .sum::<u64>()
-        >= u64::from(tasks)
+        >= u64::from(task_count)
 }
 
 fn admits(host: &HostView, programs: &[(u32, String)]) -> bool {
@@ -391,79 +419,84 @@ fn eviction_cause(owner: &OwnerState) -> Option<MigrationCause> {
         OwnerState::Present { why } | OwnerState::Closed { why } => {
             Some(MigrationCause::Owner { why: why.clone() })
         }
-        OwnerState::Drained { by } => Some(MigrationCause::Drain { requested_by: *by }),
+        OwnerState::Drained { requester } => Some(MigrationCause::Drain {
+            requested_by: *requester,
+        }),
         OwnerState::Unknown | OwnerState::Absent { .. } | OwnerState::PossiblyPresent { .. } => {
             None
         }
     }
 }
 
-/// Returns the best target for a task that must leave its host; `None` if no host accepts it. Hosts
-/// near the other tasks of its job have a higher weight. Examines the best hosts first, and no more
-/// than necessary.
+/// Returns the best target for a task that must leave its host; `None` if no host accepts the task.
+/// Hosts with fast links to the other tasks of its job have a higher weight. The best hosts are
+/// examined first, and the search ends at the first suitable host.
 ///
 /// A host that meets the constraints of the spawn is preferred, even if its owner has just left. If
-/// no host meets them, they are ignored, because the owner has priority.
+/// no host meets the constraints, they are ignored, because the owner has priority.
 fn find_target<'a>(
     snapshot: &'a Snapshot,
     loads: &WorkingLoads<'_>,
-    from: &HostView,
+    source_host: &HostView,
     task: &TaskView,
 ) -> Option<&'a HostView> {
-    let mut fallbacks = [None; 3];
-    for near in loads.best_first(&snapshot.peer_zones(from.id, task)) {
-        let host = snapshot.host(near.share.host())?;
-        if host.id == from.id
-            || target_exclusion(snapshot, host, from, task, false).is_some()
+    let mut fallback_hosts = [None; 3];
+    for weighted in loads.shares_best_first(&snapshot.peer_zones(source_host.id, task)) {
+        let host = snapshot.host(weighted.share.host())?;
+        if host.id == source_host.id
+            || target_exclusion(snapshot, host, source_host, task, false).is_some()
             || loads.load(host.id).remaining_slots() == 0
         {
             continue;
         }
-        let settling = matches!(host.owner, OwnerState::Absent { left_at: Some(at) } if snapshot.now.since(at) < OWNER_RETURN_WINDOW);
-        let meets = unmet_constraint(host, snapshot.now, || loads.load(host.id), task).is_none();
-        match (meets, settling) {
+        let owner_may_return = matches!(host.owner, OwnerState::Absent { left_at: Some(owner_left) } if snapshot.now.since(owner_left) < OWNER_RETURN_WINDOW);
+        let meets_constraints =
+            unmet_constraint(host, snapshot.now, || loads.load(host.id), task).is_none();
+        match (meets_constraints, owner_may_return) {
             (true, false) => return Some(host),
-            (true, true) => fallbacks[0] = fallbacks[0].or(Some(host)),
-            (false, false) => fallbacks[1] = fallbacks[1].or(Some(host)),
-            (false, true) => fallbacks[2] = fallbacks[2].or(Some(host)),
+            (true, true) => fallback_hosts[0] = fallback_hosts[0].or(Some(host)),
+            (false, false) => fallback_hosts[1] = fallback_hosts[1].or(Some(host)),
+            (false, true) => fallback_hosts[2] = fallback_hosts[2].or(Some(host)),
         }
     }
-    fallbacks.into_iter().flatten().next()
+    fallback_hosts.into_iter().flatten().next()
 }
 
 /// Result of a search without a target: the reasons, and the time when a host may become a target
-/// if nothing changes before.
-struct NoTarget {
-    excluded: Exclusions,
+/// if nothing changes earlier.
+struct FailedSearch {
+    exclusions: Exclusions,
     retry_at: Option<Micros>,
 }
 
-impl NoTarget {
-    fn of(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> NoTarget {
-        let (mut excluded, mut again) = (ExclusionsBuilder::default(), None::<Micros>);
+impl FailedSearch {
+    fn collect(snapshot: &Snapshot, source_host: &HostView, task: &TaskView) -> Self {
+        let (mut builder, mut next_decision) = (ExclusionsBuilder::default(), None::<Micros>);
         for host in &snapshot.hosts {
-            let Some((why, until)) = target_exclusion(snapshot, host, from, task, false) else {
+            let Some((exclusion, retry_time)) =
+                target_exclusion(snapshot, host, source_host, task, false)
+            else {
                 continue;
             };
-            excluded.add(host.id, why);
-            again = again.into_iter().chain(until).min();
+            builder.add(host.id, exclusion);
+            next_decision = next_decision.into_iter().chain(retry_time).min();
         }
-        NoTarget {
-            excluded: excluded.build(),
-            retry_at: again,
+        Self {
+            exclusions: builder.build(),
+            retry_at: next_decision,
         }
     }
 
-    /// Returns the decision for a guest of the same class. Omits the guest's own host from the
-    /// reasons: the list contains that host because it accepts no guests.
-    fn stay(&self, tid: Tid, host: HostId) -> StayDecision {
-        let why = StayReason::NoHost {
-            excluded: self.excluded.without_host(host),
+    /// Returns the decision for another guest of the same class, on `host`. Omits this host from
+    /// the reasons, because the list contains it only as a host that accepts no guests.
+    fn stay_decision(&self, tid: Tid, host: HostId) -> StayDecision {
+        let stay_cause = StayReason::NoTargetHost {
+            exclusions: self.exclusions.without_host(host),
         };
         StayDecision {
             tid,
             host,
-            reason: why,
+            reason: stay_cause,
             retry_at: self.retry_at,
         }
     }
@@ -475,25 +508,29 @@ fn unmet_constraint<'a>(
     load: impl Fn() -> HostLoad,
     task: &TaskView,
 ) -> Option<ExclusionReason<&'a str>> {
-    let (condition, has) = task.constraints.as_ref()?.first_unmet(host, now, load)?;
-    Some(ExclusionReason::Unmet { condition, has })
+    let (condition, actual_value) = task.constraints.as_ref()?.first_unmet(host, now, load)?;
+    Some(ExclusionReason::UnmetCondition {
+        condition,
+        actual: actual_value,
+    })
 }
 
-/// Returns the reason why a host cannot be the target of this task, and the time when that reason
-/// ends. `constraints_apply`: also checks the constraints of the spawn.
+/// Returns the reason why a host cannot be the target of this task, and the time when the reason
+/// ends (`None` if unknown). Returns `None` if the host can be the target. `constraints_apply`:
+/// also checks the constraints of the spawn.
 pub(super) fn target_exclusion<'a>(
     snapshot: &Snapshot,
     host: &'a HostView,
-    from: &HostView,
+    source_host: &HostView,
     task: &'a TaskView,
     constraints_apply: bool,
 ) -> Option<(ExclusionReason<&'a str>, Option<Micros>)> {
     let now = snapshot.now;
-    if let Some(why) = host.owner.exclusion_reason() {
-        return Some((why, None));
+    if let Some(exclusion) = host.owner.exclusion_reason() {
+        return Some((exclusion, None));
     }
-    if let Some(why) = host.guest_policy.block_reason(task.user, &task.name) {
-        return Some((why, None));
+    if let Some(exclusion) = host.guest_policy.block_reason(task.user, &task.name) {
+        return Some((exclusion, None));
     }
     let load = || {
         snapshot
@@ -502,26 +539,34 @@ pub(super) fn target_exclusion<'a>(
             .load(host.id)
             .expect("the index has the snapshot's hosts")
     };
-    if let Some(why) = limit_exclusion(host, now, task.memory_bytes, load) {
-        return Some((why, None));
+    if let Some(exclusion) = limit_exclusion(host, now, task.memory_bytes, load) {
+        return Some((exclusion, None));
     }
-    if host.arch != from.arch {
-        return Some((ExclusionReason::OtherArch { has: &host.arch }, None));
+    if host.arch != source_host.arch {
+        return Some((ExclusionReason::OtherArch { arch: &host.arch }, None));
     }
-    if let Some(no) = host.migration_obstacle.as_ref().filter(|no| no.until > now) {
+    if let Some(host_obstacle) = host
+        .migration_obstacle
+        .as_ref()
+        .filter(|host_obstacle| host_obstacle.until > now)
+    {
         return Some((
-            ExclusionReason::NoMigrations { why: &no.reason },
-            Some(no.until),
+            ExclusionReason::NoMigrations {
+                why: &host_obstacle.reason,
+            },
+            Some(host_obstacle.until),
         ));
     }
-    let refused = task
-        .refused_by
+    let refusal = task
+        .target_obstacles
         .iter()
-        .find(|(id, until)| *id == host.id && until.until > now);
-    if let Some((_, until)) = refused {
+        .find(|(id, task_obstacle)| *id == host.id && task_obstacle.until > now);
+    if let Some((_, task_obstacle)) = refusal {
         return Some((
-            ExclusionReason::Refused { why: &until.reason },
-            Some(until.until),
+            ExclusionReason::Refused {
+                why: &task_obstacle.reason,
+            },
+            Some(task_obstacle.until),
         ));
     }
     let unmet = constraints_apply

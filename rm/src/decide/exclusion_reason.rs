@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 /// Reason why a host is excluded.
 ///
-/// `S` is the text type. Decisions examine many hosts whose reasons are never reported, so they
-/// borrow the text from the snapshot until a reason is kept.
+/// `S` is the text type. Decisions examine many hosts whose reasons are never reported. The reasons
+/// therefore borrow their texts from the snapshot until they are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExclusionReason<S = String> {
     /// The request names another host.
     OtherHost,
     /// The host has another architecture.
-    OtherArch { has: S },
-    /// The request excludes the hosts that it names, and names this one.
+    OtherArch { arch: S },
+    /// The request asks for all hosts except those that it names, and it names this host.
     Complement,
     /// The owner is present.
     OwnerPresent {
@@ -30,16 +30,17 @@ pub enum ExclusionReason<S = String> {
     /// The host is being drained.
     Drained {
         /// Task that requested the drain.
-        by: Tid,
+        requester: Tid,
     },
     /// The owner's limit on the number of guests is reached.
     TaskLimit { limit: u32 },
-    /// The owner reserves memory, and the free memory beyond it is too small for a task.
-    MemoryKept {
-        /// Memory in bytes that the owner wants to keep free.
-        keeps: u64,
+    /// The owner reserves memory. The free memory beyond the reserved amount is too small for a
+    /// task.
+    MemoryReserved {
+        /// Memory in bytes that the owner reserves.
+        reserved_bytes: u64,
         /// Free memory in bytes.
-        has: u64,
+        free_bytes: u64,
     },
     /// The owner blocks this program.
     ProgramBlocked {
@@ -49,16 +50,16 @@ pub enum ExclusionReason<S = String> {
     /// The owner blocks this user.
     UserBlocked { user: u32 },
     /// A condition of the request does not hold.
-    Unmet {
+    UnmetCondition {
         condition: Arc<Condition>,
-        has: ActualValue<S>,
+        actual: ActualValue<S>,
     },
-    /// The host is reserved for a request that has waited long.
+    /// The host is reserved for a request that has waited for a long time.
     Reserved,
     /// The host was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// The host's daemon has just declined tasks of this request, because of its owner or for lack
-    /// of room.
+    /// The host's daemon has just declined tasks of this request, because of its owner or because
+    /// it has no room.
     Declined,
     /// The host cannot accept migrations at present.
     NoMigrations { why: S },
@@ -67,30 +68,41 @@ pub enum ExclusionReason<S = String> {
 }
 
 impl ExclusionReason<&str> {
-    /// Converts borrowed text to owned text.
+    /// Converts a borrowed text into an owned one.
     pub(super) fn into_owned(self) -> ExclusionReason {
         match self {
             ExclusionReason::OtherHost => ExclusionReason::OtherHost,
-            ExclusionReason::OtherArch { has } => ExclusionReason::OtherArch { has: has.into() },
+            ExclusionReason::OtherArch { arch: found_value } => ExclusionReason::OtherArch {
+                arch: found_value.into(),
+            },
             ExclusionReason::Complement => ExclusionReason::Complement,
             ExclusionReason::OwnerPresent { why } => {
                 ExclusionReason::OwnerPresent { why: why.into() }
             }
             ExclusionReason::Closed { why } => ExclusionReason::Closed { why: why.into() },
-            ExclusionReason::Drained { by } => ExclusionReason::Drained { by },
-            ExclusionReason::TaskLimit { limit: most } => {
-                ExclusionReason::TaskLimit { limit: most }
+            ExclusionReason::Drained { requester: by } => {
+                ExclusionReason::Drained { requester: by }
             }
-            ExclusionReason::MemoryKept { keeps, has } => {
-                ExclusionReason::MemoryKept { keeps, has }
+            ExclusionReason::TaskLimit { limit: guests_max } => {
+                ExclusionReason::TaskLimit { limit: guests_max }
             }
+            ExclusionReason::MemoryReserved {
+                reserved_bytes: keeps,
+                free_bytes: found_value,
+            } => ExclusionReason::MemoryReserved {
+                reserved_bytes: keeps,
+                free_bytes: found_value,
+            },
             ExclusionReason::ProgramBlocked { pattern } => ExclusionReason::ProgramBlocked {
                 pattern: pattern.into(),
             },
             ExclusionReason::UserBlocked { user } => ExclusionReason::UserBlocked { user },
-            ExclusionReason::Unmet { condition, has } => ExclusionReason::Unmet {
+            ExclusionReason::UnmetCondition {
                 condition,
-                has: has.into_owned(),
+                actual: found_value,
+            } => ExclusionReason::UnmetCondition {
+                condition,
+                actual: found_value.into_owned(),
             },
             ExclusionReason::Reserved => ExclusionReason::Reserved,
             ExclusionReason::NoAnswer => ExclusionReason::NoAnswer,
@@ -106,42 +118,49 @@ impl ExclusionReason<&str> {
 impl<S: fmt::Display + fmt::Debug> fmt::Display for ExclusionReason<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ExclusionReason::OtherHost => f.write_str("the request names another host"),
-            ExclusionReason::OtherArch { has } => write!(f, "architecture is {has}"),
-            ExclusionReason::Complement => f.write_str("the request excludes it"),
-            ExclusionReason::OwnerPresent { why } => write!(f, "owner present ({why})"),
-            ExclusionReason::Closed { why } => write!(f, "no guests now ({why})"),
-            ExclusionReason::Drained { by } => write!(f, "it is being drained (requested by {by})"),
-            ExclusionReason::TaskLimit { limit: 0 } => f.write_str("its owner allows no tasks"),
-            ExclusionReason::TaskLimit { limit: 1 } => {
+            Self::OtherHost => f.write_str("the request names another host"),
+            Self::OtherArch { arch: found_value } => write!(f, "architecture is {found_value}"),
+            Self::Complement => f.write_str("the request excludes it"),
+            Self::OwnerPresent { why } => write!(f, "owner present ({why})"),
+            Self::Closed { why } => write!(f, "no guests now ({why})"),
+            Self::Drained { requester: by } => write!(f, "it is being drained (requested by {by})"),
+            Self::TaskLimit { limit: 0 } => f.write_str("its owner allows no tasks"),
+            Self::TaskLimit { limit: 1 } => {
                 f.write_str("its owner allows one task, and one is present")
             }
-            ExclusionReason::TaskLimit { limit: most } => {
-                write!(f, "its owner allows {most} tasks, and as many are present")
+            Self::TaskLimit { limit: guests_max } => {
+                write!(
+                    f,
+                    "its owner allows {guests_max} tasks, and as many are present"
+                )
             }
-            ExclusionReason::MemoryKept { keeps, has } => {
-                let (has, keeps) = (
-                    Metric::Memory.format_value(*has),
-                    Metric::Memory.format_value(*keeps),
+            Self::MemoryReserved {
+                reserved_bytes: reserved_memory,
+                free_bytes: found_value,
+            } => {
+                let (found_value, reserved_memory) = (
+                    Metric::Memory.format_value(*found_value),
+                    Metric::Memory.format_value(*reserved_memory),
                 );
                 write!(
                     f,
-                    "{has} of memory are free, and its owner reserves {keeps}"
+                    "{found_value} of memory are free, and its owner reserves {reserved_memory}"
                 )
             }
-            ExclusionReason::ProgramBlocked { pattern } => {
+            Self::ProgramBlocked { pattern } => {
                 write!(f, "its owner blocks the program {pattern:?}")
             }
-            ExclusionReason::UserBlocked { user } => write!(f, "its owner blocks user {user}"),
-            ExclusionReason::Unmet { condition, has } => {
-                write!(f, "{condition} does not hold ({has})")
+            Self::UserBlocked { user } => write!(f, "its owner blocks user {user}"),
+            Self::UnmetCondition {
+                condition,
+                actual: found_value,
+            } => {
+                write!(f, "{condition} does not hold ({found_value})")
             }
-            ExclusionReason::Reserved => {
-                f.write_str("it is reserved for a spawn that has waited long")
-            }
-            ExclusionReason::NoAnswer => f.write_str("no answer"),
-            ExclusionReason::Declined => f.write_str("it declined further tasks"),
-            ExclusionReason::NoMigrations { why } | ExclusionReason::Refused { why } => {
+            Self::Reserved => f.write_str("it is reserved for a spawn that has waited long"),
+            Self::NoAnswer => f.write_str("no answer"),
+            Self::Declined => f.write_str("it declined further tasks"),
+            Self::NoMigrations { why } | Self::Refused { why } => {
                 write!(f, "{why}")
             }
         }

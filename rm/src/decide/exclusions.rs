@@ -1,7 +1,8 @@
 //! Hosts that a decision does not use, each with its reason.
 //!
-//! A decision without a placement examines all hosts, possibly ten thousand. The list therefore
-//! contains a limited number of hosts, and the further ones are only counted.
+//! A decision without a placement examines all hosts, possibly ten thousand. The list of excluded
+//! hosts therefore contains a limited number of hosts, and the decision only counts the further
+//! ones.
 
 use super::{Attribute, ExclusionReason, Metric};
 use sempa_proto::HostId;
@@ -16,20 +17,20 @@ pub const EXCLUDED_HOSTS_MAX: usize = 256;
 /// Excluded hosts with their reasons. Cloning is cheap, because clones share the list.
 #[derive(Clone, Default)]
 pub struct Exclusions {
-    listed: Arc<Vec<(HostId, ExclusionReason)>>,
-    /// Host that is left out of the result although `listed` may contain it. `listed` is shared
-    /// with the results for other tasks.
-    omitted: Option<HostId>,
-    /// Number of hosts that are not listed in `listed` but have a reportable reason.
-    unlisted: usize,
+    entries: Arc<Vec<(HostId, ExclusionReason)>>,
+    /// Host that is omitted from the result although `listed` may contain it. Decisions about other
+    /// tasks share `listed`.
+    omitted_host: Option<HostId>,
+    /// Number of excluded hosts with a reportable reason that `listed` does not contain.
+    unlisted_count: usize,
 }
 
 impl Exclusions {
     /// Returns the listed hosts with reasons, in the order of examination.
     pub fn iter(&self) -> impl Iterator<Item = &(HostId, ExclusionReason)> {
-        self.listed
+        self.entries
             .iter()
-            .filter(|(id, _)| Some(*id) != self.omitted)
+            .filter(|(id, _)| Some(*id) != self.omitted_host)
     }
 
     pub fn len(&self) -> usize {
@@ -41,44 +42,47 @@ impl Exclusions {
     }
 
     /// True if this host is listed with this reason.
-    pub fn contains(&self, host: &(HostId, ExclusionReason)) -> bool {
-        self.iter().any(|listed| listed == host)
+    pub fn contains(&self, exclusion: &(HostId, ExclusionReason)) -> bool {
+        self.iter().any(|entry| entry == exclusion)
     }
 
     /// Returns the listed hosts that have a reportable reason, and the number of such hosts that
-    /// are not listed.
-    pub(super) fn reportable(&self) -> (Vec<&(HostId, ExclusionReason)>, usize) {
+    /// the list does not contain.
+    pub(super) fn reportable_entries(&self) -> (Vec<&(HostId, ExclusionReason)>, usize) {
         (
             self.iter().filter(|(_, why)| !is_unreported(why)).collect(),
-            self.unlisted,
+            self.unlisted_count,
         )
     }
 
-    /// Returns the same exclusions without this host. Requires that the host was added with a
-    /// reportable reason, and that hosts were added by ascending id.
-    pub(super) fn without_host(&self, host: HostId) -> Exclusions {
-        let may_be = self.listed.last().is_some_and(|(last, _)| host <= *last);
-        let listed = may_be
+    /// Returns the same exclusions without this host. The host must have been added with a
+    /// reportable reason, and all hosts must have been added by ascending id.
+    pub(super) fn without_host(&self, host: HostId) -> Self {
+        let in_listed_range = self
+            .entries
+            .last()
+            .is_some_and(|(last_listed, _)| host <= *last_listed);
+        let is_listed = in_listed_range
             && self
-                .listed
+                .entries
                 .binary_search_by_key(&host, |(id, _)| *id)
                 .is_ok();
-        let more = if listed {
-            self.unlisted
+        let remaining_unlisted = if is_listed {
+            self.unlisted_count
         } else {
-            self.unlisted.saturating_sub(1)
+            self.unlisted_count.saturating_sub(1)
         };
-        Exclusions {
-            listed: self.listed.clone(),
-            omitted: Some(host),
-            unlisted: more,
+        Self {
+            entries: self.entries.clone(),
+            omitted_host: Some(host),
+            unlisted_count: remaining_unlisted,
         }
     }
 }
 
 impl PartialEq for Exclusions {
-    fn eq(&self, other: &Exclusions) -> bool {
-        self.unlisted == other.unlisted && self.iter().eq(other.iter())
+    fn eq(&self, other: &Self) -> bool {
+        self.unlisted_count == other.unlisted_count && self.iter().eq(other.iter())
     }
 }
 
@@ -87,8 +91,8 @@ impl Eq for Exclusions {}
 impl fmt::Debug for Exclusions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.iter()).finish()?;
-        if self.unlisted > 0 {
-            write!(f, " and {} more", self.unlisted)
+        if self.unlisted_count > 0 {
+            write!(f, " and {} more", self.unlisted_count)
         } else {
             Ok(())
         }
@@ -98,9 +102,9 @@ impl fmt::Debug for Exclusions {
 impl Index<usize> for Exclusions {
     type Output = (HostId, ExclusionReason);
 
-    fn index(&self, at: usize) -> &(HostId, ExclusionReason) {
+    fn index(&self, position: usize) -> &(HostId, ExclusionReason) {
         self.iter()
-            .nth(at)
+            .nth(position)
             .expect("the index is less than the length")
     }
 }
@@ -122,11 +126,11 @@ fn is_temporary(why: &ExclusionReason<&str>) -> bool {
         | ExclusionReason::TaskLimit { .. }
         | ExclusionReason::Declined
         | ExclusionReason::Reserved
-        | ExclusionReason::MemoryKept { .. } => true,
-        ExclusionReason::Unmet { condition, .. } => {
+        | ExclusionReason::MemoryReserved { .. } => true,
+        ExclusionReason::UnmetCondition { condition, .. } => {
             matches!(
                 condition.attribute,
-                Attribute::Metric(Metric::Memory | Metric::Free)
+                Attribute::Metric(Metric::Memory | Metric::IdleProcessors)
             )
         }
         _ => false,
@@ -136,9 +140,9 @@ fn is_temporary(why: &ExclusionReason<&str>) -> bool {
 /// Collects the excluded hosts of a decision.
 #[derive(Debug, Default)]
 pub(super) struct ExclusionsBuilder {
-    listed: Vec<(HostId, ExclusionReason)>,
-    reportable: usize,
-    unreported: usize,
+    entries: Vec<(HostId, ExclusionReason)>,
+    reportable_count: usize,
+    unreported_count: usize,
     /// True if at least one reason is temporary.
     pub(super) any_temporary: bool,
     /// True if at least one host was lost or did not answer.
@@ -151,30 +155,30 @@ impl ExclusionsBuilder {
     pub(super) fn add(&mut self, host: HostId, why: ExclusionReason<&str>) {
         self.any_temporary |= is_temporary(&why);
         self.any_unanswered |= why == ExclusionReason::NoAnswer;
-        let untold = is_unreported(&why);
-        self.any_requested |= !untold && !matches!(why, ExclusionReason::OtherArch { .. });
-        let count = if untold {
-            &mut self.unreported
+        let is_omitted = is_unreported(&why);
+        self.any_requested |= !is_omitted && !matches!(why, ExclusionReason::OtherArch { .. });
+        let group_count = if is_omitted {
+            &mut self.unreported_count
         } else {
-            &mut self.reportable
+            &mut self.reportable_count
         };
-        *count += 1;
-        if *count <= EXCLUDED_HOSTS_MAX {
-            self.listed.push((host, why.into_owned()));
+        *group_count += 1;
+        if *group_count <= EXCLUDED_HOSTS_MAX {
+            self.entries.push((host, why.into_owned()));
         }
     }
 
-    /// Returns the number of excluded hosts, listed or not.
-    pub(super) fn count(&self) -> usize {
-        self.reportable + self.unreported
+    /// Returns the number of excluded hosts, including those that the list does not contain.
+    pub(super) fn excluded_count(&self) -> usize {
+        self.reportable_count + self.unreported_count
     }
 
     pub(super) fn build(self) -> Exclusions {
-        let more = self.reportable.saturating_sub(EXCLUDED_HOSTS_MAX);
+        let excess = self.reportable_count.saturating_sub(EXCLUDED_HOSTS_MAX);
         Exclusions {
-            listed: Arc::new(self.listed),
-            omitted: None,
-            unlisted: more,
+            entries: Arc::new(self.entries),
+            omitted_host: None,
+            unlisted_count: excess,
         }
     }
 }

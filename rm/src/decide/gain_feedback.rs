@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// Range of the factor by which computed gains are multiplied.
 pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// Half-life of the correction if no new observation confirms it.
+/// Time in which the correction falls to half if no new observation confirms it.
 pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.1;
@@ -17,19 +17,22 @@ const PRIOR_WEIGHT: f64 = 3.0;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Ratio {
     mean: f64,
-    seen: u64,
+    observation_count: u64,
 }
 
 impl Default for Ratio {
-    fn default() -> Ratio {
-        Ratio { mean: 1.0, seen: 0 }
+    fn default() -> Self {
+        Self {
+            mean: 1.0,
+            observation_count: 0,
+        }
     }
 }
 
 impl Ratio {
     fn record(&mut self, ratio: f64) {
-        self.seen += 1;
-        let weight = NEWEST_WEIGHT.max(1.0 / (self.seen as f64 + PRIOR_WEIGHT));
+        self.observation_count += 1;
+        let weight = NEWEST_WEIGHT.max(1.0 / (self.observation_count as f64 + PRIOR_WEIGHT));
         self.mean += weight * (ratio - self.mean);
     }
 }
@@ -38,51 +41,56 @@ impl Ratio {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct GainFeedback {
     /// Ratio of the actual to the predicted gain in rate at the target.
-    rate: Ratio,
+    rate_ratio: Ratio,
     /// Ratios of the actual to the predicted remaining work: index 0 for estimated work, 1 for
     /// declared work.
-    work: [Ratio; 2],
+    work_ratios: [Ratio; 2],
     /// Time of the last observation.
-    heard: Micros,
+    observed_at: Micros,
 }
 
 impl GainFeedback {
     /// Returns the factor by which a computed gain is multiplied. `declared`: the gain was computed
     /// from declared work.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
-        let learned = (self.rate.mean * self.work[usize::from(declared)].mean)
+        let learned_ratio = (self.rate_ratio.mean * self.work_ratios[usize::from(declared)].mean)
             .clamp(*CONFIDENCE_RANGE.start(), *CONFIDENCE_RANGE.end());
-        let age = now.since(self.heard).0 as f64 / CONFIDENCE_HALF_LIFE.0 as f64;
-        learned.powf(0.5_f64.powf(age))
+        let age_half_lives = now.since(self.observed_at).0 as f64 / CONFIDENCE_HALF_LIFE.0 as f64;
+        learned_ratio.powf(0.5_f64.powf(age_half_lives))
     }
 
-    /// Returns the same corrections, with the time of the last observation set to the start of a
-    /// new clock.
-    pub(super) fn on_new_clock(self) -> GainFeedback {
-        GainFeedback {
-            heard: Micros::default(),
+    /// Returns the same corrections. Sets the time of the last observation to the start of a new
+    /// clock.
+    pub(super) fn with_clock_reset(self) -> Self {
+        Self {
+            observed_at: Micros::default(),
             ..self
         }
     }
 
-    /// Returns a counter that rises with every observation.
-    pub(super) fn observations(&self) -> u64 {
-        self.rate.seen + self.work.iter().map(|work| work.seen).sum::<u64>()
+    /// Returns the total number of observations.
+    pub(super) fn observation_count(&self) -> u64 {
+        self.rate_ratio.observation_count
+            + self
+                .work_ratios
+                .iter()
+                .map(|ratio| ratio.observation_count)
+                .sum::<u64>()
     }
 
     pub(super) fn is_valid(&self) -> bool {
-        [self.rate, self.work[0], self.work[1]]
+        [self.rate_ratio, self.work_ratios[0], self.work_ratios[1]]
             .iter()
             .all(|ratio| ratio.mean.is_finite())
     }
 
     pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
-        self.heard = now;
-        self.rate.record(ratio);
+        self.observed_at = now;
+        self.rate_ratio.record(ratio);
     }
 
     pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
-        self.heard = now;
-        self.work[usize::from(declared)].record(ratio);
+        self.observed_at = now;
+        self.work_ratios[usize::from(declared)].record(ratio);
     }
 }

@@ -1,8 +1,9 @@
-//! The guests on hosts that accept no guests, grouped into classes. The same targets are possible
-//! for all guests of a class, so one search serves the whole class when many owners return at once.
+//! The guests on hosts that accept no guests, grouped into classes. All guests of a class have the
+//! same possible targets. When many owners return at once, one search therefore serves the whole
+//! class.
 
 use super::{HostView, LeaveTime, OwnerState, TaskView};
-use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
+use sempa_proto::load::FREE_BYTES_PER_TASK_MIN;
 use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,10 +14,10 @@ struct GuestClass {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// Base-2 logarithm of the guest's memory in bytes, rounded down, because a host may have room
-    /// for a small guest only. `None` if the guest needs no more than the memory reserved for every
-    /// task.
-    size_log2: Option<u32>,
+    /// Base-2 logarithm of the guest's memory in bytes, rounded down. It matters because a host may
+    /// have room only for a small guest. `None` if the guest needs no more than the memory that is
+    /// reserved for every task.
+    memory_log2: Option<u32>,
 }
 
 /// A guest that is not migrating.
@@ -24,7 +25,7 @@ struct GuestClass {
 pub(super) struct Guest {
     pub(super) tid: Tid,
     /// Index of the guest's class.
-    pub(super) class: usize,
+    pub(super) class_index: usize,
     /// True if only the class determines the decision: the guest must leave immediately, and no
     /// host has refused it.
     pub(super) class_decides: bool,
@@ -36,7 +37,8 @@ pub(super) struct EvictableGuests {
     /// The guests, by host and position in the host's task list.
     guests: BTreeMap<(HostId, usize), Guest>,
     class_indices: HashMap<GuestClass, usize>,
-    /// Classes with the number of their guests, by class index.
+    /// Classes with the number of their guests, by class index; `None` for an index that is not in
+    /// use.
     classes: Vec<Option<(GuestClass, usize)>>,
     /// Class indices that are not in use.
     free_indices: Vec<usize>,
@@ -47,11 +49,11 @@ impl EvictableGuests {
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
         self.guests
             .iter()
-            .map(|((host, at), guest)| (*host, *at, *guest))
+            .map(|((host, task_position), guest)| (*host, *task_position, *guest))
     }
 
     /// Returns a number that is greater than every class index.
-    pub(super) fn class_bound(&self) -> usize {
+    pub(super) fn class_index_end(&self) -> usize {
         self.classes.len()
     }
 
@@ -59,49 +61,51 @@ impl EvictableGuests {
     pub(super) fn insert_host(&mut self, host: &HostView) {
         let leave_now = matches!(host.owner, OwnerState::Drained { .. })
             || host.guest_policy.leave_time == LeaveTime::Now;
-        for (at, task) in host
+        for (task_position, task) in host
             .tasks
             .iter()
             .enumerate()
             .filter(|(_, task)| task.is_evictable())
         {
-            let is_plain = leave_now && task.obstacle.is_none() && task.refused_by.is_empty();
-            let class = self.count_in_class(host, task);
+            let only_class_matters =
+                leave_now && task.migration_obstacle.is_none() && task.target_obstacles.is_empty();
+            let class = self.add_to_class(host, task);
             self.guests.insert(
-                (host.id, at),
+                (host.id, task_position),
                 Guest {
                     tid: task.tid,
-                    class,
-                    class_decides: is_plain,
+                    class_index: class,
+                    class_decides: only_class_matters,
                 },
             );
         }
     }
 
-    /// Counts one more guest of the task's class. Returns the index of the class.
-    fn count_in_class(&mut self, host: &HostView, task: &TaskView) -> usize {
-        let size = (task.memory_bytes > HEADROOM_BYTES_PER_TASK).then(|| task.memory_bytes.ilog2());
+    /// Adds one guest to the count of the task's class. Returns the index of the class.
+    fn add_to_class(&mut self, host: &HostView, task: &TaskView) -> usize {
+        let memory_log2_value =
+            (task.memory_bytes > FREE_BYTES_PER_TASK_MIN).then(|| task.memory_bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
         let class = GuestClass {
             arch: host.arch.as_str().into(),
             user,
             program,
-            size_log2: size,
+            memory_log2: memory_log2_value,
         };
-        if let Some(number) = self.class_indices.get(&class) {
-            self.classes[*number]
+        if let Some(index) = self.class_indices.get(&class) {
+            self.classes[*index]
                 .as_mut()
                 .expect("a kind has its number as long as there are guests of it")
                 .1 += 1;
-            return *number;
+            return *index;
         }
-        let number = self.free_indices.pop().unwrap_or(self.classes.len());
-        if number == self.classes.len() {
+        let index = self.free_indices.pop().unwrap_or(self.classes.len());
+        if index == self.classes.len() {
             self.classes.push(None);
         }
-        self.classes[number] = Some((class.clone(), 1));
-        self.class_indices.insert(class, number);
-        number
+        self.classes[index] = Some((class.clone(), 1));
+        self.class_indices.insert(class, index);
+        index
     }
 
     /// Removes the guests of a host.
@@ -113,19 +117,19 @@ impl EvictableGuests {
             .map(|(k, g)| (*k, *g))
         {
             self.guests.remove(&key);
-            self.leave_class(guest.class);
+            self.remove_from_class(guest.class_index);
         }
     }
 
-    fn leave_class(&mut self, number: usize) {
-        let (class, guests) = self.classes[number]
+    fn remove_from_class(&mut self, index: usize) {
+        let (class, guest_count) = self.classes[index]
             .as_mut()
             .expect("there was a guest of this kind");
-        *guests -= 1;
-        if *guests == 0 {
+        *guest_count -= 1;
+        if *guest_count == 0 {
             self.class_indices.remove(class);
-            self.classes[number] = None;
-            self.free_indices.push(number);
+            self.classes[index] = None;
+            self.free_indices.push(index);
         }
     }
 }
@@ -138,7 +142,7 @@ mod tests {
 
     fn host(index: u16, programs: &[&str]) -> HostView {
         let id = HostId::new(index).expect("a host");
-        let tid = |n| Tid::task(id, n).expect("a task");
+        let tid = |n| Tid::for_task(id, n).expect("a task");
         let task = |(n, name): (usize, &&str)| TaskView {
             name: Arc::from(*name),
             ..TaskView::new(tid(n as u32 + 1), Micros(0))
@@ -159,7 +163,7 @@ mod tests {
             promised_bytes: 0,
             guest_policy: GuestPolicy::default(),
             migration_obstacle: None,
-            starting_tasks: 0,
+            starting_task_count: 0,
             tasks: programs.iter().enumerate().map(task).collect(),
         }
     }
@@ -171,21 +175,21 @@ mod tests {
         let (mut guests, names) = (EvictableGuests::default(), ["a", "b", "a"]);
         guests.insert_host(&host(1, &names));
         guests.insert_host(&host(2, &["b"]));
-        let kinds = |guests: &EvictableGuests| {
+        let class_indices_of = |guests: &EvictableGuests| {
             guests
                 .iter()
-                .map(|(.., guest)| guest.class)
+                .map(|(.., guest)| guest.class_index)
                 .collect::<Vec<_>>()
         };
         assert_eq!(
-            (kinds(&guests), guests.class_bound()),
+            (class_indices_of(&guests), guests.class_index_end()),
             (vec![0, 1, 0, 1], 2)
         );
         guests.remove_host(HostId::new(1).expect("a host"));
-        assert_eq!(kinds(&guests), [1]);
+        assert_eq!(class_indices_of(&guests), [1]);
         guests.insert_host(&host(3, &["c", "d", "b"]));
         assert_eq!(
-            (kinds(&guests), guests.class_bound()),
+            (class_indices_of(&guests), guests.class_index_end()),
             (vec![1, 0, 2, 1], 3)
         );
         (2..4).for_each(|index| guests.remove_host(HostId::new(index).expect("a host")));

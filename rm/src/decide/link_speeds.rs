@@ -1,20 +1,20 @@
 //! Learns from migrations how fast memory is transferred between hosts. The expected speed is the
-//! most specific known one: that of the two hosts, else that of their zones, else the mean of all
-//! migrations.
+//! most specific known speed: that of the two hosts, otherwise that of their zones, otherwise the
+//! mean of all migrations.
 
 use super::{HostId, HostView};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hash;
 
-/// Maximum number of host pairs, and of zone pairs, with a remembered speed. Beyond it, the pair
-/// that was updated longest ago is dropped.
+/// Maximum number of host pairs, and of zone pairs, with a remembered speed. When another pair is
+/// added, the pair that was updated longest ago is removed.
 pub const PAIRS_MAX: usize = 4096;
 /// Assumed speed in bytes per second before any migration was observed.
-const BYTES_PER_SECOND: f64 = 200e6;
-/// Range of plausible speeds in bytes per second. Measurements outside it are reduced or raised to
-/// its ends.
-const SPEED_RANGE: std::ops::RangeInclusive<f64> = 1e3..=1e12;
+const DEFAULT_BYTES_PER_SECOND: f64 = 200e6;
+/// Range of plausible speeds in bytes per second. A measurement below or above the range is set to
+/// the nearest bound.
+const BYTES_PER_SECOND_RANGE: std::ops::RangeInclusive<f64> = 1e3..=1e12;
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.2;
 
@@ -26,9 +26,9 @@ pub struct HostPair {
 }
 
 impl HostPair {
-    pub fn between(a: &HostView, b: &HostView) -> HostPair {
+    pub fn between(a: &HostView, b: &HostView) -> Self {
         let zones = (a.zone.min(b.zone), a.zone.max(b.zone));
-        HostPair {
+        Self {
             hosts: (a.id.min(b.id), a.id.max(b.id)),
             zones,
         }
@@ -38,105 +38,134 @@ impl HostPair {
 /// Observed speed of one pair.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct LinkSpeed {
-    moves: u32,
+    migration_count: u32,
     /// Mean of the natural logarithm of the speed in bytes per second.
-    log: f64,
-    heard: u64,
+    mean_log: f64,
+    update_number: u64,
 }
 
 impl LinkSpeed {
-    fn updated(previous: Option<LinkSpeed>, log: f64, heard: u64) -> LinkSpeed {
-        let LinkSpeed {
-            moves, log: mean, ..
-        } = previous.unwrap_or(LinkSpeed {
-            moves: 0,
-            log,
-            heard,
+    fn with_sample(previous: Option<Self>, log: f64, number: u64) -> Self {
+        let Self {
+            migration_count: sample_count,
+            mean_log: mean,
+            ..
+        } = previous.unwrap_or(Self {
+            migration_count: 0,
+            mean_log: log,
+            update_number: number,
         });
-        let weight = NEWEST_WEIGHT.max(1.0 / (f64::from(moves) + 1.0));
-        LinkSpeed {
-            moves: moves.saturating_add(1),
-            log: mean + weight * (log - mean),
-            heard,
+        let weight = NEWEST_WEIGHT.max(1.0 / (f64::from(sample_count) + 1.0));
+        Self {
+            migration_count: sample_count.saturating_add(1),
+            mean_log: mean + weight * (log - mean),
+            update_number: number,
         }
     }
 }
 
-/// Transfer speeds by host pair, by zone pair, and over all.
+/// Transfer speeds by host pair, by zone pair, and as a mean of all migrations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct LinkSpeeds {
-    hosts: BTreeMap<(HostId, HostId), LinkSpeed>,
-    zones: BTreeMap<(u32, u32), LinkSpeed>,
-    all: Option<LinkSpeed>,
-    heard: u64,
+    host_pairs: BTreeMap<(HostId, HostId), LinkSpeed>,
+    zone_pairs: BTreeMap<(u32, u32), LinkSpeed>,
+    overall: Option<LinkSpeed>,
+    update_count: u64,
 }
 
 impl LinkSpeeds {
     /// Records a transfer of `bytes` in `seconds`.
     pub(super) fn record_transfer(&mut self, pair: Option<HostPair>, bytes: u64, seconds: f64) {
-        let log = (bytes as f64 / seconds.max(1e-6))
-            .clamp(*SPEED_RANGE.start(), *SPEED_RANGE.end())
+        let log_speed = (bytes as f64 / seconds.max(1e-6))
+            .clamp(
+                *BYTES_PER_SECOND_RANGE.start(),
+                *BYTES_PER_SECOND_RANGE.end(),
+            )
             .ln();
-        self.heard += 1;
+        self.update_count += 1;
         if let Some(pair) = pair {
-            update_pair(&mut self.hosts, pair.hosts, log, self.heard);
-            update_pair(&mut self.zones, pair.zones, log, self.heard);
+            update_pair(
+                &mut self.host_pairs,
+                pair.hosts,
+                log_speed,
+                self.update_count,
+            );
+            update_pair(
+                &mut self.zone_pairs,
+                pair.zones,
+                log_speed,
+                self.update_count,
+            );
         }
-        self.all = Some(LinkSpeed::updated(self.all, log, self.heard));
+        self.overall = Some(LinkSpeed::with_sample(
+            self.overall,
+            log_speed,
+            self.update_count,
+        ));
     }
 
-    /// Returns the expected speed in bytes per second. `way` is `None` if the target is not known
+    /// Returns the expected speed in bytes per second. `pair` is `None` if the target is not known
     /// yet.
     pub(super) fn bytes_per_second(&self, pair: Option<HostPair>) -> f64 {
-        let of_hosts = pair.and_then(|pair| self.hosts.get(&pair.hosts));
-        let of_zones = || pair.and_then(|pair| self.zones.get(&pair.zones));
-        let known = of_hosts.or_else(of_zones).or(self.all.as_ref());
-        known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
+        let host_speed = pair.and_then(|pair| self.host_pairs.get(&pair.hosts));
+        let zone_speed = || pair.and_then(|pair| self.zone_pairs.get(&pair.zones));
+        let best_known = host_speed.or_else(zone_speed).or(self.overall.as_ref());
+        best_known.map_or(DEFAULT_BYTES_PER_SECOND, |speed| speed.mean_log.exp())
     }
 
-    /// Returns the relative speed of the fastest link between a zone and one of the zones
-    /// `peers`: compared with the faster of the links within the two zones. `None` until
+    /// Returns the relative speed of the fastest link between `zone` and one of the zones `peer_zones`.
+    /// The speed is relative to the faster of the links within the two zones. `None` until
     /// migrations have measured these links.
-    pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
-        let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
-        let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
-        let beside = peers
+    pub(super) fn relative_speed(&self, zone: u32, peer_zones: &BTreeSet<u32>) -> Option<f64> {
+        let pair_log = |a: u32, b: u32| {
+            self.zone_pairs
+                .get(&(a.min(b), a.max(b)))
+                .map(|speed| speed.mean_log)
+        };
+        let intra_zone_log = |a: u32, b: u32| {
+            pair_log(a, a)
+                .into_iter()
+                .chain(pair_log(b, b))
+                .reduce(f64::max)
+        };
+        let relative_speeds = peer_zones
             .iter()
-            .filter_map(|peer| Some((log(zone, *peer)? - within(zone, *peer)?).exp()));
-        beside.reduce(f64::max)
+            .filter_map(|peer| Some((pair_log(zone, *peer)? - intra_zone_log(zone, *peer)?).exp()));
+        relative_speeds.reduce(f64::max)
     }
 
-    /// Drops the speeds of host pairs, because the host numbers denote other hosts now.
-    pub(super) fn forget_hosts(&mut self) {
-        self.hosts.clear();
+    /// Removes the speeds of all host pairs, because the host numbers now denote other hosts.
+    pub(super) fn clear_host_pairs(&mut self) {
+        self.host_pairs.clear();
     }
 
-    /// True if the stored values are finite and not too many.
+    /// True if the restored values are finite and the numbers of pairs do not exceed [`PAIRS_MAX`].
     pub(super) fn is_valid(&self) -> bool {
-        let all = self
-            .hosts
+        let speeds = self
+            .host_pairs
             .values()
-            .chain(self.zones.values())
-            .chain(&self.all);
-        let within_limits = self.hosts.len() <= PAIRS_MAX && self.zones.len() <= PAIRS_MAX;
-        within_limits && all.map(|speed| speed.log).all(f64::is_finite)
+            .chain(self.zone_pairs.values())
+            .chain(&self.overall);
+        let within_limits =
+            self.host_pairs.len() <= PAIRS_MAX && self.zone_pairs.len() <= PAIRS_MAX;
+        within_limits && speeds.map(|speed| speed.mean_log).all(f64::is_finite)
     }
 }
 
 fn update_pair<K: Copy + Ord + Hash>(
-    all: &mut BTreeMap<K, LinkSpeed>,
+    speeds: &mut BTreeMap<K, LinkSpeed>,
     key: K,
     log: f64,
-    heard: u64,
+    number: u64,
 ) {
-    let speed = LinkSpeed::updated(all.get(&key).copied(), log, heard);
-    all.insert(key, speed);
-    if all.len() > PAIRS_MAX {
-        let oldest = all
+    let speed = LinkSpeed::with_sample(speeds.get(&key).copied(), log, number);
+    speeds.insert(key, speed);
+    if speeds.len() > PAIRS_MAX {
+        let oldest_key = speeds
             .iter()
-            .min_by_key(|(_, speed)| speed.heard)
+            .min_by_key(|(_, speed)| speed.update_number)
             .map(|(key, _)| *key);
-        all.remove(&oldest.expect("more than the limit"));
+        speeds.remove(&oldest_key.expect("more than the limit"));
     }
 }
 
@@ -144,7 +173,7 @@ fn update_pair<K: Copy + Ord + Hash>(
 mod tests {
     use super::*;
 
-    fn way(a: u16, b: u16, zones: (u32, u32)) -> Option<HostPair> {
+    fn host_pair(a: u16, b: u16, zones: (u32, u32)) -> Option<HostPair> {
         let host = |n| HostId::new(n).expect("an index");
         Some(HostPair {
             hosts: (host(a), host(b)),
@@ -152,43 +181,43 @@ mod tests {
         })
     }
 
-    /// The speed of a pair comes from its own migrations, else from its zones, else from all
-    /// migrations.
+    /// The expected speed of a pair comes from migrations between its hosts, otherwise between its
+    /// zones, otherwise from all migrations.
     #[test]
-    fn pair_speed_falls_back_to_zones_then_all() {
+    fn pair_speed_falls_back_to_zones_then_overall_mean() {
         let mut links = LinkSpeeds::default();
-        let near = |links: &LinkSpeeds, way, mb: f64| {
-            let speed = links.bytes_per_second(way) / 1e6;
+        let assert_megabytes_per_second = |links: &LinkSpeeds, pair, mb: f64| {
+            let speed = links.bytes_per_second(pair) / 1e6;
             assert!((speed / mb - 1.0).abs() < 0.01, "{speed} and not {mb}");
         };
-        near(&links, way(1, 2, (0, 0)), 200.0);
-        links.record_transfer(way(1, 2, (0, 0)), 100_000_000, 0.1);
-        near(&links, way(1, 2, (0, 0)), 1000.0);
-        links.record_transfer(way(1, 3, (0, 7)), 100_000_000, 10.0);
-        near(&links, way(1, 3, (0, 7)), 10.0);
-        near(&links, way(2, 3, (0, 7)), 10.0);
-        near(&links, way(4, 5, (0, 0)), 1000.0);
+        assert_megabytes_per_second(&links, host_pair(1, 2, (0, 0)), 200.0);
+        links.record_transfer(host_pair(1, 2, (0, 0)), 100_000_000, 0.1);
+        assert_megabytes_per_second(&links, host_pair(1, 2, (0, 0)), 1000.0);
+        links.record_transfer(host_pair(1, 3, (0, 7)), 100_000_000, 10.0);
+        assert_megabytes_per_second(&links, host_pair(1, 3, (0, 7)), 10.0);
+        assert_megabytes_per_second(&links, host_pair(2, 3, (0, 7)), 10.0);
+        assert_megabytes_per_second(&links, host_pair(4, 5, (0, 0)), 1000.0);
         // No task has migrated between these two hosts or zones, so only the overall mean is known.
-        near(
+        assert_megabytes_per_second(
             &links,
-            way(6, 7, (8, 8)),
+            host_pair(6, 7, (8, 8)),
             links.bytes_per_second(None) / 1e6,
         );
-        links.forget_hosts();
-        near(&links, way(1, 2, (0, 0)), 1000.0);
+        links.clear_host_pairs();
+        assert_megabytes_per_second(&links, host_pair(1, 2, (0, 0)), 1000.0);
     }
 
-    /// Beyond the maximum, the pair that was updated longest ago is dropped.
+    /// When [`PAIRS_MAX`] is exceeded, the pair that was updated longest ago is removed.
     #[test]
     fn least_recently_updated_pairs_are_dropped() {
         let mut links = LinkSpeeds::default();
         for n in 0..=PAIRS_MAX as u32 {
-            links.record_transfer(way(1, 2, (n, n)), 1 << 30, 1.0);
+            links.record_transfer(host_pair(1, 2, (n, n)), 1 << 30, 1.0);
         }
         assert!(
             links.is_valid()
-                && links.zones.len() == PAIRS_MAX
-                && !links.zones.contains_key(&(0, 0))
+                && links.zone_pairs.len() == PAIRS_MAX
+                && !links.zone_pairs.contains_key(&(0, 0))
         );
     }
 }

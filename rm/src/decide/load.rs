@@ -1,83 +1,92 @@
-//! Load of all hosts during a decision: ranks the hosts by the processor share that one more task
-//! would get, after each task that the decision has placed. Also says what excludes a host because
-//! of its load, and which loads are unknown.
+//! Load of all hosts during a decision. Ranks the hosts by the processor share that one more task
+//! would get, after each task that the decision has placed. Also states which limits of a host
+//! exclude one more task, and which loads are unknown.
 
 use super::host_load::{HostLoad, ProcessorShare};
 use super::index::{HostIndex, merge_descending};
 use super::{ExclusionReason, HostView, SAMPLE_AGE_MAX, Snapshot};
-use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
+use sempa_proto::load::FREE_BYTES_PER_TASK_MIN;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the reason if the owner's limits exclude one more task with `bytes` of memory.
+/// Returns the reason if the owner's limits exclude one more task with `task_bytes` of memory; otherwise
+/// `None`.
 pub(super) fn limit_exclusion(
     host: &HostView,
     now: Micros,
-    bytes: u64,
+    task_bytes: u64,
     load: impl Fn() -> HostLoad,
 ) -> Option<ExclusionReason<&str>> {
     let limits = &host.guest_policy.limits;
-    if let Some(most) = limits.guests_max.filter(|_| load().remaining_slots() == 0) {
-        return Some(ExclusionReason::TaskLimit { limit: most });
+    if let Some(guest_limit) = limits.guests_max.filter(|_| load().remaining_slots() == 0) {
+        return Some(ExclusionReason::TaskLimit { limit: guest_limit });
     }
-    let (keeps, has) = (
-        limits.memory_free,
-        host.fresh_sample(now)?.sample.available_bytes,
+    let (reserved_bytes, free_bytes) = (
+        limits.free_memory_bytes,
+        host.recent_sample(now)?.sample.available_bytes,
     );
-    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES_PER_TASK)))
-        .then_some(ExclusionReason::MemoryKept { keeps, has })
+    (reserved_bytes > 0
+        && free_bytes < reserved_bytes.saturating_add(task_bytes.max(FREE_BYTES_PER_TASK_MIN)))
+    .then_some(ExclusionReason::MemoryReserved {
+        reserved_bytes,
+        free_bytes,
+    })
 }
 
-/// A host with its share, weighted for the task's peers: behind a slower link to the peers, the
-/// share counts less.
+/// A host with its share, weighted for the peers of one task. The slower the link to the peers is,
+/// the lower is the weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct WeightedShare {
     unattended: bool,
     has_memory: bool,
-    usable: u64,
+    weighted_usable: u64,
     pub(super) share: ProcessorShare,
 }
 
 impl WeightedShare {
-    fn of(share: ProcessorShare, permille: u32) -> WeightedShare {
-        WeightedShare {
+    fn new(share: ProcessorShare, permille: u32) -> Self {
+        Self {
             unattended: share.unattended,
             has_memory: share.has_memory,
-            usable: share.usable * u64::from(permille),
+            weighted_usable: share.usable_permille * u64::from(permille),
             share,
         }
     }
 }
 
-/// Load of all hosts during a decision. Each placed task changes it.
+/// Load of all hosts during a decision. Each task that the decision places changes the load of its
+/// host.
 #[derive(Debug)]
 pub(super) struct WorkingLoads<'a> {
     index: Cow<'a, HostIndex>,
     snapshot: &'a Snapshot,
-    changed: BTreeMap<HostId, HostLoad>,
+    changed_loads: BTreeMap<HostId, HostLoad>,
     changed_shares: BTreeSet<ProcessorShare>,
 }
 
 impl<'a> WorkingLoads<'a> {
-    /// Creates the load as of the snapshot. Migrating tasks count at their target.
-    pub(super) fn of(snapshot: &'a Snapshot) -> WorkingLoads<'a> {
+    /// Creates the loads as of the snapshot. A migrating task counts on its target.
+    pub(super) fn new(snapshot: &'a Snapshot) -> Self {
         let index = snapshot.hosts.index(snapshot.now);
         WorkingLoads {
             index,
             snapshot,
-            changed: BTreeMap::new(),
+            changed_loads: BTreeMap::new(),
             changed_shares: BTreeSet::new(),
         }
     }
 
     pub(super) fn load(&self, host: HostId) -> HostLoad {
-        let of_index = || {
+        let indexed_load = || {
             self.index
                 .load(host)
                 .expect("loads are made from the snapshot's hosts")
         };
-        self.changed.get(&host).copied().unwrap_or_else(of_index)
+        self.changed_loads
+            .get(&host)
+            .copied()
+            .unwrap_or_else(indexed_load)
     }
 
     /// Returns the share that one more task would get on a host of the snapshot.
@@ -87,88 +96,99 @@ impl<'a> WorkingLoads<'a> {
 
     /// Adds a task to a host of the snapshot. Returns the share that the next task would get there.
     pub(super) fn add_task(&mut self, host: HostId) -> ProcessorShare {
-        let before = self.load(host);
-        let after = HostLoad {
-            own_tasks: before.own_tasks + 1,
-            memory_slots: before.memory_slots.saturating_sub(1),
-            ..before
+        let previous_load = self.load(host);
+        let new_load = HostLoad {
+            vm_task_count: previous_load.vm_task_count + 1,
+            memory_slots: previous_load.memory_slots.saturating_sub(1),
+            ..previous_load
         };
-        self.change(host, after)
+        self.set_load(host, new_load)
     }
 
-    /// Sets the number of own tasks on a host of the snapshot.
-    pub(super) fn set_own_tasks(&mut self, host: HostId, own_tasks: u32) {
-        let after = HostLoad {
-            own_tasks,
+    /// Sets the number of tasks of the virtual machine on a host of the snapshot.
+    pub(super) fn set_vm_task_count(&mut self, host: HostId, count: u32) {
+        let new_load = HostLoad {
+            vm_task_count: count,
             ..self.load(host)
         };
-        self.change(host, after);
+        self.set_load(host, new_load);
     }
 
-    fn change(&mut self, host: HostId, after: HostLoad) -> ProcessorShare {
-        if let Some(before) = self.changed.insert(host, after) {
-            self.changed_shares.remove(&before.share());
+    fn set_load(&mut self, host: HostId, new_load: HostLoad) -> ProcessorShare {
+        if let Some(previous_load) = self.changed_loads.insert(host, new_load) {
+            self.changed_shares.remove(&previous_load.share());
         }
         if self.index.is_ranked(host) {
-            self.changed_shares.insert(after.share());
+            self.changed_shares.insert(new_load.share());
         }
-        after.share()
+        new_load.share()
     }
 
     /// Returns the weight of a processor share on a host, in thousandths, for a task with peers in
-    /// these zones.
-    pub(super) fn weight_permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
-        self.index
-            .zone(host)
-            .map_or(1000, |zone| self.snapshot.zone_weight_permille(zone, peers))
+    /// the zones `peer_zones`.
+    pub(super) fn weight_permille(&self, host: HostId, peer_zones: &BTreeSet<u32>) -> u32 {
+        self.index.zone(host).map_or(1000, |zone| {
+            self.snapshot.zone_weight_permille(zone, peer_zones)
+        })
     }
 
-    pub(super) fn weighted(&self, share: ProcessorShare, peers: &BTreeSet<u32>) -> WeightedShare {
-        WeightedShare::of(share, self.weight_permille(share.host(), peers))
+    pub(super) fn weighted_share(
+        &self,
+        share: ProcessorShare,
+        peer_zones: &BTreeSet<u32>,
+    ) -> WeightedShare {
+        WeightedShare::new(share, self.weight_permille(share.host(), peer_zones))
     }
 
-    /// Returns the hosts that accept guests, the best first. The iterator evaluates hosts only as
-    /// far as it is consumed.
-    pub(super) fn best_first(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = WeightedShare> {
-        let lists = self.index.shares_by_zone().map(|(zone, shares)| {
-            let permille = self.snapshot.zone_weight_permille(*zone, peers);
+    /// Returns the hosts that accept guests, the best first. The iterator is lazy: it evaluates
+    /// only the hosts that the caller requests.
+    pub(super) fn shares_best_first(
+        &self,
+        peer_zones: &BTreeSet<u32>,
+    ) -> impl Iterator<Item = WeightedShare> {
+        let sorted_shares = self.index.shares_by_zone().map(|(zone, shares)| {
+            let permille = self.snapshot.zone_weight_permille(*zone, peer_zones);
             let unchanged = shares
                 .iter()
                 .rev()
-                .filter(|s| !self.changed.contains_key(&s.host()));
-            unchanged.map(move |s| WeightedShare::of(*s, permille))
+                .filter(|s| !self.changed_loads.contains_key(&s.host()));
+            unchanged.map(move |s| WeightedShare::new(*s, permille))
         });
-        let mut lists = merge_descending(lists).peekable();
-        let mut over: Vec<WeightedShare> = self
+        let mut sorted_shares = merge_descending(sorted_shares).peekable();
+        let mut changed_weighted: Vec<WeightedShare> = self
             .changed_shares
             .iter()
-            .map(|s| self.weighted(*s, peers))
+            .map(|s| self.weighted_share(*s, peer_zones))
             .collect();
-        over.sort_unstable();
-        std::iter::from_fn(move || match (lists.peek(), over.last()) {
-            (Some(near), Some(changed)) if changed > near => over.pop(),
-            (Some(_), _) => lists.next(),
-            (None, _) => over.pop(),
-        })
+        changed_weighted.sort_unstable();
+        std::iter::from_fn(
+            move || match (sorted_shares.peek(), changed_weighted.last()) {
+                (Some(unchanged_share), Some(changed_share)) if changed_share > unchanged_share => {
+                    changed_weighted.pop()
+                }
+                (Some(_), _) => sorted_shares.next(),
+                (None, _) => changed_weighted.pop(),
+            },
+        )
     }
 }
 
-/// Describes the hosts with a missing or too old sample, with the age of the sample, for the
-/// explanation of a decision.
+/// Describes the hosts without a sample and the hosts with a sample that is too old, for the
+/// explanation of a decision. The text contains the age of the sample.
 pub(super) fn unknown_loads(
     snapshot: &Snapshot,
-    among: impl Iterator<Item = HostId>,
+    host_ids: impl Iterator<Item = HostId>,
 ) -> Vec<String> {
-    let old = |host: &HostView| {
+    let describe_unknown = |host: &HostView| {
         Some(format!(
             "{} ({})",
             host.name,
             unknown_reason(host, snapshot.now)?
         ))
     };
-    among
+    host_ids
         .filter_map(|id| snapshot.host(id))
-        .filter_map(old)
+        .filter_map(describe_unknown)
         .collect()
 }
 

@@ -1,9 +1,10 @@
 //! Migrations that reduce the completion time of a whole job (its makespan), for jobs with declared
 //! work.
 //!
-//! A candidate migrates a task that would end last to a host where it ends sooner. Alternatively it
-//! exchanges the task with another one, or migrates a task that shares the host with it. Each
-//! candidate is evaluated by simulating the hosts with it and without it ([`super::makespan_sim`]).
+//! A candidate migrates a task that would end last to a host where the task ends sooner.
+//! Alternatively, the candidate exchanges this task with another task, or migrates a task that
+//! shares the host with it. Each candidate is evaluated by simulating the hosts with it and without
+//! it ([`super::makespan_sim`]).
 
 use super::evictions::target_exclusion;
 use super::makespan_sim::{SimHost, SimOutcome, SimTask, Simulation};
@@ -15,24 +16,25 @@ use super::{Rebalance, RebalanceReason, Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
-/// Maximum number of tasks on the hosts of the plan. If there are more, a single task has little
-/// effect, and only [`super::rebalance`] plans migrations.
+/// Maximum number of tasks on the hosts of the plan. If there are more tasks, a single task has
+/// little effect, and only [`super::rebalance`] plans migrations.
 const SIM_TASKS_MAX: usize = 64;
-/// Maximum number of tasks examined: those that would end last.
-const LAST_TASKS_MAX: usize = 8;
+/// Maximum number of tasks of a job that are examined. The examined tasks are those that would end
+/// last.
+const EXAMINED_TASKS_MAX: usize = 8;
 /// Number of the examined tasks for which an exchange with another task is also tried.
 const EXCHANGES_MAX: usize = 2;
-/// Maximum fluctuation of a host's external load, in threads. Above it the load is unpredictable,
-/// and the host is neither source nor target.
-const EXTERNAL_SPREAD_MAX: f64 = 1.0;
+/// Maximum fluctuation of a host's external load, in threads. The load of a host that exceeds the
+/// maximum is unpredictable, so the host is neither source nor target.
+const EXTERNAL_SPREAD_THREADS_MAX: f64 = 1.0;
 /// A job counts as delayed if its end is later by at least this factor.
-const DELAY_FACTOR: f64 = 1.001;
+const DELAY_FACTOR_MIN: f64 = 1.001;
 /// Minimum reduction of the job's remaining time, as a fraction of that time.
-const REDUCTION_MIN: f64 = 0.03;
+const REDUCTION_FRACTION_MIN: f64 = 0.03;
 /// Maximum number of simulation steps for the search for migrations in one plan.
 const SEARCH_STEPS_MAX: usize = 700;
-/// Maximum number of simulation steps in one plan, including the checks whether migrations delay a
-/// job. After them, tasks of jobs with declared work do not migrate.
+/// Maximum number of simulation steps in one plan, including the steps of the checks whether
+/// migrations delay a job. After these steps, tasks of jobs with declared work do not migrate.
 const TOTAL_STEPS_MAX: usize = 2 * SEARCH_STEPS_MAX;
 
 /// Simulation of all hosts and tasks of the plan, with the migrations planned so far.
@@ -40,43 +42,43 @@ pub(super) struct JobSim<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     baseline: Simulation,
-    /// Cost of a migration in seconds, and for this cost the time when each task ends if the plan
-    /// gets no further migration.
+    /// Cost of a migration in seconds. Also contains, for this cost, the time when each task ends
+    /// if the plan gets no further migration.
     baseline_ends: Option<(f64, Vec<f64>)>,
-    /// Simulation in which candidates are tried. Its memory is reused.
+    /// Simulation in which candidates are tried. Its memory is reused for each candidate.
     trial: Simulation,
 }
 
-/// A candidate: the migration of one task, and optionally a second one in exchange. Each migration
-/// is a pair (index of the task, index of the target).
+/// A candidate: the migration of one task, and optionally a second migration in exchange. Each
+/// migration is a pair (index of the task, index of the target).
 #[derive(Clone, Copy, Debug)]
-struct MoveStep {
-    first: (usize, usize),
+struct JobCandidate {
+    migration: (usize, usize),
     exchange: Option<(usize, usize)>,
 }
 
-impl MoveStep {
-    fn moves(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        [Some(self.first), self.exchange].into_iter().flatten()
+impl JobCandidate {
+    fn migrations(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        [Some(self.migration), self.exchange].into_iter().flatten()
     }
 }
 
 impl JobSim<'_> {
-    /// Selects the job whose completion time is optimized. Returns the outcome without a further
-    /// migration.
+    /// Selects the job whose completion time is optimized. Returns the outcome of the simulation
+    /// without a further migration.
     fn select_job(&mut self, job: Tid, snapshot: &Snapshot) -> SimOutcome {
-        // Estimates the cost of migrations that the simulation itself makes. Their hosts are
-        // unknown, so the mean processor share per task is used.
-        let all: f64 = self
+        // Estimates the cost of migrations that the simulation itself makes. The hosts of these
+        // migrations are unknown, so the mean processor share per task is used.
+        let total_speed: f64 = self
             .baseline
             .hosts()
             .iter()
-            .map(|machine| machine.processors * machine.speed)
+            .map(|sim_host| sim_host.processors * sim_host.speed)
             .sum();
-        let share = 1e3 * all / self.tasks.len().max(1) as f64;
-        let of_job = self.tasks.iter().filter(|task| task.job == job);
+        let share = 1e3 * total_speed / self.tasks.len().max(1) as f64;
+        let job_tasks = self.tasks.iter().filter(|task| task.job == job);
         let estimates = &snapshot.estimates;
-        let bytes = of_job.map(|task| estimates.expected_bytes(&task.name, task.memory_bytes));
+        let bytes = job_tasks.map(|task| estimates.expected_bytes(&task.name, task.memory_bytes));
         let costs = bytes
             .map(|bytes| seconds(estimates.migration_cost(bytes, slowness(share, share), None)));
         let cost = costs.fold(0.0, f64::max);
@@ -84,96 +86,105 @@ impl JobSim<'_> {
         if self
             .baseline_ends
             .as_ref()
-            .is_none_or(|(of, _)| *of != cost)
+            .is_none_or(|(baseline_cost, _)| *baseline_cost != cost)
         {
-            let ends = self.simulate([]).run_to_end().to_vec();
-            self.baseline_ends = Some((cost, ends));
+            let end_times = self.simulate([]).run_to_end().to_vec();
+            self.baseline_ends = Some((cost, end_times));
         }
-        let ends = self
+        let end_times = self
             .baseline_ends
             .iter()
-            .flat_map(|(_, ends)| ends)
+            .flat_map(|(_, end_times)| end_times)
             .zip(self.baseline.tasks());
-        ends.fold(SimOutcome::default(), |sum, (ends, piece)| {
-            match piece.in_job {
+        end_times.fold(
+            SimOutcome::default(),
+            |outcome, (end_times, sim_task)| match sim_task.in_job {
                 true => SimOutcome {
-                    job_end: sum.job_end.max(*ends),
-                    ..sum
+                    job_end_s: outcome.job_end_s.max(*end_times),
+                    ..outcome
                 },
                 false => SimOutcome {
-                    other_ends: sum.other_ends + ends,
-                    ..sum
+                    other_ends_sum_s: outcome.other_ends_sum_s + end_times,
+                    ..outcome
                 },
-            }
-        })
+            },
+        )
     }
 
-    /// Returns a simulation in which these migrations are made at the start.
-    fn simulate(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Simulation {
+    /// Resets the trial simulation and makes these migrations at its start. Returns the simulation.
+    fn simulate(
+        &mut self,
+        migrations: impl IntoIterator<Item = (usize, usize)>,
+    ) -> &mut Simulation {
         self.trial.reset_from(&self.baseline);
-        moves
+        migrations
             .into_iter()
-            .for_each(|(task, to)| self.trial.migrate(task, to));
+            .for_each(|(task, target)| self.trial.migrate(task, target));
         &mut self.trial
     }
 
     /// Adds a migration of the plan to the simulation.
-    pub(super) fn apply(&mut self, task: Tid, to: HostId) {
-        let i = self.tasks.iter().position(|t| t.tid == task);
-        let to = self.hosts.iter().position(|host| *host == to);
-        i.zip(to)
+    pub(super) fn apply_migration(&mut self, migrated_tid: Tid, target: HostId) {
+        let i = self.tasks.iter().position(|t| t.tid == migrated_tid);
+        let target = self.hosts.iter().position(|host| *host == target);
+        i.zip(target)
             .into_iter()
-            .for_each(|(i, to)| self.baseline.apply_planned(i, to));
+            .for_each(|(i, target)| self.baseline.apply_planned(i, target));
         self.baseline_ends = None;
     }
 }
 
 impl<'a> RebalancePlan<'a> {
-    /// Returns the simulation of the plan's hosts and tasks. `None` if no job has declared work or
-    /// there are more than [`SIM_TASKS_MAX`] tasks.
+    /// Returns the simulation of the plan's hosts and tasks. Returns `None` if no job has declared
+    /// work or if there are more than [`SIM_TASKS_MAX`] tasks.
     pub(super) fn job_sim(&mut self) -> Option<JobSim<'a>> {
         self.declared_jobs = self.find_declared_jobs();
         if self.declared_jobs.is_empty() {
             return None;
         }
         let hosts: Vec<HostId> = self.hosts.keys().copied().collect();
-        let machines: Vec<SimHost> = self
+        let sim_hosts: Vec<SimHost> = self
             .hosts
             .values()
-            .map(|place| place.sim_host(place.external_mean))
+            .map(|planned_host| planned_host.sim_host(planned_host.external_mean))
             .collect();
         let now = self.snapshot.now;
-        let (mut pieces, mut tasks) = (Vec::new(), Vec::new());
-        for place in self.hosts.values() {
-            for task in place.host.tasks.iter().filter(|task| task.computes()) {
-                let at = task.migrating.flatten().unwrap_or(place.host.id);
-                let Ok(at) = hosts.binary_search(&at) else {
+        let (mut sim_tasks, mut tasks) = (Vec::new(), Vec::new());
+        for planned_host in self.hosts.values() {
+            for task in planned_host
+                .host
+                .tasks
+                .iter()
+                .filter(|task| task.computes())
+            {
+                let host_index = task.migration.flatten().unwrap_or(planned_host.host.id);
+                let Ok(host_index) = hosts.binary_search(&host_index) else {
                     continue;
                 };
-                let moves = if self.fixed_jobs.contains(&task.job) {
+                let migrations_left = if self.fixed_jobs.contains(&task.job) {
                     0
                 } else {
                     rebalances_left(now, task)
                 };
-                let rests = seconds(cooldown_end(now, task).since(now));
-                pieces.push(SimTask {
-                    host: at,
-                    work_left: self.work_left(task.tid),
-                    moves_left: moves,
-                    cooldown_end: rests,
+                let cooldown_seconds = seconds(cooldown_end(now, task).since(now));
+                sim_tasks.push(SimTask {
+                    host: host_index,
+                    work_left_s: self.work_left(task.tid),
+                    migrations_left,
+                    cooldown_end_s: cooldown_seconds,
                     in_job: false,
                 });
                 tasks.push(task);
             }
         }
-        let few = pieces.len() <= SIM_TASKS_MAX;
-        let (start, tried) = (Simulation::new(machines, pieces), Simulation::default());
-        few.then_some(JobSim {
+        let is_small_enough = sim_tasks.len() <= SIM_TASKS_MAX;
+        let (initial, empty_trial) = (Simulation::new(sim_hosts, sim_tasks), Simulation::default());
+        is_small_enough.then_some(JobSim {
             hosts,
             tasks,
-            baseline: start,
+            baseline: initial,
             baseline_ends: None,
-            trial: tried,
+            trial: empty_trial,
         })
     }
 
@@ -186,106 +197,117 @@ impl<'a> RebalancePlan<'a> {
                 .filter(|t| t.computes())
         };
         let undeclared: BTreeSet<Tid> = tasks()
-            .filter(|t| !self.expected.get(&t.tid).is_some_and(|e| e.declared))
+            .filter(|t| !self.expected_work.get(&t.tid).is_some_and(|e| e.declared))
             .map(|t| t.job)
             .collect();
-        let fits =
+        let is_declared_job =
             |job: &Tid| !undeclared.contains(job) && !self.snapshot.barrier_jobs.contains(job);
-        tasks().map(|t| t.job).filter(fits).collect()
+        tasks().map(|t| t.job).filter(is_declared_job).collect()
     }
 
-    /// True if a migration delays the end of the task's job. False for jobs without declared work.
-    pub(super) fn delays_job(&self, sim: &mut JobSim<'a>, task: &TaskView, to: HostId) -> bool {
+    /// True if a migration delays the end of the task's job, or if no simulation steps remain to
+    /// find this out. False for jobs without declared work.
+    pub(super) fn delays_job(&self, sim: &mut JobSim<'a>, task: &TaskView, target: HostId) -> bool {
         if !self.declared_jobs.contains(&task.job) {
             return false;
         }
         let i = sim.tasks.iter().position(|t| t.tid == task.tid);
-        let (Some(i), Ok(to)) = (i, sim.hosts.binary_search(&to)) else {
+        let (Some(i), Ok(target)) = (i, sim.hosts.binary_search(&target)) else {
             return false;
         };
-        if sim.trial.steps() >= TOTAL_STEPS_MAX {
+        if sim.trial.step_count() >= TOTAL_STEPS_MAX {
             return true;
         }
         let baseline = sim.select_job(task.job, self.snapshot);
-        sim.simulate([(i, to)])
-            .job_ends_after(baseline.job_end * DELAY_FACTOR)
+        sim.simulate([(i, target)])
+            .job_ends_after(baseline.job_end_s * DELAY_FACTOR_MIN)
     }
 
-    /// Adds migrations to the plan that reduce the completion time of jobs. `room`: maximum
+    /// Adds migrations to the plan that reduce the completion time of jobs. `rebalances_max`: maximum
     /// number of migrations in the plan.
-    pub(super) fn plan_makespan_moves(&mut self, sim: &mut JobSim<'a>, room: usize) {
+    pub(super) fn plan_makespan_migrations(&mut self, sim: &mut JobSim<'a>, rebalances_max: usize) {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
             // Each job gets an equal part of the remaining simulation steps.
-            let done = sim.trial.steps();
-            let most = done + SEARCH_STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
-            while self.rebalances.len() + 2 <= room {
-                let Some(rebalances) = self.best_makespan_move(sim, *job, most) else {
+            let steps_used = sim.trial.step_count();
+            let steps_max =
+                steps_used + SEARCH_STEPS_MAX.saturating_sub(steps_used) / (jobs.len() - i);
+            while self.rebalances.len() + 2 <= rebalances_max {
+                let Some(rebalances) = self.best_makespan_candidate(sim, *job, steps_max) else {
                     break;
                 };
                 for rebalance in rebalances {
-                    sim.apply(rebalance.tid, rebalance.to);
-                    self.apply(rebalance);
+                    sim.apply_migration(rebalance.tid, rebalance.target);
+                    self.add_rebalance(rebalance);
                 }
             }
         }
     }
 
-    fn best_makespan_move(
+    fn best_makespan_candidate(
         &self,
         sim: &mut JobSim<'a>,
         job: Tid,
-        most_steps: usize,
+        steps_max: usize,
     ) -> Option<Vec<Rebalance>> {
         let (baseline, margin) = (
             sim.select_job(job, self.snapshot),
-            self.snapshot.costs.margin(),
+            self.snapshot.costs.margin_ratio(),
         );
-        let count = sim.baseline.tasks().iter().filter(|p| p.in_job).count() as f64;
-        let trust = self.snapshot.confidence(true);
-        let mut best = None::<(f64, MoveStep, (f64, f64), f64)>;
-        for step in self.candidate_steps(sim, job) {
-            if sim.trial.steps() >= most_steps {
+        let job_task_count = sim.baseline.tasks().iter().filter(|p| p.in_job).count() as f64;
+        let confidence_factor = self.snapshot.confidence(true);
+        let mut best = None::<(f64, JobCandidate, (f64, f64), f64)>;
+        for candidate in self.makespan_candidates(sim, job) {
+            if sim.trial.step_count() >= steps_max {
                 break;
             }
-            if !self.targets_accept(sim, &step) {
+            if !self.targets_accept(sim, &candidate) {
                 continue;
             }
-            let cost: f64 = step
-                .moves()
-                .map(|(i, to)| self.migration_cost(sim, i, to))
+            let cost: f64 = candidate
+                .migrations()
+                .map(|(i, target_index)| self.migration_cost(sim, i, target_index))
                 .sum();
             let best_net = best.map(|(best_net, ..)| best_net);
             // Every task of the job gains the time by which the job ends sooner. Tasks of other
             // jobs at the target lose time.
-            let gain = |after: SimOutcome| {
-                count * (baseline.job_end - after.job_end) + baseline.other_ends - after.other_ends
+            let gain = |outcome: SimOutcome| {
+                job_task_count * (baseline.job_end_s - outcome.job_end_s)
+                    + baseline.other_ends_sum_s
+                    - outcome.other_ends_sum_s
             };
-            let is_best = |after: SimOutcome| {
-                let net = corrected_gain(gain(after), trust) - margin * cost;
-                let pays = net >= seconds(GAIN_MIN)
-                    && baseline.job_end - after.job_end >= REDUCTION_MIN * baseline.job_end;
-                pays && best_net.is_none_or(|best_net| net > best_net)
+            let is_best = |outcome: SimOutcome| {
+                let net = corrected_gain(gain(outcome), confidence_factor) - margin * cost;
+                let is_worthwhile = net >= seconds(GAIN_MIN)
+                    && baseline.job_end_s - outcome.job_end_s
+                        >= REDUCTION_FRACTION_MIN * baseline.job_end_s;
+                is_worthwhile && best_net.is_none_or(|best_net| net > best_net)
             };
-            let after = sim
-                .simulate(step.moves())
-                .run_unless(|after| !is_best(after));
-            let Some(after) = after else { continue };
+            let outcome = sim
+                .simulate(candidate.migrations())
+                .run_unless_rejected(|outcome| !is_best(outcome));
+            let Some(outcome) = outcome else { continue };
             best = Some((
-                corrected_gain(gain(after), trust) - margin * cost,
-                step,
-                (gain(after), cost),
-                baseline.job_end - after.job_end,
+                corrected_gain(gain(outcome), confidence_factor) - margin * cost,
+                candidate,
+                (gain(outcome), cost),
+                baseline.job_end_s - outcome.job_end_s,
             ));
         }
-        best.map(|(_, step, weighed, sooner)| self.rebalances_of(sim, &step, weighed, sooner))
+        best.map(|(_, candidate, gain_and_cost, reduction)| {
+            self.to_rebalances(sim, &candidate, gain_and_cost, reduction)
+        })
     }
 
-    /// Returns the cost in seconds of migrating task `i` to host `target`; both are indices.
-    fn migration_cost(&self, sim: &JobSim<'_>, i: usize, to: usize) -> f64 {
-        let (from, to) = (sim.hosts[sim.baseline.tasks()[i].host], sim.hosts[to]);
-        let (source_rate, target_rate) = self.source_and_target_rate(from, to);
-        let (source, target) = (self.hosts[&from].host, self.hosts[&to].host);
+    /// Returns the cost in seconds of migrating task `i` to host `target_index`. Both are indices in the
+    /// simulation.
+    fn migration_cost(&self, sim: &JobSim<'_>, i: usize, target_index: usize) -> f64 {
+        let (source_id, target_index) = (
+            sim.hosts[sim.baseline.tasks()[i].host],
+            sim.hosts[target_index],
+        );
+        let (source_rate, target_rate) = self.source_and_target_rates(source_id, target_index);
+        let (source, target) = (self.hosts[&source_id].host, self.hosts[&target_index].host);
         seconds(self.snapshot.migration_cost(
             sim.tasks[i],
             source,
@@ -296,144 +318,163 @@ impl<'a> RebalancePlan<'a> {
 
     /// Returns the rate of a task at its source and the predicted rate at its target, in
     /// thousandths of an ordinary processor.
-    fn source_and_target_rate(&self, from: HostId, to: HostId) -> (f64, f64) {
-        (self.hosts[&from].source_rate, self.hosts[&to].target_rate)
+    fn source_and_target_rates(&self, source: HostId, target: HostId) -> (f64, f64) {
+        (
+            self.hosts[&source].source_rate_permille,
+            self.hosts[&target].target_rate_permille,
+        )
     }
 
-    fn rebalances_of(
+    fn to_rebalances(
         &self,
         sim: &JobSim<'_>,
-        step: &MoveStep,
+        candidate: &JobCandidate,
         (gain, cost): (f64, f64),
         job_ends_sooner_by: f64,
     ) -> Vec<Rebalance> {
-        let shift = |(i, to): (usize, usize)| {
-            let (from, to) = (sim.hosts[sim.baseline.tasks()[i].host], sim.hosts[to]);
-            let (source_rate, target_rate) = self.source_and_target_rate(from, to);
+        let to_rebalance = |(i, target_host): (usize, usize)| {
+            let (source_host, target_host) = (
+                sim.hosts[sim.baseline.tasks()[i].host],
+                sim.hosts[target_host],
+            );
+            let (source_rate, target_rate) = self.source_and_target_rates(source_host, target_host);
             let (source_rate, target_rate) = (source_rate as u64, target_rate as u64);
-            let (reckoned, cost, job_ends_sooner_by) =
+            let (uncorrected_gain, cost, job_ends_sooner_by) =
                 (micros(gain), micros(cost), Some(micros(job_ends_sooner_by)));
-            let (left, told) = (micros(sim.baseline.tasks()[i].work_left), true);
-            let gain = micros(corrected_gain(gain, self.snapshot.confidence(told)));
-            let why = RebalanceReason {
-                source_rate,
-                target_rate,
+            let (remaining_work, is_declared) = (micros(sim.baseline.tasks()[i].work_left_s), true);
+            let gain = micros(corrected_gain(gain, self.snapshot.confidence(is_declared)));
+            let rebalance_reason = RebalanceReason {
+                source_rate_permille: source_rate,
+                target_rate_permille: target_rate,
                 gain,
                 cost,
-                barrier: false,
-                job_ends_sooner_by,
-                work_left: left,
-                declared: told,
-                computed_gain: reckoned,
+                for_barrier_job: false,
+                job_time_saved: job_ends_sooner_by,
+                work_left: remaining_work,
+                declared: is_declared,
+                computed_gain: uncorrected_gain,
             };
             Rebalance {
                 tid: sim.tasks[i].tid,
-                from,
-                to,
-                reason: why,
+                source: source_host,
+                target: target_host,
+                reason: rebalance_reason,
             }
         };
-        step.moves().map(shift).collect()
+        candidate.migrations().map(to_rebalance).collect()
     }
 
     /// Returns the candidates for a job, the most promising first.
     ///
-    /// A task that would end last migrates alone or in exchange for another task, or a task that
-    /// shares its host migrates.
-    fn candidate_steps(&self, sim: &JobSim<'_>, job: Tid) -> Vec<MoveStep> {
-        let pieces = sim.baseline.tasks();
+    /// A candidate migrates a task that would end last, alone or in exchange for another task.
+    /// Alternatively it migrates a task that shares its host.
+    fn makespan_candidates(&self, sim: &JobSim<'_>, job: Tid) -> Vec<JobCandidate> {
+        let sim_tasks = sim.baseline.tasks();
         let mut tasks_by_host = vec![Vec::new(); sim.hosts.len()];
-        pieces
+        sim_tasks
             .iter()
             .enumerate()
-            .for_each(|(i, piece)| tasks_by_host[piece.host].push(i));
-        let of_job = |i: &usize| sim.tasks[*i].job == job;
-        let ends = |i: usize| {
-            let piece = pieces[i];
-            // The host also does the work of shorter tasks until they end.
-            let before: f64 = tasks_by_host[piece.host]
+            .for_each(|(i, sim_task)| tasks_by_host[sim_task.host].push(i));
+        let is_in_job = |i: &usize| sim.tasks[*i].job == job;
+        let end_time = |i: usize| {
+            let sim_task = sim_tasks[i];
+            // Until shorter tasks end, the host also does their work.
+            let shared_work: f64 = tasks_by_host[sim_task.host]
                 .iter()
-                .map(|other| pieces[*other].work_left.min(piece.work_left))
+                .map(|other| sim_tasks[*other].work_left_s.min(sim_task.work_left_s))
                 .sum();
-            let machine = sim.baseline.hosts()[piece.host];
-            (before / (machine.speed * machine.processors).max(1e-9))
-                .max(piece.work_left / machine.speed.max(1e-9))
+            let sim_host = sim.baseline.hosts()[sim_task.host];
+            (shared_work / (sim_host.speed * sim_host.processors).max(1e-9))
+                .max(sim_task.work_left_s / sim_host.speed.max(1e-9))
         };
-        let ends: Vec<f64> = (0..pieces.len())
-            .map(|i| if of_job(&i) { ends(i) } else { 0.0 })
+        let end_time: Vec<f64> = (0..sim_tasks.len())
+            .map(|i| if is_in_job(&i) { end_time(i) } else { 0.0 })
             .collect();
         let now = self.snapshot.now;
-        let free = |i: &usize| {
+        let may_migrate = |i: &usize| {
             let task = sim.tasks[*i];
-            of_job(i) && may_rebalance(now, task) && !self.migrated.contains_key(&task.tid)
+            is_in_job(i)
+                && may_rebalance(now, task)
+                && !self.targets_by_task.contains_key(&task.tid)
         };
-        let mut last: Vec<usize> = (0..pieces.len()).filter(of_job).collect();
-        last.sort_by(|a, b| ends[*b].total_cmp(&ends[*a]));
-        last.truncate(LAST_TASKS_MAX);
-        let mut candidates = last.clone();
-        let shares_host = |i: &usize| last.iter().any(|l| pieces[*l].host == pieces[*i].host);
+        let mut last_tasks: Vec<usize> = (0..sim_tasks.len()).filter(is_in_job).collect();
+        last_tasks.sort_by(|a, b| end_time[*b].total_cmp(&end_time[*a]));
+        last_tasks.truncate(EXAMINED_TASKS_MAX);
+        let mut candidates = last_tasks.clone();
+        let shares_host = |i: &usize| {
+            last_tasks
+                .iter()
+                .any(|l| sim_tasks[*l].host == sim_tasks[*i].host)
+        };
         candidates.extend(
-            (0..pieces.len())
-                .filter(|i| !last.contains(i))
+            (0..sim_tasks.len())
+                .filter(|i| !last_tasks.contains(i))
                 .filter(shares_host),
         );
-        let steady = |at: usize| {
-            let (least, most) = self.hosts[&sim.hosts[at]].external_range;
-            most - least <= EXTERNAL_SPREAD_MAX
+        let has_steady_load = |host_index: usize| {
+            let (load_min, load_max) = self.hosts[&sim.hosts[host_index]].external_range;
+            load_max - load_min <= EXTERNAL_SPREAD_THREADS_MAX
         };
-        let steady: Vec<bool> = (0..sim.hosts.len()).map(steady).collect();
-        let goes =
-            |i: usize, to: usize| to != pieces[i].host && steady[to] && steady[pieces[i].host];
-        // Time until the task ends on the host, if all other tasks stay and share the host with it
-        // until then.
-        let end_on = |i: usize, to: usize, tasks: usize| {
-            pieces[i].work_left / sim.baseline.hosts()[to].rate(tasks)
+        let has_steady_load: Vec<bool> = (0..sim.hosts.len()).map(has_steady_load).collect();
+        let hosts_allow = |i: usize, target: usize| {
+            target != sim_tasks[i].host
+                && has_steady_load[target]
+                && has_steady_load[sim_tasks[i].host]
         };
-        let mut steps = Vec::new();
-        for i in candidates.into_iter().filter(free) {
-            for to in (0..sim.hosts.len()).filter(|to| goes(i, *to)) {
-                steps.push((
-                    ends[i] - end_on(i, to, tasks_by_host[to].len() + 1),
-                    MoveStep {
-                        first: (i, to),
+        // Returns the time until the task ends on the host if all other tasks stay and share the
+        // host with it until then.
+        let end_on = |i: usize, target: usize, tasks: usize| {
+            sim_tasks[i].work_left_s / sim.baseline.hosts()[target].rate(tasks)
+        };
+        let mut rated_candidates = Vec::new();
+        for i in candidates.into_iter().filter(may_migrate) {
+            for target in (0..sim.hosts.len()).filter(|target| hosts_allow(i, *target)) {
+                rated_candidates.push((
+                    end_time[i] - end_on(i, target, tasks_by_host[target].len() + 1),
+                    JobCandidate {
+                        migration: (i, target),
                         exchange: None,
                     },
                 ));
-                if !last.iter().take(EXCHANGES_MAX).any(|l| *l == i) {
+                if !last_tasks.iter().take(EXCHANGES_MAX).any(|l| *l == i) {
                     continue;
                 }
-                let from = pieces[i].host;
-                for o in tasks_by_host[to]
+                let source = sim_tasks[i].host;
+                for exchanged in tasks_by_host[target]
                     .iter()
                     .copied()
-                    .filter(|o| free(o) && goes(*o, from))
+                    .filter(|exchanged| may_migrate(exchanged) && hosts_allow(*exchanged, source))
                 {
-                    let later = end_on(i, to, tasks_by_host[to].len()).max(end_on(
-                        o,
-                        from,
-                        tasks_by_host[from].len(),
+                    let later_end = end_on(i, target, tasks_by_host[target].len()).max(end_on(
+                        exchanged,
+                        source,
+                        tasks_by_host[source].len(),
                     ));
-                    steps.push((
-                        ends[i] - later,
-                        MoveStep {
-                            first: (i, to),
-                            exchange: Some((o, from)),
+                    rated_candidates.push((
+                        end_time[i] - later_end,
+                        JobCandidate {
+                            migration: (i, target),
+                            exchange: Some((exchanged, source)),
                         },
                     ));
                 }
             }
         }
-        // The most promising first, because the number of steps is limited.
-        steps.sort_by(|a, b| b.0.total_cmp(&a.0));
-        steps.into_iter().map(|(_, step)| step).collect()
+        // The most promising candidates come first, because the number of simulation steps is
+        // limited.
+        rated_candidates.sort_by(|a, b| b.0.total_cmp(&a.0));
+        rated_candidates
+            .into_iter()
+            .map(|(_, candidate)| candidate)
+            .collect()
     }
 
     /// True if every target of the candidate accepts its task.
-    fn targets_accept(&self, sim: &JobSim<'_>, step: &MoveStep) -> bool {
-        let host = |at: usize| self.hosts[&sim.hosts[at]].host;
-        let from = |i: usize| host(sim.baseline.tasks()[i].host);
-        step.moves().all(|(i, to)| {
-            target_exclusion(self.snapshot, host(to), from(i), sim.tasks[i], true).is_none()
+    fn targets_accept(&self, sim: &JobSim<'_>, candidate: &JobCandidate) -> bool {
+        let host = |host_index: usize| self.hosts[&sim.hosts[host_index]].host;
+        let source = |i: usize| host(sim.baseline.tasks()[i].host);
+        candidate.migrations().all(|(i, target)| {
+            target_exclusion(self.snapshot, host(target), source(i), sim.tasks[i], true).is_none()
         })
     }
 }

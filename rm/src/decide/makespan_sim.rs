@@ -2,16 +2,16 @@
 //! the simulation with it and without it.
 //!
 //! The simulation includes later migrations: whenever a processor becomes idle, the task that would
-//! end last migrates there if that makes it faster. A candidate is therefore compared with waiting
-//! for the next idle processor.
+//! end last migrates to it, if the task becomes faster there. A candidate is therefore compared
+//! with waiting for the next idle processor.
 //!
 //! All tasks of a host run at the same rate. Each host has a queue of its tasks, sorted by
 //! remaining work. Time advances in steps, each to the next end of a task or of a cooldown.
 
 use super::{REBALANCE_COOLDOWN, REBALANCES_MAX};
 
-/// Minimum factor by which a task must become faster to migrate.
-pub(super) const SPEEDUP_MIN: f64 = 1.2;
+/// Minimum ratio of a task's new rate to its old rate for a migration.
+pub(super) const SPEEDUP_FACTOR_MIN: f64 = 1.2;
 
 /// A host in the simulation.
 #[derive(Clone, Copy, Debug)]
@@ -31,18 +31,18 @@ impl SimHost {
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// Returns the sum of the completion times of `tasks` tasks in seconds, if all stay on the
-    /// host. `work_left`: remaining work of each, in ascending order.
+    /// Returns the sum of the completion times of `tasks` tasks in seconds, if all of them stay on
+    /// the host. `works_left`: remaining work of each task, in ascending order.
     pub(super) fn completion_sum(
         &self,
         tasks: usize,
         works_left: impl Iterator<Item = f64>,
     ) -> f64 {
-        let (mut before, mut sum) = (0.0, 0.0);
-        for (ended, works_left) in works_left.enumerate() {
-            let running = tasks - ended;
-            sum += running as f64 * (works_left - before) / self.rate(running);
-            before = works_left;
+        let (mut shorter_work, mut sum) = (0.0, 0.0);
+        for (ended_count, works_left) in works_left.enumerate() {
+            let running_count = tasks - ended_count;
+            sum += running_count as f64 * (works_left - shorter_work) / self.rate(running_count);
+            shorter_work = works_left;
         }
         sum
     }
@@ -53,25 +53,26 @@ impl SimHost {
 pub(super) struct SimTask {
     /// Index of the task's host.
     pub(super) host: usize,
-    /// Remaining work, in seconds of an ordinary processor. While the task is in a queue,
-    /// [`HostQueue::work_done`] at its arrival is added.
-    pub(super) work_left: f64,
+    /// Remaining work, in seconds of an ordinary processor. While the task is in a queue, the field
+    /// also includes the value that [`HostQueue::work_done`] had when the task was added.
+    pub(super) work_left_s: f64,
     /// Number of migrations that the task may still make.
-    pub(super) moves_left: usize,
+    pub(super) migrations_left: usize,
     /// End of the cooldown, in seconds of simulated time.
-    pub(super) cooldown_end: f64,
+    pub(super) cooldown_end_s: f64,
     /// True if the task belongs to the job whose completion time is optimized.
     pub(super) in_job: bool,
 }
 
 impl SimTask {
-    /// Migrates the task to host `to` at time `now`. `work`: cost of the migration, as
-    /// additional work.
-    pub(super) fn migrate(&mut self, to: usize, work: f64, now: f64) {
-        self.moves_left = self.moves_left.saturating_sub(1);
-        let before = REBALANCES_MAX.saturating_sub(self.moves_left + 1);
-        (self.host, self.work_left) = (to, self.work_left + work);
-        self.cooldown_end = now + REBALANCE_COOLDOWN.0 as f64 / 1e6 * (1_u64 << before) as f64;
+    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as additional
+    /// work in seconds of an ordinary processor.
+    pub(super) fn migrate(&mut self, target: usize, work: f64, now: f64) {
+        self.migrations_left = self.migrations_left.saturating_sub(1);
+        let previous_migrations = REBALANCES_MAX.saturating_sub(self.migrations_left + 1);
+        (self.host, self.work_left_s) = (target, self.work_left_s + work);
+        self.cooldown_end_s =
+            now + REBALANCE_COOLDOWN.0 as f64 / 1e6 * (1_u64 << previous_migrations) as f64;
     }
 }
 
@@ -79,150 +80,159 @@ impl SimTask {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct SimOutcome {
     /// Time when the last task of the job ends.
-    pub(super) job_end: f64,
-    /// Sum of the completion times of the tasks of other jobs.
-    pub(super) other_ends: f64,
+    pub(super) job_end_s: f64,
+    /// Sum of the completion times of the tasks that do not belong to the job.
+    pub(super) other_ends_sum_s: f64,
 }
 
 /// Index that stands for "no task", for example after the last task of a queue.
 const NO_TASK: usize = usize::MAX;
-/// Offer of a host on which one more task would slow down other tasks.
-const NO_OFFER: f64 = -1.0;
+/// Offered rate of a host on which one more task would slow down other tasks.
+const NO_OFFERED_RATE: f64 = -1.0;
 
 /// The tasks of one host, linked in the order of their ends. All of them run at the same rate.
 ///
-/// `done` at the arrival of a task is added to its remaining work, so the task ends when `done`
-/// reaches that sum.
+/// When a task is added, the current `work_done` is added to its remaining work. The task therefore
+/// ends when `work_done` reaches this sum.
 #[derive(Clone, Copy, Debug)]
 struct HostQueue {
-    /// Task that ends first. [`Simulation::next`] gives the successor of each task.
-    first: usize,
-    last: usize,
+    /// Task that ends first, or [`NO_TASK`]. [`Simulation::next`] contains the successor of each
+    /// task.
+    first_task: usize,
+    last_task: usize,
     len: usize,
-    /// Work that a task has done if it was on the host from the start until `updated_at`.
+    /// Work that a task would have done by `updated_at` if it had been on the host from the start.
     work_done: f64,
     updated_at: f64,
     /// Work that each task does per second, in seconds of an ordinary processor.
     rate: f64,
 }
 
-/// State of a simulation. The cost of a step depends on the number of hosts, not on the number of
-/// tasks.
+/// State of a simulation. The cost of a step depends on the number of hosts and not on the number
+/// of tasks.
 ///
-/// Values that are searched over all hosts are in separate arrays, and the state contains no
+/// Values that are searched over all hosts are in separate arrays. The state contains no
 /// references. To start a trial, the state is copied into memory that is already allocated.
 #[derive(Debug, Default)]
 pub(super) struct Simulation {
     hosts: Vec<SimHost>,
     queues: Vec<HostQueue>,
-    /// Time when the first task of each host ends.
+    /// Time when the first task of each host ends; infinite for a host without tasks.
     first_ends: Vec<f64>,
-    /// Time when the last task of each host would end if nothing changed.
+    /// Time when the last task of each host would end if nothing changed; infinite for a host
+    /// without tasks.
     last_ends: Vec<f64>,
     /// Rate that each host offers to one more task, or [`NO_OFFER`].
-    offers: Vec<f64>,
-    /// Minimum rate for which a task leaves its host, by host.
-    min_offers: Vec<f64>,
+    offered_rates: Vec<f64>,
+    /// Minimum rate for which a task of each host would migrate; infinite for a host without tasks.
+    min_accepted_rates: Vec<f64>,
     sim_tasks: Vec<SimTask>,
     /// Successor of each task in its queue.
-    next: Vec<usize>,
+    next_tasks: Vec<usize>,
     /// Number of tasks that have not ended.
-    running: usize,
+    running_count: usize,
     /// Number of tasks of the job that have not ended.
-    running_in_job: usize,
-    /// Completion time of each task that has ended.
+    running_in_job_count: usize,
+    /// Completion time of each task that has ended; 0 for other tasks.
     ended_at: Vec<f64>,
     /// Ends of the cooldowns, in descending order.
     cooldown_ends: Vec<f64>,
     /// True if some processor is idle.
     has_idle_processor: bool,
-    /// Largest offer that no task has accepted. Offers up to it are skipped, because a task that
-    /// declines one does not accept it later unless something else changes.
-    declined_offer: f64,
-    /// Cost of a migration for its task, in seconds.
-    move_cost: f64,
-    now: f64,
+    /// Largest offer that no task has accepted. Smaller or equal offers are skipped: a task that
+    /// declines an offer accepts it later only if something else changes.
+    declined_rate: f64,
+    /// Cost of a migration for the migrating task, in seconds.
+    migration_cost_s: f64,
+    now_s: f64,
     outcome: SimOutcome,
-    /// Number of steps of all simulations in this memory.
-    steps: usize,
+    /// Number of steps of all trials that have reused this memory.
+    step_count: usize,
 }
 
 impl Simulation {
-    pub(super) fn new(machines: Vec<SimHost>, pieces: Vec<SimTask>) -> Simulation {
+    pub(super) fn new(sim_hosts: Vec<SimHost>, initial_tasks: Vec<SimTask>) -> Self {
         let queue = HostQueue {
-            first: NO_TASK,
-            last: NO_TASK,
+            first_task: NO_TASK,
+            last_task: NO_TASK,
             len: 0,
             work_done: 0.0,
             updated_at: 0.0,
             rate: 0.0,
         };
-        let mut rested: Vec<f64> = pieces
+        let mut sorted_cooldowns: Vec<f64> = initial_tasks
             .iter()
-            .map(|piece| piece.cooldown_end)
-            .filter(|rests| *rests > 0.0)
+            .map(|sim_task| sim_task.cooldown_end_s)
+            .filter(|end| *end > 0.0)
             .collect();
-        rested.sort_unstable_by(|a, b| b.total_cmp(a));
-        let none = vec![0.0; machines.len()];
-        let mut future = Simulation {
-            queues: vec![queue; machines.len()],
-            first_ends: none.clone(),
-            last_ends: none.clone(),
-            offers: none.clone(),
-            min_offers: none,
-            next: vec![NO_TASK; pieces.len()],
-            ended_at: vec![0.0; pieces.len()],
-            running: pieces.len(),
-            hosts: machines,
-            sim_tasks: pieces,
-            cooldown_ends: rested,
-            declined_offer: NO_OFFER,
-            ..Simulation::default()
+        sorted_cooldowns.sort_unstable_by(|a, b| b.total_cmp(a));
+        let zeros = vec![0.0; sim_hosts.len()];
+        let mut simulation = Self {
+            queues: vec![queue; sim_hosts.len()],
+            first_ends: zeros.clone(),
+            last_ends: zeros.clone(),
+            offered_rates: zeros.clone(),
+            min_accepted_rates: zeros,
+            next_tasks: vec![NO_TASK; initial_tasks.len()],
+            ended_at: vec![0.0; initial_tasks.len()],
+            running_count: initial_tasks.len(),
+            hosts: sim_hosts,
+            sim_tasks: initial_tasks,
+            cooldown_ends: sorted_cooldowns,
+            declined_rate: NO_OFFERED_RATE,
+            ..Self::default()
         };
-        (0..future.queues.len()).for_each(|host| future.recompute(host));
+        (0..simulation.queues.len()).for_each(|host| simulation.recompute(host));
         // Tasks are added in reverse order. Of two tasks with equal remaining work, the first one
         // in the list is then treated as the longer one.
-        (0..future.sim_tasks.len())
+        (0..simulation.sim_tasks.len())
             .rev()
-            .for_each(|i| future.enqueue(i));
-        future
+            .for_each(|i| simulation.enqueue(i));
+        simulation
     }
 
     /// Copies the state of another simulation. Reuses the memory that this simulation has
     /// allocated.
-    pub(super) fn reset_from(&mut self, other: &Simulation) {
+    pub(super) fn reset_from(&mut self, other: &Self) {
         self.hosts.clone_from(&other.hosts);
         self.queues.clone_from(&other.queues);
         self.first_ends.clone_from(&other.first_ends);
         self.last_ends.clone_from(&other.last_ends);
-        self.offers.clone_from(&other.offers);
-        self.min_offers.clone_from(&other.min_offers);
+        self.offered_rates.clone_from(&other.offered_rates);
+        self.min_accepted_rates
+            .clone_from(&other.min_accepted_rates);
         self.sim_tasks.clone_from(&other.sim_tasks);
-        self.next.clone_from(&other.next);
+        self.next_tasks.clone_from(&other.next_tasks);
         self.ended_at.clone_from(&other.ended_at);
         self.cooldown_ends.clone_from(&other.cooldown_ends);
         (
-            self.running,
-            self.running_in_job,
+            self.running_count,
+            self.running_in_job_count,
             self.has_idle_processor,
-            self.declined_offer,
+            self.declined_rate,
         ) = (
-            other.running,
-            other.running_in_job,
+            other.running_count,
+            other.running_in_job_count,
             other.has_idle_processor,
-            other.declined_offer,
+            other.declined_rate,
         );
-        (self.move_cost, self.now, self.outcome) = (other.move_cost, other.now, other.outcome);
+        (self.migration_cost_s, self.now_s, self.outcome) =
+            (other.migration_cost_s, other.now_s, other.outcome);
     }
 
-    /// Selects the tasks of the job, and sets the cost of a migration in seconds.
-    pub(super) fn select_job(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
+    /// Selects the tasks of the job, for which `is_in_job` is true, and sets the cost of a migration
+    /// in seconds.
+    pub(super) fn select_job(&mut self, is_in_job: impl Fn(usize) -> bool, migration_cost_s: f64) {
         self.sim_tasks
             .iter_mut()
             .enumerate()
-            .for_each(|(i, piece)| piece.in_job = counts(i));
-        self.running_in_job = self.sim_tasks.iter().filter(|piece| piece.in_job).count();
-        (self.move_cost, self.declined_offer) = (cost, NO_OFFER);
+            .for_each(|(i, sim_task)| sim_task.in_job = is_in_job(i));
+        self.running_in_job_count = self
+            .sim_tasks
+            .iter()
+            .filter(|sim_task| sim_task.in_job)
+            .count();
+        (self.migration_cost_s, self.declined_rate) = (migration_cost_s, NO_OFFERED_RATE);
     }
 
     pub(super) fn hosts(&self) -> &[SimHost] {
@@ -235,46 +245,47 @@ impl Simulation {
 
     /// Runs until all tasks have ended. Returns the completion time of each task.
     pub(super) fn run_to_end(&mut self) -> &[f64] {
-        while self.running > 0 {
-            self.step();
+        while self.running_count > 0 {
+            self.advance();
         }
         &self.ended_at
     }
 
-    pub(super) fn steps(&self) -> usize {
-        self.steps
+    pub(super) fn step_count(&self) -> usize {
+        self.step_count
     }
 
-    /// Migrates task `i` to host `target` at the current time, with the cost of a migration.
-    pub(super) fn migrate(&mut self, i: usize, to: usize) {
-        let gets = self.hosts[to].rate(self.queues[to].len + 1);
-        self.relocate(i, to, self.move_cost * gets);
+    /// Migrates task `i` to host `target` at the current time. The cost of a migration is added to the
+    /// task's work.
+    pub(super) fn migrate(&mut self, i: usize, target: usize) {
+        let target_rate = self.hosts[target].rate(self.queues[target].len + 1);
+        self.relocate_task(i, target, self.migration_cost_s * target_rate);
     }
 
-    /// Migrates task `i` to host `to` without a cost, because the plan already contains the
+    /// Migrates task `i` to host `target` without a cost, because the plan already contains the
     /// migration.
-    pub(super) fn apply_planned(&mut self, i: usize, to: usize) {
-        self.relocate(i, to, 0.0);
+    pub(super) fn apply_planned(&mut self, i: usize, target: usize) {
+        self.relocate_task(i, target, 0.0);
     }
 
-    /// Runs until all tasks have ended, and returns the outcome. Returns `None` as soon as
-    /// `rejects` rejects the lower bound of the outcome.
-    pub(super) fn run_unless(
+    /// Runs until all tasks have ended and returns the outcome. Returns `None` as soon as `rejects`
+    /// is true for a lower bound of the outcome.
+    pub(super) fn run_unless_rejected(
         &mut self,
         rejects: impl Fn(SimOutcome) -> bool,
     ) -> Option<SimOutcome> {
-        while self.running > 0 {
-            self.step();
-            let end = if self.running_in_job > 0 {
-                self.now
+        while self.running_count > 0 {
+            self.advance();
+            let end = if self.running_in_job_count > 0 {
+                self.now_s
             } else {
-                self.outcome.job_end
+                self.outcome.job_end_s
             };
-            let others =
-                self.outcome.other_ends + (self.running - self.running_in_job) as f64 * self.now;
+            let other_sum = self.outcome.other_ends_sum_s
+                + (self.running_count - self.running_in_job_count) as f64 * self.now_s;
             if rejects(SimOutcome {
-                job_end: end,
-                other_ends: others,
+                job_end_s: end,
+                other_ends_sum_s: other_sum,
             }) {
                 return None;
             }
@@ -282,92 +293,108 @@ impl Simulation {
         Some(self.outcome)
     }
 
-    /// Runs until the job has ended or `limit` seconds have passed. Returns true if the job
-    /// ends after `limit`.
-    pub(super) fn job_ends_after(&mut self, limit: f64) -> bool {
-        while self.running_in_job > 0 && self.now <= limit {
-            self.step();
+    /// Runs until the job has ended or `limit_seconds` seconds have passed. Returns true if the job
+    /// ends after `limit_seconds`.
+    pub(super) fn job_ends_after(&mut self, limit_seconds: f64) -> bool {
+        while self.running_in_job_count > 0 && self.now_s <= limit_seconds {
+            self.advance();
         }
-        self.running_in_job > 0 || self.outcome.job_end > limit
+        self.running_in_job_count > 0 || self.outcome.job_end_s > limit_seconds
     }
 
     /// Makes one step: migrates tasks to idle processors, then advances to the next end of a task.
-    /// If a processor is idle, an earlier end of a cooldown ends the step.
-    fn step(&mut self) {
-        self.steps += 1;
-        while self.cooldown_ends.last().is_some_and(|at| *at <= self.now) {
+    /// If a processor is idle and a cooldown ends earlier, advances only to the end of the
+    /// cooldown.
+    fn advance(&mut self) {
+        self.step_count += 1;
+        while self
+            .cooldown_ends
+            .last()
+            .is_some_and(|cooldown_end| *cooldown_end <= self.now_s)
+        {
             self.cooldown_ends.pop();
-            self.declined_offer = NO_OFFER;
+            self.declined_rate = NO_OFFERED_RATE;
         }
         self.fill_idle_processors();
         let end = -max_by_value(&self.first_ends, |end| -end);
         let host = self
             .first_ends
             .iter()
-            .position(|at| *at == end)
+            .position(|cooldown_end| *cooldown_end == end)
             .unwrap_or(0);
-        if let Some(at) = self
+        if let Some(cooldown_end) = self
             .cooldown_ends
             .last()
-            .filter(|at| self.has_idle_processor && **at < end)
+            .filter(|cooldown_end| self.has_idle_processor && **cooldown_end < end)
         {
-            // Adds a small amount, so that the cooldown has ended in spite of rounding.
-            self.now = at + 1e-6;
+            // Adds a small amount so that the cooldown has ended in spite of rounding.
+            self.now_s = cooldown_end + 1e-6;
             return;
         }
-        self.now = self.now.max(end);
+        self.now_s = self.now_s.max(end);
         self.advance_work(host);
         let queue = &mut self.queues[host];
-        let first = queue.first;
-        (queue.first, queue.len, self.running) =
-            (self.next[first], queue.len - 1, self.running - 1);
-        if queue.first == NO_TASK {
-            queue.last = NO_TASK;
+        let first_task_index = queue.first_task;
+        (queue.first_task, queue.len, self.running_count) = (
+            self.next_tasks[first_task_index],
+            queue.len - 1,
+            self.running_count - 1,
+        );
+        if queue.first_task == NO_TASK {
+            queue.last_task = NO_TASK;
         }
-        self.ended_at[first] = self.now;
-        if self.sim_tasks[first].in_job {
-            (self.outcome.job_end, self.running_in_job) = (self.now, self.running_in_job - 1);
+        self.ended_at[first_task_index] = self.now_s;
+        if self.sim_tasks[first_task_index].in_job {
+            (self.outcome.job_end_s, self.running_in_job_count) =
+                (self.now_s, self.running_in_job_count - 1);
         } else {
-            self.outcome.other_ends += self.now;
+            self.outcome.other_ends_sum_s += self.now_s;
         }
         self.recompute(host);
     }
 
     /// Migrates tasks to idle processors, as long as a task accepts an offer.
     fn fill_idle_processors(&mut self) {
-        for _ in 0..self.running {
-            let rate = max_by_value(&self.offers, |offer| offer);
-            self.has_idle_processor = rate > NO_OFFER;
-            if !self.has_idle_processor || rate <= self.declined_offer {
+        for _ in 0..self.running_count {
+            let rate = max_by_value(&self.offered_rates, |offer| offer);
+            self.has_idle_processor = rate > NO_OFFERED_RATE;
+            if !self.has_idle_processor || rate <= self.declined_rate {
                 return;
             }
-            let to = self.offers.iter().rposition(|offer| *offer == rate);
-            let Some((longest, to)) = self.longest_task_for_rate(rate).zip(to) else {
-                self.declined_offer = rate;
+            let target = self.offered_rates.iter().rposition(|offer| *offer == rate);
+            let Some((longest_task, target)) = self.longest_task_for_rate(rate).zip(target) else {
+                self.declined_rate = rate;
                 return;
             };
-            self.relocate(longest, to, self.move_cost * rate);
+            self.relocate_task(longest_task, target, self.migration_cost_s * rate);
         }
     }
 
-    /// Returns the task that becomes faster at the rate `gets` and would otherwise end last; `None`
+    /// Returns the task that becomes faster at the rate `offered_rate` and would otherwise end last; `None`
     /// if no task becomes faster.
-    fn longest_task_for_rate(&self, gets: f64) -> Option<usize> {
-        let (mut latest, mut candidate) = (self.now, None);
-        for (host, (wants, ends)) in self.min_offers.iter().zip(&self.last_ends).enumerate() {
-            if gets < *wants || *ends <= latest {
+    fn longest_task_for_rate(&self, offered_rate: f64) -> Option<usize> {
+        let (mut latest_end, mut candidate) = (self.now_s, None);
+        for (host, (min_rate, task_end)) in self
+            .min_accepted_rates
+            .iter()
+            .zip(&self.last_ends)
+            .enumerate()
+        {
+            if offered_rate < *min_rate || *task_end <= latest_end {
                 continue;
             }
             // If the longest task of a host gains nothing, no other task of the host does.
-            let Some(longest) = self.longest_movable_task(host) else {
+            let Some(longest_task) = self.longest_movable_task(host) else {
                 continue;
             };
             let queue = &self.queues[host];
-            let left = self.sim_tasks[longest].work_left
-                - (queue.work_done + (self.now - queue.updated_at) * queue.rate);
-            let ends = self.now + left / queue.rate;
-            if ends > self.now + left / gets + self.move_cost && ends > latest {
-                (latest, candidate) = (ends, Some(longest));
+            let work_to_do = self.sim_tasks[longest_task].work_left_s
+                - (queue.work_done + (self.now_s - queue.updated_at) * queue.rate);
+            let task_end = self.now_s + work_to_do / queue.rate;
+            if task_end > self.now_s + work_to_do / offered_rate + self.migration_cost_s
+                && task_end > latest_end
+            {
+                (latest_end, candidate) = (task_end, Some(longest_task));
             }
         }
         candidate
@@ -376,31 +403,32 @@ impl Simulation {
     /// Returns the longest of the tasks of a host that may migrate.
     fn longest_movable_task(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
-        let may_go = |i: usize| {
-            self.sim_tasks[i].moves_left > 0 && self.sim_tasks[i].cooldown_end <= self.now
+        let may_migrate = |i: usize| {
+            self.sim_tasks[i].migrations_left > 0 && self.sim_tasks[i].cooldown_end_s <= self.now_s
         };
-        if queue.last != NO_TASK && may_go(queue.last) {
-            return Some(queue.last);
+        if queue.last_task != NO_TASK && may_migrate(queue.last_task) {
+            return Some(queue.last_task);
         }
-        let (mut i, mut longest) = (queue.first, None);
+        let (mut i, mut longest_task) = (queue.first_task, None);
         while i != NO_TASK {
-            if may_go(i) {
-                longest = Some(i);
+            if may_migrate(i) {
+                longest_task = Some(i);
             }
-            i = self.next[i];
+            i = self.next_tasks[i];
         }
-        longest
+        longest_task
     }
 
-    fn relocate(&mut self, i: usize, to: usize, work: f64) {
-        self.declined_offer = NO_OFFER;
+    fn relocate_task(&mut self, i: usize, target: usize, added_work: f64) {
+        self.declined_rate = NO_OFFERED_RATE;
         self.dequeue(i);
-        let piece = &mut self.sim_tasks[i];
-        piece.migrate(to, work, self.now);
-        let rests = piece.cooldown_end;
+        let sim_task = &mut self.sim_tasks[i];
+        sim_task.migrate(target, added_work, self.now_s);
+        let cooldown = sim_task.cooldown_end_s;
         self.cooldown_ends.insert(
-            self.cooldown_ends.partition_point(|other| *other > rests),
-            rests,
+            self.cooldown_ends
+                .partition_point(|other| *other > cooldown),
+            cooldown,
         );
         self.enqueue(i);
     }
@@ -408,24 +436,24 @@ impl Simulation {
     fn dequeue(&mut self, i: usize) {
         let host = self.sim_tasks[i].host;
         self.advance_work(host);
-        let after = self.next[i];
+        let successor = self.next_tasks[i];
         let queue = &mut self.queues[host];
         queue.len -= 1;
-        let mut before = NO_TASK;
-        if queue.first == i {
-            queue.first = after;
+        let mut predecessor = NO_TASK;
+        if queue.first_task == i {
+            queue.first_task = successor;
         } else {
-            before = queue.first;
-            while self.next[before] != i {
-                before = self.next[before];
+            predecessor = queue.first_task;
+            while self.next_tasks[predecessor] != i {
+                predecessor = self.next_tasks[predecessor];
             }
-            self.next[before] = after;
+            self.next_tasks[predecessor] = successor;
         }
-        if after == NO_TASK {
-            queue.last = before;
+        if successor == NO_TASK {
+            queue.last_task = predecessor;
         }
-        let piece = &mut self.sim_tasks[i];
-        piece.work_left = (piece.work_left - queue.work_done).max(0.0);
+        let sim_task = &mut self.sim_tasks[i];
+        sim_task.work_left_s = (sim_task.work_left_s - queue.work_done).max(0.0);
         self.recompute(host);
     }
 
@@ -434,19 +462,20 @@ impl Simulation {
         self.advance_work(host);
         let queue = &mut self.queues[host];
         queue.len += 1;
-        self.sim_tasks[i].work_left += queue.work_done;
-        let (left, mut before, mut after) = (self.sim_tasks[i].work_left, NO_TASK, queue.first);
-        while after != NO_TASK && self.sim_tasks[after].work_left <= left {
-            (before, after) = (after, self.next[after]);
+        self.sim_tasks[i].work_left_s += queue.work_done;
+        let (work_sum, mut predecessor, mut successor) =
+            (self.sim_tasks[i].work_left_s, NO_TASK, queue.first_task);
+        while successor != NO_TASK && self.sim_tasks[successor].work_left_s <= work_sum {
+            (predecessor, successor) = (successor, self.next_tasks[successor]);
         }
-        self.next[i] = after;
-        if after == NO_TASK {
-            queue.last = i;
+        self.next_tasks[i] = successor;
+        if successor == NO_TASK {
+            queue.last_task = i;
         }
-        if before == NO_TASK {
-            queue.first = i;
+        if predecessor == NO_TASK {
+            queue.first_task = i;
         } else {
-            self.next[before] = i;
+            self.next_tasks[predecessor] = i;
         }
         self.recompute(host);
     }
@@ -454,71 +483,73 @@ impl Simulation {
     /// Adds the work that each task of the host has done until the current time.
     fn advance_work(&mut self, host: usize) {
         let queue = &mut self.queues[host];
-        queue.work_done += (self.now - queue.updated_at) * queue.rate;
-        queue.updated_at = self.now;
+        queue.work_done += (self.now_s - queue.updated_at) * queue.rate;
+        queue.updated_at = self.now_s;
     }
 
     /// Updates the derived values of a host after its tasks have changed.
     fn recompute(&mut self, host: usize) {
-        let (queue, machine) = (&mut self.queues[host], &self.hosts[host]);
+        let (queue, sim_host) = (&mut self.queues[host], &self.hosts[host]);
         let tasks = queue.len;
-        queue.rate = machine.rate(tasks);
-        // True if one more task slows down no other task.
-        let gap = tasks == 0 || (tasks + 1) as f64 + machine.external_threads <= machine.processors;
-        self.offers[host] = if gap {
-            machine.rate(tasks + 1)
+        queue.rate = sim_host.rate(tasks);
+        // True if one more task would slow down no other task.
+        let has_room =
+            tasks == 0 || (tasks + 1) as f64 + sim_host.external_threads <= sim_host.processors;
+        self.offered_rates[host] = if has_room {
+            sim_host.rate(tasks + 1)
         } else {
-            NO_OFFER
+            NO_OFFERED_RATE
         };
-        let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
+        let no_times = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
         (
             self.first_ends[host],
             self.last_ends[host],
-            self.min_offers[host],
-        ) = match self.sim_tasks.get(queue.first) {
+            self.min_accepted_rates[host],
+        ) = match self.sim_tasks.get(queue.first_task) {
             Some(first) => {
-                let ends = |piece: &SimTask| {
-                    self.now + (piece.work_left - queue.work_done).max(0.0) / queue.rate
+                let end_time = |sim_task: &SimTask| {
+                    self.now_s + (sim_task.work_left_s - queue.work_done).max(0.0) / queue.rate
                 };
                 (
-                    ends(first),
-                    ends(&self.sim_tasks[queue.last]),
-                    queue.rate * SPEEDUP_MIN,
+                    end_time(first),
+                    end_time(&self.sim_tasks[queue.last_task]),
+                    queue.rate * SPEEDUP_FACTOR_MIN,
                 )
             }
-            None => never,
+            None => no_times,
         };
     }
 }
 
-/// Returns the maximum of `of` over the list. Computes four independent maxima, so that the
-/// compiler can use vector instructions.
-fn max_by_value(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
-    let more = |a: f64, b: f64| if a > b { a } else { b };
-    let (fours, rest) = list.as_chunks::<4>();
-    let mut most = [f64::NEG_INFINITY; 4];
-    for four in fours {
-        most = std::array::from_fn(|i| more(of(four[i]), most[i]));
+/// Returns the maximum of `of(value)` over the values of the list; negative infinity for an empty
+/// list. Computes four independent maxima, so that the compiler can use vector instructions.
+fn max_by_value(list: &[f64], value_of: impl Fn(f64) -> f64) -> f64 {
+    let greater = |a: f64, b: f64| if a > b { a } else { b };
+    let (chunks, rest) = list.as_chunks::<4>();
+    let mut maxima = [f64::NEG_INFINITY; 4];
+    for chunk in chunks {
+        maxima = std::array::from_fn(|i| greater(value_of(chunk[i]), maxima[i]));
     }
-    most.into_iter()
-        .chain(rest.iter().map(|number| of(*number)))
-        .fold(f64::NEG_INFINITY, |most, number| more(number, most))
+    maxima
+        .into_iter()
+        .chain(rest.iter().map(|number| value_of(*number)))
+        .fold(f64::NEG_INFINITY, |maxima, number| greater(number, maxima))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn outcome(machines: &[SimHost], pieces: &[SimTask], cost: f64) -> SimOutcome {
-        let mut future = Simulation::new(machines.to_vec(), pieces.to_vec());
-        future.select_job(|i| pieces[i].in_job, cost);
-        future
-            .run_unless(|_| false)
+    fn outcome(sim_hosts: &[SimHost], tasks: &[SimTask], cost: f64) -> SimOutcome {
+        let mut simulation = Simulation::new(sim_hosts.to_vec(), tasks.to_vec());
+        simulation.select_job(|i| tasks[i].in_job, cost);
+        simulation
+            .run_unless_rejected(|_| false)
             .expect("whatever comes will do")
     }
 
-    fn end(machines: &[SimHost], pieces: &[SimTask], cost: f64) -> f64 {
-        outcome(machines, pieces, cost).job_end
+    fn job_end(sim_hosts: &[SimHost], tasks: &[SimTask], cost: f64) -> f64 {
+        outcome(sim_hosts, tasks, cost).job_end_s
     }
 
     const ORDINARY: SimHost = SimHost {
@@ -527,12 +558,12 @@ mod tests {
         external_threads: 0.0,
     };
 
-    fn piece(at: usize, left: f64) -> SimTask {
+    fn sim_task(host_index: usize, work: f64) -> SimTask {
         SimTask {
-            host: at,
-            work_left: left,
-            moves_left: 4,
-            cooldown_end: 0.0,
+            host: host_index,
+            work_left_s: work,
+            migrations_left: 4,
+            cooldown_end_s: 0.0,
             in_job: true,
         }
     }
@@ -541,42 +572,53 @@ mod tests {
     #[test]
     fn tasks_share_a_processor_until_they_end() {
         assert_eq!(
-            end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0),
+            job_end(&[ORDINARY], &[sim_task(0, 10.0), sim_task(0, 30.0)], 1.0),
             40.0
         );
         assert_eq!(
             ORDINARY.completion_sum(2, [10.0, 30.0].into_iter()),
             20.0 + 40.0
         );
-        let two = SimHost {
+        let two_processors = SimHost {
             processors: 2.0,
             ..ORDINARY
         };
-        assert_eq!(end(&[two], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 30.0);
-        let beside = SimHost {
+        assert_eq!(
+            job_end(
+                &[two_processors],
+                &[sim_task(0, 10.0), sim_task(0, 30.0)],
+                1.0
+            ),
+            30.0
+        );
+        let loaded_host = SimHost {
             external_threads: 1.0,
             ..ORDINARY
         };
-        assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
+        assert_eq!(job_end(&[loaded_host], &[sim_task(0, 10.0)], 1.0), 20.0);
     }
 
     /// A task migrates to an idle processor. The migration delays it by its cost.
     #[test]
     fn task_migrates_to_idle_processor_at_a_cost() {
-        let both = [piece(0, 10.0), piece(0, 10.0)];
-        assert_eq!(end(&[ORDINARY, ORDINARY], &both, 1.0), 11.0);
-        let stays = both.map(|piece| SimTask {
-            moves_left: 0,
+        let two_tasks = [sim_task(0, 10.0), sim_task(0, 10.0)];
+        assert_eq!(job_end(&[ORDINARY, ORDINARY], &two_tasks, 1.0), 11.0);
+        let fixed_tasks = two_tasks.map(|piece| SimTask {
+            migrations_left: 0,
             ..piece
         });
-        assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
-        // A faster processor becomes free soon enough, so the task waits for it.
-        let fast = SimHost {
+        assert_eq!(job_end(&[ORDINARY, ORDINARY], &fixed_tasks, 1.0), 20.0);
+        // A faster processor becomes idle soon enough, so the task waits for it.
+        let fast_host = SimHost {
             speed: 2.0,
             ..ORDINARY
         };
         assert_eq!(
-            end(&[ORDINARY, fast], &[piece(0, 40.0), piece(1, 20.0)], 0.0),
+            job_end(
+                &[ORDINARY, fast_host],
+                &[sim_task(0, 40.0), sim_task(1, 20.0)],
+                0.0
+            ),
             10.0 + 15.0
         );
     }
@@ -584,35 +626,35 @@ mod tests {
     /// A task does not migrate before its cooldown has ended.
     #[test]
     fn cooldown_delays_migration() {
-        let resting = SimTask {
-            cooldown_end: 5.0,
-            ..piece(0, 10.0)
+        let cooling_down = SimTask {
+            cooldown_end_s: 5.0,
+            ..sim_task(0, 10.0)
         };
         // The tasks share a host for five seconds. Then each has a host for itself.
-        let both = end(&[ORDINARY, ORDINARY], &[resting, resting], 0.0);
-        assert!((both - 12.5).abs() < 0.01, "{both}");
-        let moved = {
-            let mut piece = piece(0, 10.0);
+        let end_of_both = job_end(&[ORDINARY, ORDINARY], &[cooling_down, cooling_down], 0.0);
+        assert!((end_of_both - 12.5).abs() < 0.01, "{end_of_both}");
+        let migrated = {
+            let mut piece = sim_task(0, 10.0);
             piece.migrate(1, 3.0, 0.0);
             piece
         };
         assert_eq!(
             (
-                moved.host,
-                moved.work_left,
-                moved.moves_left,
-                moved.cooldown_end
+                migrated.host,
+                migrated.work_left_s,
+                migrated.migrations_left,
+                migrated.cooldown_end_s
             ),
             (1, 13.0, 3, REBALANCE_COOLDOWN.0 as f64 / 1e6)
         );
     }
 
-    /// A task accepts a better offer after it has declined an earlier one.
+    /// A task that has declined an offer accepts a later, better offer.
     #[test]
-    fn better_offer_is_taken_after_a_declined_one() {
-        // No task leaves half a processor for a processor that is even slower. After ten seconds, a
-        // processor that is four times as fast becomes free.
-        let (slow, fast) = (
+    fn better_offer_is_accepted_after_a_declined_one() {
+        // No task exchanges half a processor for the idle processor, which is even slower. After
+        // ten seconds, a processor that is four times as fast becomes idle.
+        let (slow_host, fast_host) = (
             SimHost {
                 speed: 0.45,
                 ..ORDINARY
@@ -622,28 +664,28 @@ mod tests {
                 ..ORDINARY
             },
         );
-        let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
-        let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
-        // One of the two tasks migrates to it. The other needs 25 more seconds on the slow
-        // processor. Together on the slow processor they would need 60 seconds.
+        let initial_tasks = [sim_task(0, 30.0), sim_task(0, 30.0), sim_task(1, 40.0)];
+        let end = job_end(&[ORDINARY, fast_host, slow_host], &initial_tasks, 12.0);
+        // One of the two tasks migrates to the fast processor. The other task needs 25 more seconds
+        // where it is. If both tasks stayed together, they would need 60 seconds.
         assert!((end - 35.0).abs() < 1e-6, "{end}");
     }
 
     /// The maximum is found at any position of lists of any length.
     #[test]
-    fn greatest_finds_the_maximum_at_any_position() {
-        for count in 0..=9 {
-            for at in 0..count {
-                let list: Vec<f64> = (0..count)
-                    .map(|i| if i == at { 7.0 } else { i as f64 - 20.0 })
+    fn maximum_is_found_at_any_position() {
+        for length in 0..=9 {
+            for position in 0..length {
+                let values: Vec<f64> = (0..length)
+                    .map(|i| if i == position { 7.0 } else { i as f64 - 20.0 })
                     .collect();
                 assert_eq!(
                     (
-                        max_by_value(&list, |x| x),
-                        -max_by_value(&list, |x| x - 14.0)
+                        max_by_value(&values, |x| x),
+                        -max_by_value(&values, |x| x - 14.0)
                     ),
                     (7.0, 7.0),
-                    "{list:?}"
+                    "{values:?}"
                 );
             }
         }
@@ -651,19 +693,19 @@ mod tests {
     }
 
     /// Tasks of other jobs use processor time, but the completion time of the job does not include
-    /// them.
+    /// their ends.
     #[test]
     fn other_jobs_take_time_but_do_not_delay_the_end() {
-        let other = SimTask {
+        let other_job_task = SimTask {
             in_job: false,
-            ..piece(0, 50.0)
+            ..sim_task(0, 50.0)
         };
-        let outcome = outcome(&[ORDINARY], &[piece(0, 10.0), other], 1.0);
+        let outcome = outcome(&[ORDINARY], &[sim_task(0, 10.0), other_job_task], 1.0);
         assert_eq!(
             outcome,
             SimOutcome {
-                job_end: 20.0,
-                other_ends: 60.0
+                job_end_s: 20.0,
+                other_ends_sum_s: 60.0
             }
         );
     }

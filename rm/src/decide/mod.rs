@@ -43,13 +43,13 @@ pub use constraints::{
 };
 pub use evictions::{
     CONCURRENT_MIGRATIONS_MAX, Eviction, EvictionPlan, OWNER_RETURN_WINDOW, StayDecision,
-    StayReason, assign_hosts, could_ever_fit, plan_evictions,
+    StayReason, assign_hosts, could_hosts_ever_fit, plan_evictions,
 };
 pub use exclusion_reason::ExclusionReason;
 pub use exclusions::{EXCLUDED_HOSTS_MAX, Exclusions};
 pub use fair::{
-    FairShare, LimitError, Limits, PREEMPTION_MARGIN, QueuedRequest, USERS_MAX, UpDownRates,
-    WAITING_MAX,
+    FairShare, LimitError, PREEMPTION_MARGIN, QUEUED_REQUESTS_MAX, QueuedRequest, TaskLimits,
+    USERS_MAX, UpDownRates,
 };
 pub use gain_feedback::{CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE};
 pub use host_load::{ExternalMean, ProcessorShare, external_demand};
@@ -63,13 +63,13 @@ pub use predict::{
     Estimates, LearnedCosts, MigrationSample, PROGRAMS_MAX, WORK_LEFT_MAX, slowness,
 };
 pub use prediction_feedback::{PENDING_PREDICTIONS_MAX, PendingPredictions, PredictionOutcome};
-pub use preemption::{PREEMPTION_SCAN_MAX, ResumeAt, Victim, select_resumable, select_victims};
-pub use rebalance::{GAIN_MARGIN, OWNER_AWAY_MIN, plan_rebalances};
+pub use preemption::{PREEMPTION_SCAN_MAX, ResumeTarget, Victim, select_resumable, select_victims};
+pub use rebalance::{GAIN_MARGIN, OWNER_ABSENCE_MIN, plan_rebalances};
 pub use rebalance_plan::{
     COOLDOWN, IDLE_TARGET_COOLDOWN, REBALANCE_COOLDOWN, REBALANCES_MAX, REBALANCES_WINDOW,
     Rebalance, RebalanceReason,
 };
-pub use reserve::{RESERVE_AFTER, hosts_to_reserve};
+pub use reserve::{RESERVATION_DELAY, hosts_to_reserve};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
@@ -81,7 +81,7 @@ use std::sync::Arc;
 /// Maximum age of a load sample. An older sample counts as missing.
 pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
 
-/// How new tasks are spread over hosts.
+/// Rule by which new tasks are distributed over hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlacementPolicy {
     /// Round robin in blocks, as in PVM. The load of the hosts is ignored.
@@ -91,48 +91,48 @@ pub enum PlacementPolicy {
     Load,
     /// An external chooser selects the hosts, for example a batch system. If a spawn names its
     /// host, the chooser is not used.
-    Choice(ChooserName),
+    Chooser(ChooserName),
 }
 
 impl fmt::Display for PlacementPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            PlacementPolicy::RoundRobin => f.write_str("round-robin"),
-            PlacementPolicy::Load => f.write_str("load"),
-            PlacementPolicy::Choice(name) => write!(f, "choice:{}", name.as_str()),
+            Self::RoundRobin => f.write_str("round-robin"),
+            Self::Load => f.write_str("load"),
+            Self::Chooser(name) => write!(f, "choice:{}", name.as_str()),
         }
     }
 }
 
-/// Maximum number of excluded hosts that an explanation names. It gives only the number of further
-/// ones.
+/// Maximum number of excluded hosts that an explanation names. An explanation contains only the
+/// number of the further hosts.
 pub const NAMED_HOSTS_MAX: usize = 16;
 
-/// Maximum number of peer hosts whose zones are considered.
-const PEERS_MAX: usize = 64;
+/// Maximum number of other hosts of a job whose zones a decision takes into account.
+const PEER_HOSTS_MAX: usize = 64;
 
 /// Parameters for weighing the costs of decisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Weight of a processor share, in thousandths, on a host outside the zones of the task's
-    /// peers, because messages over such a link take longer. Applies until a migration has measured
-    /// the link.
-    pub other_zone_permille: u32,
+    /// Weight, in thousandths, of a processor share on a host outside the zones of the task's
+    /// peers. A value below 1000 accounts for the longer time of messages between zones. Applies
+    /// until a migration has measured the link between the zones.
+    pub other_zone_weight_permille: u32,
     /// Minimum gain of a rebalancing migration, in percent of the migration's cost.
     pub margin_percent: u32,
 }
 
 impl Default for Costs {
-    fn default() -> Costs {
-        Costs {
-            other_zone_permille: 900,
+    fn default() -> Self {
+        Self {
+            other_zone_weight_permille: 900,
             margin_percent: (GAIN_MARGIN * 100.0) as u32,
         }
     }
 }
 
 impl Costs {
-    fn margin(self) -> f64 {
+    fn margin_ratio(self) -> f64 {
         f64::from(self.margin_percent) / 100.0
     }
 
@@ -140,8 +140,10 @@ impl Costs {
     /// has the relative speed `speed` (1.0: as fast as the links among the peers). An unknown link
     /// counts as half as fast, which yields `other_zone_permille`.
     fn link_weight_permille(self, speed: Option<f64>) -> u32 {
-        let less = f64::from(1000u32.saturating_sub(self.other_zone_permille));
-        1000 - (less * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0))).min(1000.0) as u32
+        let other_zone_reduction =
+            f64::from(1000u32.saturating_sub(self.other_zone_weight_permille));
+        1000 - (other_zone_reduction * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0)))
+            .min(1000.0) as u32
     }
 }
 
@@ -152,7 +154,7 @@ pub struct Snapshot {
     pub now: Micros,
     pub policy: PlacementPolicy,
     /// The last host used by round robin. The next placement starts with the host after it.
-    pub round_robin_last: HostId,
+    pub last_round_robin_host: HostId,
     pub costs: Costs,
     /// Values learned from earlier tasks and migrations.
     pub estimates: Estimates,
@@ -162,7 +164,7 @@ pub struct Snapshot {
     pub hosts: HostList,
 }
 
-/// State of one host as decisions see it.
+/// State of one host, as input of the decisions.
 #[derive(Clone, Debug)]
 pub struct HostView {
     pub id: HostId,
@@ -182,15 +184,15 @@ pub struct HostView {
     /// `sample` is known.
     pub external_mean: Option<ExternalMean>,
     pub owner: OwnerState,
-    /// Memory in bytes that recent spawns have requested and that `sample` does not include yet. It
-    /// counts as used.
+    /// Memory in bytes that recent spawns have requested and that `sample` does not include yet.
+    /// This memory counts as used.
     pub promised_bytes: u64,
     pub guest_policy: GuestPolicy,
-    /// Why the host accepts no migrations at present, and until when. Set, for example, after its
-    /// dump engine has failed.
+    /// Obstacle that prevents migrations to the host at present, for example after a failure of its
+    /// dump engine; `None` if there was no such obstacle.
     pub migration_obstacle: Option<Obstacle>,
-    /// Number of tasks that are being started on the host. They count as load.
-    pub starting_tasks: u32,
+    /// Number of tasks that are being started on the host. These tasks count as load.
+    pub starting_task_count: u32,
     pub tasks: Vec<TaskView>,
 }
 
@@ -203,7 +205,7 @@ impl HostView {
     }
 
     /// Returns the sample if it is at most [`SAMPLE_AGE_MAX`] old.
-    pub fn fresh_sample(&self, now: Micros) -> Option<&TimedSample> {
+    pub fn recent_sample(&self, now: Micros) -> Option<&TimedSample> {
         self.sample
             .as_ref()
             .filter(|s| now.since(s.received_at) <= SAMPLE_AGE_MAX)
@@ -216,12 +218,12 @@ pub struct TimedSample {
     pub sample: LoadSample,
     /// Arrival time of the report, on the snapshot's clock.
     pub received_at: Micros,
-    /// Number of tasks of the virtual machine on the host at that time. The sample includes their
-    /// load.
-    pub own_tasks: u32,
+    /// Number of tasks of the virtual machine on the host when the report arrived. The sample
+    /// includes their load.
+    pub vm_task_count: u32,
 }
 
-/// State of a host's owner.
+/// State of a host with regard to its owner and to drains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum OwnerState {
     /// No load watcher has reported.
@@ -229,16 +231,16 @@ pub enum OwnerState {
     Unknown,
     /// The host is not in use.
     Absent {
-        /// When the last user left, on the snapshot's clock; `None` if no user was seen.
+        /// Time at which the last user left, on the snapshot's clock; `None` if no user was seen.
         left_at: Option<Micros>,
     },
-    /// The host may be in use. Guests stay. If a login is idle, new tasks are placed on other hosts
-    /// first.
+    /// The host may be in use. Guests stay. If an idle user is logged in, new tasks are placed on
+    /// other hosts first.
     PossiblyPresent {
         /// The load watcher's explanation.
         why: String,
-        /// True if a user is logged in and idle. Otherwise, external load suggests that the host is
-        /// in use.
+        /// True if a user is logged in and idle. False if only external load suggests that the host
+        /// is in use.
         idle_login: bool,
     },
     /// A user is active on the host.
@@ -254,7 +256,7 @@ pub enum OwnerState {
     /// The host is being drained. Its owner would accept guests.
     Drained {
         /// Task that requested the drain.
-        by: Tid,
+        requester: Tid,
     },
 }
 
@@ -263,16 +265,17 @@ impl OwnerState {
     pub fn excludes_guests(&self) -> bool {
         matches!(
             self,
-            OwnerState::Present { .. } | OwnerState::Closed { .. } | OwnerState::Drained { .. }
+            Self::Present { .. } | Self::Closed { .. } | Self::Drained { .. }
         )
     }
 
     /// False if a user is logged in and idle. Such a host gets new tasks only if no other host has
-    /// room. External load does not matter, because decisions weigh it as load.
+    /// room. Only the login counts: external load does not make the result false, because decisions
+    /// take it into account as load.
     fn is_unattended(&self) -> bool {
         !matches!(
             self,
-            OwnerState::PossiblyPresent {
+            Self::PossiblyPresent {
                 idle_login: true,
                 ..
             }
@@ -282,24 +285,24 @@ impl OwnerState {
     /// Returns the reason why the host accepts no guests; `None` if it accepts them.
     fn exclusion_reason(&self) -> Option<ExclusionReason<&str>> {
         match self {
-            OwnerState::Present { why } => Some(ExclusionReason::OwnerPresent { why }),
-            OwnerState::Closed { why } => Some(ExclusionReason::Closed { why }),
-            OwnerState::Drained { by } => Some(ExclusionReason::Drained { by: *by }),
-            OwnerState::Unknown
-            | OwnerState::Absent { .. }
-            | OwnerState::PossiblyPresent { .. } => None,
+            Self::Present { why } => Some(ExclusionReason::OwnerPresent { why }),
+            Self::Closed { why } => Some(ExclusionReason::Closed { why }),
+            Self::Drained { requester } => Some(ExclusionReason::Drained {
+                requester: *requester,
+            }),
+            Self::Unknown | Self::Absent { .. } | Self::PossiblyPresent { .. } => None,
         }
     }
 }
 
-/// When guests leave a host after its owner stops accepting them.
+/// Time at which guests leave a host whose owner has stopped accepting guests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LeaveTime {
     #[default]
     Now,
-    /// At this time on the snapshot's clock, unless guests are accepted again before.
+    /// At this time on the snapshot's clock, unless the host accepts guests again earlier.
     At(Micros),
-    /// Guests stay paused on the host until they are accepted again.
+    /// Guests stay paused on the host until it accepts guests again.
     Never,
     /// The host's daemon terminates the guests; no migration is planned.
     Terminated,
@@ -312,14 +315,14 @@ pub struct GuestPolicy {
     /// True if a guest that no other host accepts has its job vacated (checkpointed and ended).
     /// Otherwise the guest stays paused on the host.
     pub vacates_jobs: bool,
-    /// Limits on guests while they are accepted.
+    /// Limits that apply while the owner accepts guests.
     pub limits: Arc<GuestLimits>,
 }
 
 impl GuestPolicy {
     /// Returns the reason if the owner excludes this program or this user.
     fn block_reason(&self, user: u32, program: &str) -> Option<ExclusionReason<&str>> {
-        if self.limits.users.contains(&user) {
+        if self.limits.blocked_users.contains(&user) {
             return Some(ExclusionReason::UserBlocked { user });
         }
         self.limits
@@ -336,23 +339,23 @@ pub struct Obstacle {
     pub reason: String,
 }
 
-/// State of one task as decisions see it.
+/// State of one task, as input of the decisions.
 #[derive(Clone, Debug)]
 pub struct TaskView {
     pub tid: Tid,
     /// The task serves its host or was not spawned: it cannot migrate and is not a guest.
     pub pinned: bool,
-    /// Set while the task migrates. The inner value is the target, if it is known.
-    pub migrating: Option<Option<HostId>>,
-    /// True while the task is suspended. It causes no load, and only an explicit resume continues
-    /// it.
+    /// Set while the task is migrating. The inner value is the target; `None` if it is not known.
+    pub migration: Option<Option<HostId>>,
+    /// True while the task is suspended. A suspended task causes no load, and continues only after
+    /// an explicit resume.
     pub suspended: bool,
     pub user: u32,
-    /// Task at the top of the job: one that was started by hand or has no parent.
+    /// Task at the top of the job: a task that a user has started by hand or that has no parent.
     pub job: Tid,
     pub name: Arc<str>,
-    /// Start time on the snapshot's clock. If the resource manager did not see the start, the time
-    /// when it first saw the task.
+    /// Start time on the snapshot's clock. If the resource manager did not see the start, this is
+    /// the time when it first saw the task.
     pub started_at: Micros,
     /// Estimated work done so far, as time on an ordinary processor.
     pub work_done: Micros,
@@ -368,17 +371,17 @@ pub struct TaskView {
     /// Times of the newest migrations for any cause, oldest first. A cooldown after each of them
     /// delays the next rebalancing migration.
     pub recent_migrations: Vec<Micros>,
-    /// Obstacle that prevents any migration of the task for a while.
-    pub obstacle: Option<Obstacle>,
-    /// Hosts that refuse the task for a while, with the reason.
-    pub refused_by: Vec<(HostId, Obstacle)>,
+    /// Obstacle that prevents any migration of the task for a while; `None` if there is none.
+    pub migration_obstacle: Option<Obstacle>,
+    /// Hosts that refuse the task for a while, each with the reason.
+    pub target_obstacles: Vec<(HostId, Obstacle)>,
 }
 
 impl TaskView {
     /// True for a guest that is not migrating. Such a task must leave its host when the host stops
     /// accepting guests.
     pub fn is_evictable(&self) -> bool {
-        !self.pinned && self.migrating.is_none()
+        !self.pinned && self.migration.is_none()
     }
 
     /// True if the task is part of its host's load: neither pinned nor suspended.
@@ -387,42 +390,42 @@ impl TaskView {
     }
 
     /// Creates a task of which only the id and the start time are known.
-    pub fn new(tid: Tid, since: Micros) -> TaskView {
-        TaskView {
+    pub fn new(tid: Tid, start_time: Micros) -> Self {
+        Self {
             tid,
             pinned: false,
-            migrating: None,
+            migration: None,
             suspended: false,
             user: 0,
             job: tid,
             name: Arc::from(""),
-            started_at: since,
+            started_at: start_time,
             work_done: Micros::default(),
             memory_bytes: 0,
             host_named: false,
             constraints: None,
             recent_rebalances: Vec::new(),
             recent_migrations: Vec::new(),
-            obstacle: None,
-            refused_by: Vec::new(),
+            migration_obstacle: None,
+            target_obstacles: Vec::new(),
         }
     }
 }
 
 impl Snapshot {
-    /// Creates a snapshot of these hosts without learned values. Round robin starts after the
-    /// master's host.
-    pub fn new(now: Micros, policy: PlacementPolicy, mut hosts: HostList) -> Snapshot {
+    /// Creates a snapshot of these hosts without learned values. The first round-robin placement
+    /// starts with the host after the master's host.
+    pub fn new(now: Micros, policy: PlacementPolicy, mut hosts: HostList) -> Self {
         hosts.refresh(now);
-        let (costs, estimates, barriers) =
+        let (costs, estimates, jobs_with_barriers) =
             (Costs::default(), Estimates::default(), BTreeSet::new());
-        Snapshot {
+        Self {
             now,
             policy,
-            round_robin_last: HostId::MASTER,
+            last_round_robin_host: HostId::MASTER,
             costs,
             estimates,
-            barrier_jobs: barriers,
+            barrier_jobs: jobs_with_barriers,
             hosts,
         }
     }
@@ -433,76 +436,76 @@ impl Snapshot {
 
     /// Returns the processor share of each task of the virtual machine on a host, in thousandths of
     /// an ordinary processor; 0 for an unknown host.
-    pub fn rate(&self, id: HostId) -> f64 {
+    pub fn task_rate(&self, id: HostId) -> f64 {
         self.hosts
             .index(self.now)
             .load(id)
-            .map_or(0.0, |load| load.rate())
+            .map_or(0.0, |load| load.task_rate())
     }
 
-    /// Returns how much slower than an ordinary processor the two hosts of a migration are at
-    /// present; see the function [`slowness`].
-    pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
+    /// Returns the factor by which the two hosts of a migration are slower than an ordinary
+    /// processor at present; see the function [`slowness`].
+    pub fn slowness(&self, source: HostId, target: HostId) -> f64 {
         // An unknown host counts as an ordinary one.
         let rate = |id| {
-            Some(self.rate(id))
+            Some(self.task_rate(id))
                 .filter(|rate| *rate > 0.0)
                 .unwrap_or(1e3)
         };
-        slowness(rate(from), rate(to))
+        slowness(rate(source), rate(target))
     }
 
     /// Returns the expected cost of migrating this task between hosts with this [`slowness`].
     pub fn migration_cost(
         &self,
         task: &TaskView,
-        from: &HostView,
-        to: &HostView,
+        source: &HostView,
+        target: &HostView,
         slowness: f64,
     ) -> Micros {
         let bytes = self.estimates.expected_bytes(&task.name, task.memory_bytes);
         self.estimates
-            .migration_cost(bytes, slowness, Some(HostPair::between(from, to)))
+            .migration_cost(bytes, slowness, Some(HostPair::between(source, target)))
     }
 
-    /// Returns the hosts that a new task of this job will communicate with: the host of the
+    /// Returns the hosts with which a new task of this job will communicate: the host of the
     /// spawning task and the hosts of the job's tasks.
-    pub fn peer_hosts(&self, caller: HostId, job: Tid) -> Vec<HostId> {
+    pub fn peer_hosts(&self, caller_host: HostId, job: Tid) -> Vec<HostId> {
         let index = self.hosts.index(self.now);
-        std::iter::once(caller)
+        std::iter::once(caller_host)
             .chain(
                 index
-                    .hosts_of(job)
-                    .filter(|id| *id != caller)
-                    .take(PEERS_MAX),
+                    .job_hosts(job)
+                    .filter(|id| *id != caller_host)
+                    .take(PEER_HOSTS_MAX),
             )
             .collect()
     }
 
-    /// Returns the zones of the other hosts that run tasks of the same job; empty if no other host
-    /// does.
-    fn peer_zones(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
+    /// Returns the zones of the hosts other than `source` that run tasks of the same job. Empty if no
+    /// other host does.
+    fn peer_zones(&self, source: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
-        let others = index
-            .hosts_of(task.job)
-            .filter(|id| *id != from)
-            .take(PEERS_MAX);
-        others.filter_map(|id| index.zone(id)).collect()
+        let other_hosts = index
+            .job_hosts(task.job)
+            .filter(|id| *id != source)
+            .take(PEER_HOSTS_MAX);
+        other_hosts.filter_map(|id| index.zone(id)).collect()
     }
 
     /// Returns the weight, in thousandths, of a processor share in `zone` for a task whose peers
-    /// are in the zones `peers`. The weight is lower if the link to the peers is slower.
-    fn zone_weight_permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
-        match peers.is_empty() || peers.contains(&zone) {
+    /// are in the zones `zones_of_peers`. The slower the link to the peers is, the lower is the weight.
+    fn zone_weight_permille(&self, zone: u32, zones_of_peers: &BTreeSet<u32>) -> u32 {
+        match zones_of_peers.is_empty() || zones_of_peers.contains(&zone) {
             true => 1000,
             false => self
                 .costs
-                .link_weight_permille(self.estimates.relative_speed(zone, peers)),
+                .link_weight_permille(self.estimates.relative_speed(zone, zones_of_peers)),
         }
     }
 
-    /// Returns the factor by which a computed gain is corrected, learned from earlier migrations.
-    /// `declared`: the gain was computed from work that programs declared.
+    /// Returns the factor by which a computed gain is corrected. The factor is learned from earlier
+    /// migrations. `declared`: the gain was computed from work that programs declared.
     fn confidence(&self, declared: bool) -> f64 {
         self.estimates.confidence(self.now, declared)
     }
@@ -516,32 +519,37 @@ impl Snapshot {
     /// Formats exclusions, for example "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4
     /// (512.0M); and 7 more".
     fn describe_exclusions(&self, excluded: &Exclusions) -> String {
-        let (reportable, unlisted) = excluded.reportable();
-        let (mut parts, mut unmet) = (Vec::new(), Vec::<(String, Vec<String>)>::new());
+        let (reportable, unlisted_count) = excluded.reportable_entries();
+        let (mut sentences, mut hosts_by_condition) =
+            (Vec::new(), Vec::<(String, Vec<String>)>::new());
         for (id, why) in reportable.iter().take(NAMED_HOSTS_MAX) {
-            let ExclusionReason::Unmet { condition, has } = why else {
-                parts.push(format!("{}: {why}", self.host_name(*id)));
+            let ExclusionReason::UnmetCondition {
+                condition,
+                actual: actual_value,
+            } = why
+            else {
+                sentences.push(format!("{}: {why}", self.host_name(*id)));
                 continue;
             };
             let (condition, host) = (
                 condition.to_string(),
-                format!("{} ({has})", self.host_name(*id)),
+                format!("{} ({actual_value})", self.host_name(*id)),
             );
-            match unmet
+            match hosts_by_condition
                 .iter_mut()
                 .find(|(reportable, _)| *reportable == condition)
             {
                 Some((_, hosts)) => hosts.push(host),
-                None => unmet.push((condition, vec![host])),
+                None => hosts_by_condition.push((condition, vec![host])),
             }
         }
-        parts.extend(
-            unmet
+        sentences.extend(
+            hosts_by_condition
                 .into_iter()
                 .map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))),
         );
-        let unlisted = reportable.len().saturating_sub(NAMED_HOSTS_MAX) + unlisted;
-        parts.extend((unlisted > 0).then(|| format!("and {unlisted} more")));
-        parts.join("; ")
+        let unlisted_count = reportable.len().saturating_sub(NAMED_HOSTS_MAX) + unlisted_count;
+        sentences.extend((unlisted_count > 0).then(|| format!("and {unlisted_count} more")));
+        sentences.join("; ")
     }
 }

@@ -1,5 +1,5 @@
-//! Places the tasks of one spawn (`pvm_spawn`), and says what excludes or restricts a host for
-//! every spawn.
+//! Places the tasks of one spawn (`pvm_spawn`). Also describes what excludes or restricts a host
+//! for every spawn.
 
 use super::chooser::Chooser;
 use super::load::{WorkingLoads, limit_exclusion, unknown_reason};
@@ -14,53 +14,56 @@ use sempa_proto::{HostId, PvmError};
 /// Returns the reason why a host is excluded for every request; `None` if it is not.
 pub fn general_exclusion(snapshot: &Snapshot, id: HostId) -> Option<ExclusionReason> {
     let host = snapshot.host(id)?;
-    let full = || {
+    let limit_reason = || {
         limit_exclusion(host, snapshot.now, 0, || {
-            WorkingLoads::of(snapshot).load(id)
+            WorkingLoads::new(snapshot).load(id)
         })
     };
     host.owner
         .exclusion_reason()
-        .or_else(full)
+        .or_else(limit_reason)
         .map(ExclusionReason::into_owned)
 }
 
-/// Returns sentences about the restrictions that apply to a host although it is not excluded.
+/// Returns sentences that describe the restrictions of a host that apply although it is not
+/// excluded.
 pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
     };
-    let mut all = Vec::new();
+    let mut sentences = Vec::new();
     if let OwnerState::PossiblyPresent {
         why,
         idle_login: true,
     } = &host.owner
     {
-        all.push(format!(
+        sentences.push(format!(
             "other hosts are preferred, because its owner may be present ({why})"
         ));
     }
     let limits = &host.guest_policy.limits;
-    let programs = limits.programs.iter().map(|pattern| {
+    let programs = limits.blocked_programs.iter().map(|pattern| {
         ExclusionReason::ProgramBlocked {
             pattern: pattern.as_str(),
         }
         .to_string()
     });
     let users = limits
-        .users
+        .blocked_users
         .iter()
         .map(|user| ExclusionReason::<&str>::UserBlocked { user: *user }.to_string());
-    all.extend(programs.chain(users));
-    let unknown =
+    sentences.extend(programs.chain(users));
+    let unknown_load =
         unknown_reason(host, snapshot.now).filter(|_| snapshot.policy == PlacementPolicy::Load);
-    all.extend(unknown.map(|why| format!("its load is not known ({why})")));
-    let moves = host
+    sentences.extend(unknown_load.map(|why| format!("its load is not known ({why})")));
+    let obstacle = host
         .migration_obstacle
         .as_ref()
-        .filter(|no| no.until > snapshot.now);
-    all.extend(moves.map(|no| format!("no running task migrates there ({})", no.reason)));
-    all
+        .filter(|migration_stop| migration_stop.until > snapshot.now);
+    sentences.extend(obstacle.map(|migration_stop| {
+        format!("no running task migrates there ({})", migration_stop.reason)
+    }));
+    sentences
 }
 
 /// Places all tasks of a request by the snapshot's policy.
@@ -68,15 +71,15 @@ pub fn place(snapshot: &Snapshot, request: &PlacementRequest<'_>) -> Placement {
     place_with_chooser(snapshot, request, None)
 }
 
-/// Places all tasks of a request. If `chooser` is given, that external chooser selects among the
-/// suitable hosts.
+/// Places all tasks of a request. If `chooser` is not `None`, this external chooser selects among
+/// the suitable hosts.
 pub fn place_with_chooser(
     snapshot: &Snapshot,
     request: &PlacementRequest<'_>,
     chooser: Option<&dyn Chooser>,
 ) -> Placement {
-    match Constraints::from_request(request.request) {
-        Ok(constraints) => PlacementRun::new(snapshot, request, constraints).decide(chooser),
+    match Constraints::from_request(request.spawn_request) {
+        Ok(constraints) => PlacementRun::new(snapshot, request, constraints).place_tasks(chooser),
         Err(error) => failed_placement(
             snapshot,
             request,

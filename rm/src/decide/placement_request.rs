@@ -1,5 +1,4 @@
-//! Request and result of a placement: what a spawn asks for, which hosts that excludes, and which
-//! hosts the tasks get, with the reason.
+//! Request and result of a placement. Also checks which hosts a spawn request excludes.
 
 use super::host_load::HostLoad;
 use super::load::limit_exclusion;
@@ -19,44 +18,40 @@ pub const EXPLAINED_HOSTS_MAX: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementRequest<'a> {
     pub user: u32,
-    pub request: &'a SpawnRequest,
+    pub spawn_request: &'a SpawnRequest,
     /// Number of tasks of the request that need a host.
-    pub count: u32,
-    /// Host of the requesting task, which `.` in `where` denotes.
-    pub caller: HostId,
-    /// Hosts of tasks with which the new tasks will communicate. Hosts near them are preferred.
-    pub peers: &'a [HostId],
+    pub task_count: u32,
+    /// Host of the requesting task. `.` in `where` denotes this host.
+    pub caller_host: HostId,
+    /// Hosts of tasks with which the new tasks will communicate. Hosts with fast links to these
+    /// hosts are preferred.
+    pub peer_hosts: &'a [HostId],
     /// Hosts that were lost while the request was carried out. They are excluded.
     pub lost_hosts: &'a [HostId],
-    /// Hosts that declined tasks of this request shortly before. They are excluded: their daemons
-    /// may know of an owner whom the load watcher has not reported yet.
-    pub declined_by: &'a [HostId],
+    /// Hosts that declined tasks of this request shortly before. They are excluded, because their
+    /// daemons may know of an owner whom the load watcher has not reported yet.
+    pub declining_hosts: &'a [HostId],
     /// Hosts that are reserved for another request.
     pub reserved_hosts: &'a [HostId],
 }
 
 impl<'a> PlacementRequest<'a> {
     /// Creates a request for `count` tasks without peers and without excluded hosts.
-    pub fn new(
-        user: u32,
-        request: &'a SpawnRequest,
-        count: u32,
-        caller: HostId,
-    ) -> PlacementRequest<'a> {
+    pub fn new(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> Self {
         PlacementRequest {
             user,
-            request,
-            count,
-            caller,
-            peers: &[],
+            spawn_request: request,
+            task_count: count,
+            caller_host: caller,
+            peer_hosts: &[],
             lost_hosts: &[],
-            declined_by: &[],
+            declining_hosts: &[],
             reserved_hosts: &[],
         }
     }
 }
 
-/// Why a placement has its hosts, or why there is no placement.
+/// Reason for the hosts of a placement, or reason why there is no placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementReason {
     /// The request names the host.
@@ -64,14 +59,14 @@ pub enum PlacementReason {
     /// The tasks were distributed round robin.
     RoundRobin {
         /// Number of hosts among which the tasks were distributed.
-        hosts: usize,
+        host_count: usize,
     },
     /// Each task was placed on the host with the largest processor share for it.
     LargestShare {
         /// Host of the first task.
         host: String,
         /// Share on that host, in thousandths of an ordinary processor.
-        usable: u64,
+        usable_permille: u64,
     },
     /// The hosts were used in the order that the request prefers.
     Rank {
@@ -79,17 +74,18 @@ pub enum PlacementReason {
         /// Host of the first task.
         host: String,
     },
-    /// All tasks were placed on the one host where they get the largest share together.
+    /// All tasks were placed on one host. Among the hosts with room for all tasks, they get the
+    /// largest share there.
     SameHost { host: String },
     /// An external chooser selected the hosts.
     ChooserSelected {
         /// Name of the external chooser.
-        by: String,
+        chooser: String,
     },
-    /// The external chooser failed or made an invalid choice.
+    /// The external chooser failed or made an invalid selection.
     ChooserFailed {
         /// Name of the external chooser.
-        by: String,
+        chooser: String,
         why: String,
     },
     /// The constraints text is invalid.
@@ -103,32 +99,35 @@ pub enum PlacementReason {
 impl fmt::Display for PlacementReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            PlacementReason::HostNamed { host } => write!(f, "the request names {host}"),
-            PlacementReason::RoundRobin { hosts: 1 } => f.write_str("round robin over one host"),
-            PlacementReason::RoundRobin { hosts } => write!(f, "round robin over {hosts} hosts"),
-            PlacementReason::LargestShare { host, usable } => {
+            Self::HostNamed { host } => write!(f, "the request names {host}"),
+            Self::RoundRobin { host_count: 1 } => f.write_str("round robin over one host"),
+            Self::RoundRobin { host_count: hosts } => write!(f, "round robin over {hosts} hosts"),
+            Self::LargestShare {
+                host,
+                usable_permille: usable,
+            } => {
                 write!(
                     f,
                     "largest share of a processor, {:.2} on {host}",
                     *usable as f64 / 1e3
                 )
             }
-            PlacementReason::Rank { rank, host } => {
+            Self::Rank { rank, host } => {
                 write!(
                     f,
                     "{} {}, first {host}",
                     if rank.ascending { "least" } else { "most" },
-                    rank.by
+                    rank.metric
                 )
             }
-            PlacementReason::SameHost { host } => {
+            Self::SameHost { host } => {
                 write!(f, "all on one host; {host} has the most to offer")
             }
-            PlacementReason::ChooserSelected { by } => write!(f, "chosen by {by}"),
-            PlacementReason::ChooserFailed { by, why } => write!(f, "{by} chose no host: {why}"),
-            PlacementReason::InvalidConstraints(error) => error.fmt(f),
-            PlacementReason::NoSuchHost => f.write_str("no host matches the request"),
-            PlacementReason::NoneAvailable => f.write_str("no host is free"),
+            Self::ChooserSelected { chooser: by } => write!(f, "chosen by {by}"),
+            Self::ChooserFailed { chooser: by, why } => write!(f, "{by} chose no host: {why}"),
+            Self::InvalidConstraints(error) => error.fmt(f),
+            Self::NoSuchHost => f.write_str("no host matches the request"),
+            Self::NoneAvailable => f.write_str("no host is free"),
         }
     }
 }
@@ -136,39 +135,45 @@ impl fmt::Display for PlacementReason {
 /// Result of a placement decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// Host or error of each task, in task order.
+    /// Host of each task, or the error for a task without a host, in task order.
     pub hosts: Vec<Result<HostId, PvmError>>,
     pub reason: PlacementReason,
     /// Hosts that were not used, with the reason for each.
-    pub excluded: Exclusions,
+    pub exclusions: Exclusions,
     /// Examined hosts with unknown load, each as a text with the reason.
     pub unknown_load: Vec<String>,
     /// Last host used by round robin, including this placement.
-    pub round_robin_last: HostId,
+    pub last_round_robin_host: HostId,
 }
 
 impl Placement {
     /// Describes the placement in one sentence for the event log.
-    pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let failed = matches!(
+    pub fn describe(&self, snapshot: &Snapshot) -> String {
+        let is_failure = matches!(
             self.reason,
             PlacementReason::NoneAvailable | PlacementReason::NoSuchHost
         );
-        let exclusions = snapshot.describe_exclusions(&self.excluded);
-        let mut text = self.reason.to_string();
-        let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
-        if placed > 0 && placed < self.hosts.len() {
-            text = format!("{text}; room for {placed} of {}", self.hosts.len());
+        let exclusions = snapshot.describe_exclusions(&self.exclusions);
+        let mut description = self.reason.to_string();
+        let placed_count = self.hosts.iter().filter(|r| r.is_ok()).count();
+        if placed_count > 0 && placed_count < self.hosts.len() {
+            description = format!(
+                "{description}; room for {placed_count} of {}",
+                self.hosts.len()
+            );
         }
-        if failed && !exclusions.is_empty() {
-            text = format!("{text}: {exclusions}");
+        if is_failure && !exclusions.is_empty() {
+            description = format!("{description}: {exclusions}");
         } else if !exclusions.is_empty() {
-            text = format!("{text}; not used: {exclusions}");
+            description = format!("{description}; not used: {exclusions}");
         }
         if !self.unknown_load.is_empty() {
-            text = format!("{text}; load unknown: {}", self.unknown_load.join(", "));
+            description = format!(
+                "{description}; load unknown: {}",
+                self.unknown_load.join(", ")
+            );
         }
-        text
+        description
     }
 }
 
@@ -177,22 +182,22 @@ pub(super) fn failed_placement(
     snapshot: &Snapshot,
     request: &PlacementRequest<'_>,
     error: PvmError,
-    why: PlacementReason,
+    placement_reason: PlacementReason,
     excluded: Exclusions,
 ) -> Placement {
-    let hosts = vec![Err(error); request.count as usize];
+    let hosts = vec![Err(error); request.task_count as usize];
     Placement {
         hosts,
-        reason: why,
-        excluded,
+        reason: placement_reason,
+        exclusions: excluded,
         unknown_load: Vec::new(),
-        round_robin_last: snapshot.round_robin_last,
+        last_round_robin_host: snapshot.last_round_robin_host,
     }
 }
 
-/// Returns the part of a `where` argument before the first colon. A directory follows the colon.
-pub(super) fn host_part(place: &str) -> &str {
-    place.split(':').next().unwrap_or_default()
+/// Returns the text before the first colon of a `where` argument. A directory follows the colon.
+pub(super) fn where_host(where_text: &str) -> &str {
+    where_text.split(':').next().unwrap_or_default()
 }
 
 /// Returns the reason why the request does not match this host; `None` if it matches.
@@ -200,24 +205,27 @@ pub(super) fn request_exclusion<'a>(
     request: &PlacementRequest<'_>,
     host: &'a HostView,
 ) -> Option<ExclusionReason<&'a str>> {
-    let (flags, name) = (request.request.flags, host_part(&request.request.place));
-    let complement = flags & SPAWN_COMPLEMENT != 0;
-    let chosen = if flags & SPAWN_HOST != 0 {
-        if name == "." {
-            host.id == request.caller
+    let (where_flags, where_name) = (
+        request.spawn_request.flags,
+        where_host(&request.spawn_request.where_arg),
+    );
+    let is_complement = where_flags & SPAWN_COMPLEMENT != 0;
+    let is_named = if where_flags & SPAWN_HOST != 0 {
+        if where_name == "." {
+            host.id == request.caller_host
         } else {
-            host.name == name
+            host.name == where_name
         }
-    } else if flags & SPAWN_ARCH != 0 {
-        host.arch == name
+    } else if where_flags & SPAWN_ARCH != 0 {
+        host.arch == where_name
     } else {
         true
     };
-    match (chosen, complement) {
+    match (is_named, is_complement) {
         (true, false) | (false, true) => None,
         (true, true) => Some(ExclusionReason::Complement),
-        (false, false) if flags & SPAWN_HOST != 0 => Some(ExclusionReason::OtherHost),
-        (false, false) => Some(ExclusionReason::OtherArch { has: &host.arch }),
+        (false, false) if where_flags & SPAWN_HOST != 0 => Some(ExclusionReason::OtherHost),
+        (false, false) => Some(ExclusionReason::OtherArch { arch: &host.arch }),
     }
 }
 
@@ -232,23 +240,26 @@ pub(super) fn fit_exclusion<'a>(
     if request.lost_hosts.contains(&host.id) {
         return Some(ExclusionReason::NoAnswer);
     }
-    if request.declined_by.contains(&host.id) {
+    if request.declining_hosts.contains(&host.id) {
         return Some(ExclusionReason::Declined);
     }
     if request.reserved_hosts.contains(&host.id) {
         return Some(ExclusionReason::Reserved);
     }
-    if let Some((condition, has)) = constraints.first_unmet(host, now, &load) {
-        return Some(ExclusionReason::Unmet { condition, has });
+    if let Some((condition, actual_value)) = constraints.first_unmet(host, now, &load) {
+        return Some(ExclusionReason::UnmetCondition {
+            condition,
+            actual: actual_value,
+        });
     }
-    let blocks = || {
+    let policy_exclusion = || {
         host.guest_policy
-            .block_reason(request.user, &request.request.file)
+            .block_reason(request.user, &request.spawn_request.program)
     };
     // Also excludes a host that the spawn names, because the host's daemon starts no guest while
     // the owner accepts none.
     host.owner
         .exclusion_reason()
-        .or_else(blocks)
+        .or_else(policy_exclusion)
         .or_else(|| limit_exclusion(host, now, 0, load))
 }

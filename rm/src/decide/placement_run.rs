@@ -7,7 +7,7 @@ use super::host_load::HostLoad;
 use super::load::{WeightedShare, WorkingLoads, unknown_loads};
 use super::placement_request::{
     EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, failed_placement,
-    fit_exclusion, host_part, request_exclusion,
+    fit_exclusion, request_exclusion, where_host,
 };
 use super::{
     Colocation, Constraints, ConstraintsError, ExclusionReason, HostView, PlacementPolicy, Rank,
@@ -24,12 +24,12 @@ const EXCLUDED_SCAN_MAX: usize = 256;
 /// State of one placement decision.
 pub(super) struct PlacementRun<'a> {
     snapshot: &'a Snapshot,
-    request: &'a PlacementRequest<'a>,
+    placement_request: &'a PlacementRequest<'a>,
     constraints: Constraints,
     loads: WorkingLoads<'a>,
-    /// Zones of the request's peers.
+    /// Zones of the hosts of the request's peers.
     peer_zones: BTreeSet<u32>,
-    excluded: ExclusionsBuilder,
+    exclusions: ExclusionsBuilder,
 }
 
 impl<'a> PlacementRun<'a> {
@@ -37,20 +37,20 @@ impl<'a> PlacementRun<'a> {
         snapshot: &'a Snapshot,
         request: &'a PlacementRequest<'a>,
         constraints: Constraints,
-    ) -> PlacementRun<'a> {
+    ) -> Self {
         let peer_zones = request
-            .peers
+            .peer_hosts
             .iter()
             .filter_map(|id| snapshot.host(*id))
             .map(|h| h.zone)
             .collect();
         PlacementRun {
             snapshot,
-            request,
+            placement_request: request,
             constraints,
-            loads: WorkingLoads::of(snapshot),
+            loads: WorkingLoads::new(snapshot),
             peer_zones,
-            excluded: ExclusionsBuilder::default(),
+            exclusions: ExclusionsBuilder::default(),
         }
     }
 
@@ -58,34 +58,41 @@ impl<'a> PlacementRun<'a> {
     ///
     /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load first
     /// searches by descending share. It scans all hosts only if that search places no task.
-    pub(super) fn decide(mut self, chooser: Option<&dyn Chooser>) -> Placement {
-        let plain = chooser.is_none()
+    pub(super) fn place_tasks(mut self, chooser: Option<&dyn Chooser>) -> Placement {
+        let may_use_policy = chooser.is_none()
             && self.constraints.rank.is_none()
             && self.constraints.colocation != Colocation::SameHost;
-        let by_load = plain
+        let by_load = may_use_policy
             && self.snapshot.policy == PlacementPolicy::Load
-            && !self.request.request.names_one_host();
+            && !self.placement_request.spawn_request.names_one_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
-            let quick = self.place_by_share(None);
-            if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
+            let placed_by_share = self.place_by_share(None);
+            if let Some((hosts, examined_hosts)) =
+                placed_by_share.filter(|(hosts, _)| !hosts.is_empty())
+            {
                 self.record_closed_hosts();
-                let unknown = unknown_loads(self.snapshot, looked_at.into_iter());
-                let (why, rotation) = (
+                let unknown_load = unknown_loads(self.snapshot, examined_hosts.into_iter());
+                let (placement_reason, last_round_robin_host) = (
                     self.share_reason(hosts.first()),
-                    self.snapshot.round_robin_last,
+                    self.snapshot.last_round_robin_host,
                 );
-                return self.finish(hosts, unknown, why, rotation);
+                return self.into_placement(
+                    hosts,
+                    unknown_load,
+                    placement_reason,
+                    last_round_robin_host,
+                );
             }
-            self.excluded = ExclusionsBuilder::default();
+            self.exclusions = ExclusionsBuilder::default();
         }
         self.place_after_scan(chooser, by_load)
     }
 
-    fn exclusion<'h>(&self, host: &'h HostView) -> Option<ExclusionReason<&'h str>> {
+    fn exclusion_of<'h>(&self, host: &'h HostView) -> Option<ExclusionReason<&'h str>> {
         let load = || self.loads.load(host.id);
-        request_exclusion(self.request, host).or_else(|| {
+        request_exclusion(self.placement_request, host).or_else(|| {
             fit_exclusion(
-                self.request,
+                self.placement_request,
                 &self.constraints,
                 host,
                 self.snapshot.now,
@@ -94,368 +101,427 @@ impl<'a> PlacementRun<'a> {
         })
     }
 
-    /// Returns how many tasks of this spawn the host can take.
+    /// Returns how many tasks of this spawn the host can accept.
     fn capacity(&self, host: &HostView) -> u32 {
         self.constraints
-            .capacity(host, self.snapshot.now)
+            .task_capacity(host, self.snapshot.now)
             .min(self.loads.load(host.id).remaining_slots())
     }
 
     /// Checks every host, then places the tasks on the suitable hosts.
     fn place_after_scan(mut self, chooser: Option<&dyn Chooser>, by_load: bool) -> Placement {
         let snapshot = self.snapshot;
-        let mut fit = Vec::new();
+        let mut suitable_hosts = Vec::new();
         for host in &snapshot.hosts {
-            match self.exclusion(host) {
-                None => fit.push(host),
-                Some(why) => self.excluded.add(host.id, why),
+            match self.exclusion_of(host) {
+                None => suitable_hosts.push(host),
+                Some(why) => self.exclusions.add(host.id, why),
             }
         }
-        if fit.is_empty() {
+        if suitable_hosts.is_empty() {
             return self.no_placement();
         }
-        let mut rotation = snapshot.round_robin_last;
+        let mut last_round_robin_host = snapshot.last_round_robin_host;
         let (hosts, reason) = if let Some(chooser) = chooser {
-            let by = chooser.name().to_string();
-            match self.place_by_chooser(chooser, &fit) {
-                Ok(hosts) => (hosts, PlacementReason::ChooserSelected { by }),
+            let chooser_name = chooser.name().to_string();
+            match self.place_by_chooser(chooser, &suitable_hosts) {
+                Ok(hosts) => (
+                    hosts,
+                    PlacementReason::ChooserSelected {
+                        chooser: chooser_name,
+                    },
+                ),
                 Err(why) => {
                     return failed_placement(
                         snapshot,
-                        self.request,
+                        self.placement_request,
                         PvmError::OutOfRes,
-                        PlacementReason::ChooserFailed { by, why },
-                        self.excluded.build(),
+                        PlacementReason::ChooserFailed {
+                            chooser: chooser_name,
+                            why,
+                        },
+                        self.exclusions.build(),
                     );
                 }
             }
         } else if self.constraints.colocation == Colocation::SameHost {
-            let Some(host) = self.best_single_host(&fit) else {
+            let Some(host) = self.best_single_host(&suitable_hosts) else {
                 return self.no_placement();
             };
             (
-                vec![host.id; self.request.count as usize],
+                vec![host.id; self.placement_request.task_count as usize],
                 PlacementReason::SameHost {
                     host: host.name.clone(),
                 },
             )
         } else if let Some(rank) = self.constraints.rank {
-            let hosts = self.place_by_rank(rank, &fit);
+            let hosts = self.place_by_rank(rank, &suitable_hosts);
             let host = hosts
                 .first()
                 .map(|id| snapshot.host_name(*id))
                 .unwrap_or_default();
             (hosts, PlacementReason::Rank { rank, host })
         } else if by_load {
-            let excluded = std::mem::take(&mut self.excluded);
+            let excluded = std::mem::take(&mut self.exclusions);
             let hosts = self
-                .place_by_share(Some(&fit))
+                .place_by_share(Some(&suitable_hosts))
                 .map(|(hosts, _)| hosts)
                 .unwrap_or_default();
-            self.excluded = excluded;
+            self.exclusions = excluded;
             let reason = self.share_reason(hosts.first());
             (hosts, reason)
         } else {
-            let (hosts, reason) = self.place_unattended_first(&fit);
+            let (hosts, reason) = self.place_unattended_first(&suitable_hosts);
             if snapshot.policy == PlacementPolicy::RoundRobin {
-                rotation = hosts.last().copied().unwrap_or(rotation);
+                last_round_robin_host = hosts.last().copied().unwrap_or(last_round_robin_host);
             }
             (hosts, reason)
         };
         if hosts.is_empty() {
             return self.no_placement();
         }
-        let of_load =
-            snapshot.policy == PlacementPolicy::Load && !self.request.request.names_one_host();
-        let unknown = if of_load {
-            unknown_loads(snapshot, fit.iter().map(|h| h.id))
+        let explains_unknown_load = snapshot.policy == PlacementPolicy::Load
+            && !self.placement_request.spawn_request.names_one_host();
+        let unknown_load = if explains_unknown_load {
+            unknown_loads(snapshot, suitable_hosts.iter().map(|h| h.id))
         } else {
             Vec::new()
         };
-        self.finish(hosts, unknown, reason, rotation)
+        self.into_placement(hosts, unknown_load, reason, last_round_robin_host)
     }
 
     /// Distributes the tasks as PVM does. A host with an idle login gets a task only if no other
     /// host has room for it.
-    fn place_unattended_first(&self, fit: &[&HostView]) -> (Vec<HostId>, PlacementReason) {
-        let count = self.request.count as usize;
-        let (unattended, others): (Vec<_>, Vec<_>) = fit
+    fn place_unattended_first(
+        &self,
+        suitable_hosts: &[&HostView],
+    ) -> (Vec<HostId>, PlacementReason) {
+        let task_count = self.placement_request.task_count as usize;
+        let (unattended, attended): (Vec<_>, Vec<_>) = suitable_hosts
             .iter()
             .copied()
             .partition(|host: &&HostView| host.owner.is_unattended());
-        let mut hosts = self.place_round_robin(&unattended, count);
-        let missing = count - hosts.len();
-        hosts.extend(self.place_round_robin(&others, missing));
-        let reason = if self.request.request.names_one_host() {
+        let mut hosts = self.place_round_robin(&unattended, task_count);
+        let unplaced_count = task_count - hosts.len();
+        hosts.extend(self.place_round_robin(&attended, unplaced_count));
+        let reason = if self.placement_request.spawn_request.names_one_host() {
             PlacementReason::HostNamed {
-                host: host_part(&self.request.request.place).to_string(),
+                host: where_host(&self.placement_request.spawn_request.where_arg).to_string(),
             }
         } else {
-            let considered = if missing == 0 {
+            let host_count = if unplaced_count == 0 {
                 unattended.len()
             } else {
-                fit.len()
+                suitable_hosts.len()
             };
-            PlacementReason::RoundRobin { hosts: considered }
+            PlacementReason::RoundRobin { host_count }
         };
         (hosts, reason)
     }
 
     /// Returns a placement without hosts. The error is `OutOfRes` if a later attempt may succeed.
     fn no_placement(self) -> Placement {
-        let (error, why) = if !self.excluded.any_requested && !self.has_fitting_host() {
-            (PvmError::NoHost, PlacementReason::NoSuchHost)
-        } else if self.excluded.any_unanswered {
-            (PvmError::HostFail, PlacementReason::NoneAvailable)
-        } else if self.excluded.any_temporary || self.has_fitting_host() {
-            (PvmError::OutOfRes, PlacementReason::NoneAvailable)
-        } else {
-            (PvmError::NoHost, PlacementReason::NoneAvailable)
-        };
+        let (error, placement_reason) =
+            if !self.exclusions.any_requested && !self.has_fitting_host() {
+                (PvmError::NoHost, PlacementReason::NoSuchHost)
+            } else if self.exclusions.any_unanswered {
+                (PvmError::HostFail, PlacementReason::NoneAvailable)
+            } else if self.exclusions.any_temporary || self.has_fitting_host() {
+                (PvmError::OutOfRes, PlacementReason::NoneAvailable)
+            } else {
+                (PvmError::NoHost, PlacementReason::NoneAvailable)
+            };
         failed_placement(
             self.snapshot,
-            self.request,
+            self.placement_request,
             error,
-            why,
-            self.excluded.build(),
+            placement_reason,
+            self.exclusions.build(),
         )
     }
 
     /// True if at least one host is not excluded, whether or not it has room.
     fn has_fitting_host(&self) -> bool {
-        self.excluded.count() < self.snapshot.hosts.len()
+        self.exclusions.excluded_count() < self.snapshot.hosts.len()
     }
 
-    fn finish(
+    fn into_placement(
         self,
         mut hosts: Vec<HostId>,
-        unknown: Vec<String>,
-        why: PlacementReason,
-        rotation: HostId,
+        unknown_hosts: Vec<String>,
+        placement_reason: PlacementReason,
+        last_round_robin_host: HostId,
     ) -> Placement {
-        let count = self.request.count as usize;
-        hosts.truncate(count);
-        let missing = count - hosts.len();
-        let placed = hosts.into_iter().map(Ok);
-        let hosts = placed
-            .chain(std::iter::repeat_n(Err(PvmError::OutOfRes), missing))
+        let task_count = self.placement_request.task_count as usize;
+        hosts.truncate(task_count);
+        let unplaced_count = task_count - hosts.len();
+        let placed_hosts = hosts.into_iter().map(Ok);
+        let hosts = placed_hosts
+            .chain(std::iter::repeat_n(Err(PvmError::OutOfRes), unplaced_count))
             .collect();
         Placement {
             hosts,
-            reason: why,
-            excluded: self.excluded.build(),
-            unknown_load: unknown,
-            round_robin_last: rotation,
+            reason: placement_reason,
+            exclusions: self.exclusions.build(),
+            unknown_load: unknown_hosts,
+            last_round_robin_host,
         }
     }
 
-    fn share_reason(&self, first: Option<&HostId>) -> PlacementReason {
-        let loads = WorkingLoads::of(self.snapshot);
-        let (host, usable) = first
-            .map(|id| (self.snapshot.host_name(*id), loads.share(*id).usable))
+    fn share_reason(&self, first_host: Option<&HostId>) -> PlacementReason {
+        let loads = WorkingLoads::new(self.snapshot);
+        let (host, usable_permille) = first_host
+            .map(|id| {
+                (
+                    self.snapshot.host_name(*id),
+                    loads.share(*id).usable_permille,
+                )
+            })
             .unwrap_or_default();
-        PlacementReason::LargestShare { host, usable }
+        PlacementReason::LargestShare {
+            host,
+            usable_permille,
+        }
     }
 
-    /// Adds some of the hosts that accept no guests to the explanation.
+    /// Adds hosts that accept no guests to the explanation, at most [`EXPLAINED_HOSTS_MAX`].
     fn record_closed_hosts(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
-        let owned = index
+        let closed_views = index
             .closed_hosts()
             .iter()
             .take(EXPLAINED_HOSTS_MAX)
             .filter_map(|id| self.snapshot.host(*id));
-        let reasons: Vec<_> = owned
-            .filter_map(|host| Some((host.id, self.exclusion(host)?)))
+        let reasons: Vec<_> = closed_views
+            .filter_map(|host| Some((host.id, self.exclusion_of(host)?)))
             .collect();
         reasons
             .into_iter()
-            .for_each(|(host, why)| self.excluded.add(host, why));
+            .for_each(|(host, why)| self.exclusions.add(host, why));
     }
 
     /// Distributes tasks as PVM does: each host gets a consecutive block of tasks. The first host
     /// is the one after the last host used.
-    fn place_round_robin(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
-        let start = fit
+    fn place_round_robin(&self, suitable_hosts: &[&HostView], task_count: usize) -> Vec<HostId> {
+        let start = suitable_hosts
             .iter()
-            .position(|h| h.id > self.snapshot.round_robin_last)
+            .position(|h| h.id > self.snapshot.last_round_robin_host)
             .unwrap_or(0);
-        let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
-        let mut room: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
-        let mut hosts = Vec::with_capacity(count);
-        while hosts.len() < count && room.iter().any(|room| *room > 0) {
+        let order: Vec<&HostView> = suitable_hosts[start..]
+            .iter()
+            .chain(&suitable_hosts[..start])
+            .copied()
+            .collect();
+        let mut slots_left: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
+        let mut hosts = Vec::with_capacity(task_count);
+        while hosts.len() < task_count && slots_left.iter().any(|slots_left| *slots_left > 0) {
             for (i, host) in order.iter().enumerate() {
-                let share = (count - hosts.len()).div_ceil(order.len() - i).min(room[i]);
-                hosts.extend(std::iter::repeat_n(host.id, share));
-                room[i] -= share;
+                let block_size = (task_count - hosts.len())
+                    .div_ceil(order.len() - i)
+                    .min(slots_left[i]);
+                hosts.extend(std::iter::repeat_n(host.id, block_size));
+                slots_left[i] -= block_size;
             }
         }
         hosts
     }
 
-    /// Places each task on the host where it gets the largest share, given the tasks placed before.
+    /// Places each task on the host where it gets the largest share, after all tasks placed so far.
+    /// Examines only the best of all hosts, or of the hosts in `suitable_hosts`.
     ///
-    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks, and
-    /// the suitable hosts that were examined. Returns `None` if a search among all hosts finds more
-    /// than [`EXCLUDED_SCAN_MAX`] excluded ones.
-    fn place_by_share(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
-        let count = self.request.count as usize;
+    /// Returns the hosts of the tasks, and the suitable hosts that were examined. Returns `None` if
+    /// more than [`EXCLUDED_SCAN_MAX`] examined hosts are excluded.
+    fn place_by_share(
+        &mut self,
+        suitable_hosts: Option<&[&HostView]>,
+    ) -> Option<(Vec<HostId>, Vec<HostId>)> {
+        let task_count = self.placement_request.task_count as usize;
         let mut excluded_count = 0;
-        let (mut hosts, mut looked_at) = (Vec::with_capacity(count), Vec::new());
-        let mut room = BTreeMap::<HostId, u32>::new();
-        let mut heap = BinaryHeap::<WeightedShare>::new();
-        let untouched = WorkingLoads::of(self.snapshot);
-        let near =
-            |host: &&HostView| untouched.weighted(untouched.share(host.id), &self.peer_zones);
-        let mut given: BinaryHeap<WeightedShare> = fit.into_iter().flatten().map(near).collect();
-        let all = fit
+        let (mut hosts, mut examined_hosts) = (Vec::with_capacity(task_count), Vec::new());
+        let mut slots_by_host = BTreeMap::<HostId, u32>::new();
+        let mut examined_shares = BinaryHeap::<WeightedShare>::new();
+        let initial_loads = WorkingLoads::new(self.snapshot);
+        let candidate = |host: &&HostView| {
+            initial_loads.weighted_share(initial_loads.share(host.id), &self.peer_zones)
+        };
+        let mut suitable_shares: BinaryHeap<WeightedShare> = suitable_hosts
+            .into_iter()
+            .flatten()
+            .map(candidate)
+            .collect();
+        let shares_of_all = suitable_hosts
             .is_none()
-            .then(|| untouched.best_first(&self.peer_zones))
+            .then(|| initial_loads.shares_best_first(&self.peer_zones))
             .into_iter()
             .flatten();
-        let mut best = all.chain(std::iter::from_fn(|| given.pop())).peekable();
-        while hosts.len() < count {
+        let mut candidates = shares_of_all
+            .chain(std::iter::from_fn(|| suitable_shares.pop()))
+            .peekable();
+        while hosts.len() < task_count {
             // Examine every host that may be better than the best examined one.
-            while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
-                let Some(host) = self.snapshot.host(near.share.host()) else {
+            while let Some(candidate) = candidates
+                .next_if(|candidate| examined_shares.peek().is_none_or(|top| candidate > top))
+            {
+                let Some(host) = self.snapshot.host(candidate.share.host()) else {
                     continue;
                 };
-                let exclusion = self.exclusion(host);
+                let exclusion = self.exclusion_of(host);
                 excluded_count += usize::from(exclusion.is_some());
                 if excluded_count > EXCLUDED_SCAN_MAX {
                     return None;
                 }
                 match exclusion {
-                    Some(why) if self.excluded.count() < EXPLAINED_HOSTS_MAX => {
-                        self.excluded.add(host.id, why)
+                    Some(why) if self.exclusions.excluded_count() < EXPLAINED_HOSTS_MAX => {
+                        self.exclusions.add(host.id, why)
                     }
                     Some(_) => {}
                     None => {
-                        looked_at.push(host.id);
-                        room.insert(host.id, self.capacity(host));
-                        heap.push(near);
+                        examined_hosts.push(host.id);
+                        slots_by_host.insert(host.id, self.capacity(host));
+                        examined_shares.push(candidate);
                     }
                 }
             }
-            let Some(near) = heap.pop() else { break };
-            let host = near.share.host();
-            let Some(left) = room.get_mut(&host).filter(|left| **left > 0) else {
+            let Some(candidate) = examined_shares.pop() else {
+                break;
+            };
+            let host = candidate.share.host();
+            let Some(slots_left) = slots_by_host
+                .get_mut(&host)
+                .filter(|slots_left| **slots_left > 0)
+            else {
                 continue;
             };
-            *left -= 1;
+            *slots_left -= 1;
             hosts.push(host);
-            let next = self.loads.add_task(host);
-            if *left > 0 {
-                heap.push(self.loads.weighted(next, &self.peer_zones));
+            let next_share = self.loads.add_task(host);
+            if *slots_left > 0 {
+                examined_shares.push(self.loads.weighted_share(next_share, &self.peer_zones));
             }
         }
-        Some((hosts, looked_at))
+        Some((hosts, examined_hosts))
     }
 
-    /// Returns the host on which all tasks together get the largest share; `None` if no host has
-    /// room for all of them.
-    fn best_single_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
-        let count = self.request.count;
-        let room = fit.iter().filter(|h| self.capacity(h) >= count);
-        let last = |h: &HostView| {
+    /// Returns the host on which the last of the tasks gets the largest share if all tasks run
+    /// there. Returns `None` if no host has room for all of them.
+    fn best_single_host<'h>(&self, suitable_hosts: &[&'h HostView]) -> Option<&'h HostView> {
+        let task_count = self.placement_request.task_count;
+        let roomy_hosts = suitable_hosts
+            .iter()
+            .filter(|h| self.capacity(h) >= task_count);
+        let last_task = |h: &HostView| {
             let load = self.loads.load(h.id);
-            let last = HostLoad {
-                own_tasks: load.own_tasks + count.saturating_sub(1),
+            let last_task = HostLoad {
+                vm_task_count: load.vm_task_count + task_count.saturating_sub(1),
                 ..load
             };
-            self.loads.weighted(last.share(), &self.peer_zones)
+            self.loads
+                .weighted_share(last_task.share(), &self.peer_zones)
         };
-        room.max_by_key(|h| last(h)).copied()
+        roomy_hosts.max_by_key(|h| last_task(h)).copied()
     }
 
-    /// Places tasks by the requested rank: gives the first host one task per processor, then the
+    /// Places tasks by the requested rank: one task per processor on the first host, then on the
     /// next host. After the last host, continues with the first one.
-    fn place_by_rank(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
+    fn place_by_rank(&self, rank: Rank, suitable_hosts: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
-            let number = rank
-                .by
+            let rank_value = rank
+                .metric
                 .value_on(h, self.snapshot.now, || self.loads.load(h.id));
-            let order = number.map(|n| if rank.ascending { u64::MAX - n } else { n });
-            (!h.owner.is_unattended(), Reverse(order), h.id)
+            let sort_value = rank_value.map(|n| if rank.ascending { u64::MAX - n } else { n });
+            (!h.owner.is_unattended(), Reverse(sort_value), h.id)
         };
-        // A heap is cheaper than sorting, because the order of hosts that get no task is not
-        // needed.
-        let mut unfilled: BinaryHeap<_> = fit
+        // A heap is cheaper than sorting, because hosts that get no task need not be sorted.
+        let mut unfilled_hosts: BinaryHeap<_> = suitable_hosts
             .iter()
             .enumerate()
             .map(|(i, host)| Reverse((key(host), i)))
             .collect();
-        let count = self.request.count as usize;
-        let (mut hosts, mut filled) = (Vec::with_capacity(count), Vec::new());
-        while hosts.len() < count {
-            let Some(Reverse((_, i))) = unfilled.pop() else {
+        let task_count = self.placement_request.task_count as usize;
+        let (mut hosts, mut filled_hosts) = (Vec::with_capacity(task_count), Vec::new());
+        while hosts.len() < task_count {
+            let Some(Reverse((_, i))) = unfilled_hosts.pop() else {
                 break;
             };
-            let room = self.capacity(fit[i]);
-            filled.push((fit[i], room - fill_host(&mut hosts, fit[i], room, count)));
+            let slots_left = self.capacity(suitable_hosts[i]);
+            filled_hosts.push((
+                suitable_hosts[i],
+                slots_left - fill_host(&mut hosts, suitable_hosts[i], slots_left, task_count),
+            ));
         }
-        while hosts.len() < count && filled.iter().any(|(_, room)| *room > 0) {
-            filled
-                .iter_mut()
-                .for_each(|(host, room)| *room -= fill_host(&mut hosts, host, *room, count));
+        while hosts.len() < task_count && filled_hosts.iter().any(|(_, slots_left)| *slots_left > 0)
+        {
+            filled_hosts.iter_mut().for_each(|(host, slots_left)| {
+                *slots_left -= fill_host(&mut hosts, host, *slots_left, task_count)
+            });
         }
         hosts
     }
 
-    /// Returns the hosts that the external chooser has selected, or the error in its selection.
+    /// Returns the hosts that the external chooser has selected, or an error text if the chooser
+    /// fails or its selection is invalid.
     fn place_by_chooser(
         &self,
         chooser: &dyn Chooser,
-        fit: &[&HostView],
+        suitable_hosts: &[&HostView],
     ) -> Result<Vec<HostId>, String> {
-        let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
-        let offers: Vec<HostOffer<'_>> = fit
+        let share_and_capacity =
+            |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
+        let offers: Vec<HostOffer<'_>> = suitable_hosts
             .iter()
-            .map(|host| (*host, offer(host)))
+            .map(|host| (*host, share_and_capacity(host)))
             .map(|(host, (share, capacity))| HostOffer {
                 host,
                 share,
                 capacity,
             })
             .collect();
-        let chosen = chooser.choose(self.request.request, &offers, self.request.count as usize)?;
-        let mut room: Vec<u32> = offers.iter().map(|o| o.capacity).collect();
-        for i in &chosen {
-            let room = room
+        let chosen_indices = chooser.choose(
+            self.placement_request.spawn_request,
+            &offers,
+            self.placement_request.task_count as usize,
+        )?;
+        let mut slots_left: Vec<u32> = offers.iter().map(|o| o.capacity).collect();
+        for i in &chosen_indices {
+            let slots_left = slots_left
                 .get_mut(*i)
                 .ok_or_else(|| format!("host {i} was not offered"))?;
-            *room = room
+            *slots_left = slots_left
                 .checked_sub(1)
                 .ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;
         }
-        Ok(chosen.into_iter().map(|i| offers[i].host.id).collect())
+        Ok(chosen_indices
+            .into_iter()
+            .map(|i| offers[i].host.id)
+            .collect())
     }
 }
 
-/// Gives a host one task per processor, up to its room and the number of remaining tasks. Returns
-/// the number of slots counted as used, which may exceed the number of tasks placed.
-fn fill_host(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
-    let share = host.cores.max(1).min(room);
+/// Adds a host to `hosts` once per processor, up to its room and the number of remaining tasks.
+/// Returns the number of slots counted as used, which may exceed the number of tasks placed.
+fn fill_host(hosts: &mut Vec<HostId>, host: &HostView, slots_left: u32, task_count: usize) -> u32 {
+    let block_size = host.cores.max(1).min(slots_left);
     hosts.extend(std::iter::repeat_n(
         host.id,
-        (share as usize).min(count - hosts.len()),
+        (block_size as usize).min(task_count - hosts.len()),
     ));
-    share
+    block_size
 }
 
-/// Counts the tasks of a spawn that would get hosts if some running tasks were paused. The count
-/// equals that of [`super::place()`], and only the changed host is recomputed.
+/// Counts the tasks of a spawn that would get hosts if some running tasks were paused. The result
+/// equals the number of tasks that [`super::place()`] would place. After a change, only the slots
+/// of the changed host are computed again.
 pub(super) struct SlotCounter<'a> {
-    run: PlacementRun<'a>,
-    count: u64,
-    slots: SlotTotals,
+    placement_run: PlacementRun<'a>,
+    task_count: u64,
+    totals: SlotTotals,
 }
 
 /// Number of slots, summed over all hosts.
 #[derive(Clone, Copy, Default)]
 struct SlotTotals {
     /// Number of slots for tasks of the spawn.
-    tasks: u64,
+    task_slots: u64,
     /// Number of hosts with slots for all tasks of the spawn.
     hosts_for_all: u64,
 }
@@ -468,75 +534,80 @@ impl<'a> SlotCounter<'a> {
     pub(super) fn new(
         snapshot: &'a Snapshot,
         request: &'a PlacementRequest<'a>,
-    ) -> Result<SlotCounter<'a>, ConstraintsError> {
-        let constraints = Constraints::from_request(request.request)?;
+    ) -> Result<Self, ConstraintsError> {
+        let constraints = Constraints::from_request(request.spawn_request)?;
         let run = PlacementRun::new(snapshot, request, constraints);
         let mut counter = SlotCounter {
-            run,
-            count: u64::from(request.count),
-            slots: SlotTotals::default(),
+            placement_run: run,
+            task_count: u64::from(request.task_count),
+            totals: SlotTotals::default(),
         };
         for host in &snapshot.hosts {
-            counter.add(counter.slots_on(host));
+            counter.add_slots(counter.slots_on(host));
         }
         Ok(counter)
     }
 
     /// Returns the number of slots on a host; 0 if it is excluded.
     fn slots_on(&self, host: &HostView) -> u64 {
-        if self.run.exclusion(host).is_some() {
+        if self.placement_run.exclusion_of(host).is_some() {
             return 0;
         }
-        u64::from(self.run.capacity(host)).min(self.count)
+        u64::from(self.placement_run.capacity(host)).min(self.task_count)
     }
 
-    fn add(&mut self, tasks: u64) {
-        self.slots.tasks += tasks;
-        self.slots.hosts_for_all += u64::from(tasks == self.count);
+    fn add_slots(&mut self, host_slots: u64) {
+        self.totals.task_slots += host_slots;
+        self.totals.hosts_for_all += u64::from(host_slots == self.task_count);
     }
 
-    fn sub(&mut self, tasks: u64) {
-        self.slots.tasks -= tasks;
-        self.slots.hosts_for_all -= u64::from(tasks == self.count);
+    fn subtract_slots(&mut self, host_slots: u64) {
+        self.totals.task_slots -= host_slots;
+        self.totals.hosts_for_all -= u64::from(host_slots == self.task_count);
     }
 
-    fn placeable_tasks(&self) -> u64 {
-        if self.run.constraints.colocation == Colocation::SameHost {
-            return if self.slots.hosts_for_all > 0 {
-                self.count
+    fn placeable_task_count(&self) -> u64 {
+        if self.placement_run.constraints.colocation == Colocation::SameHost {
+            return if self.totals.hosts_for_all > 0 {
+                self.task_count
             } else {
                 0
             };
         }
-        self.slots.tasks.min(self.count)
+        self.totals.task_slots.min(self.task_count)
     }
 
-    /// True if all tasks of the spawn get hosts.
-    pub(super) fn suffice(&self) -> bool {
-        self.placeable_tasks() == self.count
+    /// True if all tasks of the spawn get hosts under the current assumptions.
+    pub(super) fn all_placeable(&self) -> bool {
+        self.placeable_task_count() == self.task_count
     }
 
-    /// Assumes that `count` tasks on this host are paused. Keeps the assumption and returns true
-    /// if more tasks of the spawn get hosts by it; otherwise undoes it and returns false.
-    pub(super) fn try_pausing(&mut self, id: HostId, count: u32) -> bool {
-        let Some(host) = self.run.snapshot.host(id) else {
+    /// Assumes that `paused_count` tasks on this host are paused. If more tasks of the spawn then get
+    /// hosts, keeps the assumption and returns true. Otherwise removes the assumption and returns
+    /// false.
+    pub(super) fn try_pausing(&mut self, id: HostId, paused_count: u32) -> bool {
+        let Some(host) = self.placement_run.snapshot.host(id) else {
             return false;
         };
-        let (tasks, before, own) = (
-            self.placeable_tasks(),
+        let (previous_placeable, previous_slots, vm_task_count) = (
+            self.placeable_task_count(),
             self.slots_on(host),
-            self.run.loads.load(id).own_tasks,
+            self.placement_run.loads.load(id).vm_task_count,
         );
-        self.run.loads.set_own_tasks(id, own.saturating_sub(count));
-        let after = self.slots_on(host);
-        self.sub(before);
-        self.add(after);
-        let gains = self.placeable_tasks() > tasks;
-        if !gains {
-            self.run.loads.set_own_tasks(id, own);
-            self.sub(after);
-            self.add(before);
+        self.placement_run
+            .loads
+            .set_vm_task_count(id, vm_task_count.saturating_sub(paused_count));
+        let new_slots = self.slots_on(host);
+        self.subtract_slots(previous_slots);
+        self.add_slots(new_slots);
+        let is_improvement = self.placeable_task_count() > previous_placeable;
+        if !is_improvement {
+            self.placement_run
+                .loads
+                .set_vm_task_count(id, vm_task_count);
+            self.subtract_slots(new_slots);
+            self.add_slots(previous_slots);
         }
-        gains
+        is_improvement
     }
 }

@@ -1,53 +1,54 @@
 //! Compares the predicted gain of rebalancing migrations with the actual gain, and corrects later
 //! predictions.
 //!
-//! A predicted gain depends on two guesses: the rate of the task at the target, and its remaining
-//! work. Each is compared with the observed value, and later gains are multiplied by the learned
-//! ratios (`gain_feedback`). If migrations bring less than predicted, fewer are made. Nothing new
-//! is learned then, so the correction fades over some hours, and migrations are tried again.
+//! A predicted gain depends on two estimates: the rate of the task at the target, and its remaining
+//! work. Each estimate is compared with the observed value, and later gains are multiplied by the
+//! learned ratios (`gain_feedback`). If migrations gain less than predicted, fewer migrations are
+//! made. Nothing new is learned while no task migrates. The correction therefore fades over some
+//! hours, and migrations are tried again.
 
 use super::predict::Estimates;
 use super::{HostId, Rebalance};
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Maximum number of migrations that are tracked at once. Further ones are not tracked.
+/// Maximum number of migrations that are tracked at once. Further migrations are not tracked.
 pub const PENDING_PREDICTIONS_MAX: usize = 4096;
 /// Time between the arrival of a task at its target and the measurement of its rate.
 const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
 /// Minimum time at the target for a measurement of the rate, if the task ends before
 /// [`RATE_CHECK_DELAY`].
-const RATE_MEASURE_MIN: Micros = Micros::from_secs(5);
+const RATE_MEASURE_TIME_MIN: Micros = Micros::from_secs(5);
 /// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
-/// predicted work times this factor.
+/// predicted work multiplied by this maximum.
 const RATIO_MAX: f64 = 2.0;
 
 /// Prediction about a migration that is tracked.
 #[derive(Clone, Copy, Debug)]
 struct PendingPrediction {
-    from: HostId,
-    to: HostId,
+    source: HostId,
+    target: HostId,
     /// Rate at the source, in thousandths of an ordinary processor.
-    source_rate: f64,
+    source_rate_permille: f64,
     /// Predicted rate at the target, in thousandths of an ordinary processor.
-    target_rate: f64,
+    target_rate_permille: f64,
     /// Predicted remaining work, in seconds of an ordinary processor.
-    work_left: f64,
+    work_left_s: f64,
     declared: bool,
-    /// Computed gain, before the correction by experience.
+    /// Computed gain, without the correction that was learned from earlier migrations.
     computed_gain: Micros,
-    /// Gain after the correction by experience.
+    /// Gain with the correction that was learned from earlier migrations.
     gain: Micros,
     cost: Micros,
-    arrived: Option<Arrival>,
-    /// Ratio of the actual to the predicted gain in rate; `None` until it was measured.
+    arrival: Option<Arrival>,
+    /// Ratio of the actual to the predicted gain in rate; `None` until the rate was measured.
     rate_ratio: Option<f64>,
 }
 
 /// Arrival of a task at its target.
 #[derive(Clone, Copy, Debug)]
 struct Arrival {
-    at: Micros,
+    arrived_at: Micros,
     /// Work that the task had done before its arrival.
     work_done: Micros,
     /// Actual cost of the migration.
@@ -58,155 +59,158 @@ struct Arrival {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PredictionOutcome {
     pub tid: Tid,
-    pub from: HostId,
-    pub to: HostId,
+    pub source: HostId,
+    pub target: HostId,
     /// Predicted gain and cost, in this order.
-    pub predicted: (Micros, Micros),
-    /// Actual gain and cost. The gain is computed from the observed rate and work of the task.
-    pub actual: (Micros, Micros),
+    pub predicted_gain_and_cost: (Micros, Micros),
+    /// Actual gain and cost, in this order. The gain is computed from the observed rate and work of
+    /// the task.
+    pub actual_gain_and_cost: (Micros, Micros),
 }
 
 /// Rebalancing migrations whose actual gain is not known yet.
 #[derive(Clone, Debug, Default)]
 pub struct PendingPredictions {
-    pending: BTreeMap<Tid, PendingPrediction>,
+    by_task: BTreeMap<Tid, PendingPrediction>,
 }
 
 impl PendingPrediction {
-    /// Returns the ratio of the actual to the predicted time saved per unit of work. The task has
-    /// done `work` seconds of work in `span` seconds.
-    fn measured_rate_ratio(&self, work: f64, span: f64) -> f64 {
-        let time_saved = |rate: f64| 1.0 / self.source_rate.max(1.0) - 1.0 / rate.max(1.0);
-        (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate))
+    /// Returns the ratio of the actual to the predicted time saved per unit of work, from 0 to
+    /// [`RATIO_MAX`]. The task has done `work_seconds` seconds of work in `seconds` seconds.
+    fn measured_rate_ratio(&self, work_seconds: f64, seconds: f64) -> f64 {
+        let time_saved = |rate: f64| 1.0 / self.source_rate_permille.max(1.0) - 1.0 / rate.max(1.0);
+        (time_saved(1e3 * work_seconds / seconds.max(1e-6)) / time_saved(self.target_rate_permille))
             .clamp(0.0, RATIO_MAX)
     }
 
-    fn outcome(&self, tid: Tid, arrived: &Arrival, work: f64) -> PredictionOutcome {
-        let saved = self.computed_gain.0 as f64 * self.rate_ratio.unwrap_or(1.0) * work;
-        let came = (Micros(saved as u64), arrived.cost);
+    fn outcome(&self, tid: Tid, arrival: &Arrival, work_ratio: f64) -> PredictionOutcome {
+        let actual_gain = self.computed_gain.0 as f64 * self.rate_ratio.unwrap_or(1.0) * work_ratio;
+        let gain_and_cost = (Micros(actual_gain as u64), arrival.cost);
         PredictionOutcome {
             tid,
-            from: self.from,
-            to: self.to,
-            predicted: (self.gain, self.cost),
-            actual: came,
+            source: self.source,
+            target: self.target,
+            predicted_gain_and_cost: (self.gain, self.cost),
+            actual_gain_and_cost: gain_and_cost,
         }
     }
 }
 
 impl PendingPredictions {
-    /// Starts tracking an ordered migration. A task that becomes slower, because it makes room for
-    /// another one, is not tracked.
-    pub fn follow(&mut self, rebalance: &Rebalance) {
+    /// Starts tracking an ordered migration. A task that becomes slower because it makes room for
+    /// another task is not tracked.
+    pub fn track(&mut self, rebalance: &Rebalance) {
         let why = &rebalance.reason;
         let (has, gets, left) = (
-            why.source_rate as f64,
-            why.target_rate as f64,
+            why.source_rate_permille as f64,
+            why.target_rate_permille as f64,
             why.work_left.0 as f64 / 1e6,
         );
-        if gets <= has || left <= 0.0 || self.pending.len() >= PENDING_PREDICTIONS_MAX {
-            return self.discard(rebalance.tid);
+        if gets <= has || left <= 0.0 || self.by_task.len() >= PENDING_PREDICTIONS_MAX {
+            return self.discard_prediction(rebalance.tid);
         }
         let prediction = PendingPrediction {
-            from: rebalance.from,
-            to: rebalance.to,
-            source_rate: has,
-            target_rate: gets,
-            work_left: left,
+            source: rebalance.source,
+            target: rebalance.target,
+            source_rate_permille: has,
+            target_rate_permille: gets,
+            work_left_s: left,
             declared: why.declared,
             computed_gain: why.computed_gain,
             gain: why.gain,
             cost: why.cost,
-            arrived: None,
+            arrival: None,
             rate_ratio: None,
         };
-        self.pending.insert(rebalance.tid, prediction);
+        self.by_task.insert(rebalance.tid, prediction);
     }
 
-    /// Records the arrival of a task at `to`. `done`: work done before the arrival; `cost`: cost
-    /// of the migration. Discards the prediction if `to` is not the predicted target or
-    /// the task had arrived before, because the gain of that migration cannot be determined.
+    /// Records the arrival of a task at `target`. `work_before`: work done before the arrival; `cost`: cost of
+    /// the migration. Discards the prediction if `target` is not the predicted target or the task had
+    /// arrived before, because the gain of the first migration can no longer be determined.
     pub fn record_arrival(
         &mut self,
-        at: Micros,
+        arrival_time: Micros,
         tid: Tid,
-        to: HostId,
-        (done, cost): (Micros, Micros),
+        target: HostId,
+        (work_before, cost): (Micros, Micros),
     ) {
-        match self.pending.get_mut(&tid) {
-            Some(prediction) if prediction.to == to && prediction.arrived.is_none() => {
-                prediction.arrived = Some(Arrival {
-                    at,
-                    work_done: done,
+        match self.by_task.get_mut(&tid) {
+            Some(prediction) if prediction.target == target && prediction.arrival.is_none() => {
+                prediction.arrival = Some(Arrival {
+                    arrived_at: arrival_time,
+                    work_done: work_before,
                     cost,
                 });
             }
-            _ => self.discard(tid),
+            _ => self.discard_prediction(tid),
         }
     }
 
-    /// Discards the prediction about a task, because it did not migrate, was suspended, or has left
-    /// the virtual machine.
-    pub fn discard(&mut self, tid: Tid) {
-        self.pending.remove(&tid);
+    /// Discards the prediction about a task, because the task did not migrate, was suspended, or is
+    /// no longer in the virtual machine.
+    pub fn discard_prediction(&mut self, tid: Tid) {
+        self.by_task.remove(&tid);
     }
 
     /// Returns the tasks whose migrations are tracked.
-    pub fn tasks(&self) -> Vec<Tid> {
-        self.pending.keys().copied().collect()
+    pub fn tracked_tasks(&self) -> Vec<Tid> {
+        self.by_task.keys().copied().collect()
     }
 
-    /// Measures the rate of a running task that has done `done` work. Returns the result of its
-    /// migration when tracking ends.
-    pub fn check(
+    /// Measures the rate of a running task that has done `total_work` work. Returns the outcome of its
+    /// migration if tracking ends, otherwise `None`.
+    pub fn check_prediction(
         &mut self,
         now: Micros,
         tid: Tid,
-        done: Micros,
+        total_work: Micros,
         estimates: &mut Estimates,
     ) -> Option<PredictionOutcome> {
-        let prediction = self.pending.get_mut(&tid)?;
-        let arrived = prediction
-            .arrived
-            .filter(|arrived| now.since(arrived.at) >= RATE_CHECK_DELAY)?;
-        let work = done.since(arrived.work_done).0 as f64 / 1e6;
+        let prediction = self.by_task.get_mut(&tid)?;
+        let arrival = prediction
+            .arrival
+            .filter(|arrival| now.since(arrival.arrived_at) >= RATE_CHECK_DELAY)?;
+        let work = total_work.since(arrival.work_done).0 as f64 / 1e6;
         if prediction.rate_ratio.is_none() {
-            let rate = prediction.measured_rate_ratio(work, now.since(arrived.at).0 as f64 / 1e6);
-            prediction.rate_ratio = Some(rate);
-            estimates.record_rate(now, rate);
+            let measured_ratio =
+                prediction.measured_rate_ratio(work, now.since(arrival.arrived_at).0 as f64 / 1e6);
+            prediction.rate_ratio = Some(measured_ratio);
+            estimates.record_rate(now, measured_ratio);
         }
-        if work < RATIO_MAX * prediction.work_left {
+        if work < RATIO_MAX * prediction.work_left_s {
             return None;
         }
         estimates.record_work(now, prediction.declared, RATIO_MAX);
-        let outcome = prediction.outcome(tid, &arrived, RATIO_MAX);
-        self.discard(tid);
+        let outcome = prediction.outcome(tid, &arrival, RATIO_MAX);
+        self.discard_prediction(tid);
         Some(outcome)
     }
 
-    /// Ends tracking of a task that ended after `done` work. Returns the result of its migration,
-    /// if the task had arrived at the target.
-    pub fn conclude(
+    /// Ends tracking of a task that ended after `total_work` work. Returns the outcome of its migration;
+    /// `None` if the task had not arrived at the target.
+    pub fn end_tracking(
         &mut self,
         now: Micros,
         tid: Tid,
-        done: Micros,
+        total_work: Micros,
         estimates: &mut Estimates,
     ) -> Option<PredictionOutcome> {
-        let mut prediction = self.pending.remove(&tid)?;
-        let arrived = prediction.arrived?;
-        let (work, span) = (
-            done.since(arrived.work_done).0 as f64 / 1e6,
-            now.since(arrived.at),
+        let mut prediction = self.by_task.remove(&tid)?;
+        let arrival = prediction.arrival?;
+        let (work, time_at_target) = (
+            total_work.since(arrival.work_done).0 as f64 / 1e6,
+            now.since(arrival.arrived_at),
         );
-        if prediction.rate_ratio.is_none() && span >= RATE_MEASURE_MIN {
-            let rate = prediction.measured_rate_ratio(work, span.0 as f64 / 1e6);
-            prediction.rate_ratio = Some(rate);
-            estimates.record_rate(now, rate);
+        if prediction.rate_ratio.is_none() && time_at_target >= RATE_MEASURE_TIME_MIN {
+            let measured_ratio =
+                prediction.measured_rate_ratio(work, time_at_target.0 as f64 / 1e6);
+            prediction.rate_ratio = Some(measured_ratio);
+            estimates.record_rate(now, measured_ratio);
         }
-        let ratio = (work / prediction.work_left).min(RATIO_MAX);
+        let ratio = (work / prediction.work_left_s).min(RATIO_MAX);
         estimates.record_work(now, prediction.declared, ratio);
-        Some(prediction.outcome(tid, &arrived, ratio))
+        Some(prediction.outcome(tid, &arrival, ratio))
     }
 }
 
@@ -225,74 +229,85 @@ mod tests {
     }
 
     /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with
-    /// `left` seconds of remaining work.
-    fn shift(left: u64) -> Rebalance {
-        let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
-        let left = Micros::from_secs(left);
-        let why = RebalanceReason {
-            source_rate: 500,
-            target_rate: 1000,
-            gain: reckoned,
+    /// `remaining_work` seconds of remaining work.
+    fn doubling_rebalance(remaining_work: u64) -> Rebalance {
+        let (predicted_gain, cost) = (Micros::from_secs(remaining_work), Micros::from_secs(1));
+        let remaining_work = Micros::from_secs(remaining_work);
+        let rebalance_reason = RebalanceReason {
+            source_rate_permille: 500,
+            target_rate_permille: 1000,
+            gain: predicted_gain,
             cost,
-            barrier: false,
-            job_ends_sooner_by: None,
-            work_left: left,
+            for_barrier_job: false,
+            job_time_saved: None,
+            work_left: remaining_work,
             declared: false,
-            computed_gain: reckoned,
+            computed_gain: predicted_gain,
         };
         Rebalance {
             tid: tid(),
-            from: host(1),
-            to: host(2),
-            reason: why,
+            source: host(1),
+            target: host(2),
+            reason: rebalance_reason,
         }
     }
 
-    /// Tracks a migration with 100 seconds of predicted remaining work and returns its result. The
-    /// task does `work` seconds of work at the rate `rate`, in thousandths of an ordinary
-    /// processor.
+    /// Tracks a migration with 100 seconds of predicted remaining work and returns its outcome. The
+    /// task arrives at second `arrival_second` and does `work` seconds of work at the rate `rate`, in
+    /// thousandths of an ordinary processor.
     fn follow(
         estimates: &mut Estimates,
-        at: u64,
+        arrival_second: u64,
         rate: u64,
         work: u64,
     ) -> Option<PredictionOutcome> {
-        let (mut predictions, at) = (PendingPredictions::default(), Micros::from_secs(at));
-        predictions.follow(&shift(100));
+        let (mut predictions, arrival_second) = (
+            PendingPredictions::default(),
+            Micros::from_secs(arrival_second),
+        );
+        predictions.track(&doubling_rebalance(100));
         predictions.record_arrival(
-            at,
+            arrival_second,
             tid(),
             host(2),
             (Micros::from_secs(7), Micros::from_secs(2)),
         );
-        let span = Micros(work * 1_000_000 * 1000 / rate);
-        let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
-        if span > RATE_CHECK_DELAY {
-            let looked = predictions.check(
-                at + RATE_CHECK_DELAY,
+        let run_time = Micros(work * 1_000_000 * 1000 / rate);
+        let work_after = |run_time: Micros| Micros(7_000_000 + run_time.0 * rate / 1000);
+        if run_time > RATE_CHECK_DELAY {
+            let check_result = predictions.check_prediction(
+                arrival_second + RATE_CHECK_DELAY,
                 tid(),
-                done(RATE_CHECK_DELAY),
+                work_after(RATE_CHECK_DELAY),
                 estimates,
             );
-            assert_eq!(looked, None);
+            assert_eq!(check_result, None);
         }
-        predictions.conclude(at + span, tid(), done(span), estimates)
+        predictions.end_tracking(
+            arrival_second + run_time,
+            tid(),
+            work_after(run_time),
+            estimates,
+        )
     }
 
-    /// A result that equals the prediction is reported and leaves the factor at 1.
+    /// An outcome that equals the prediction leaves the correction factor at 1.
     #[test]
     fn accurate_prediction_keeps_confidence_at_one() {
         let mut estimates = Estimates::default();
         let outcome = follow(&mut estimates, 0, 1000, 100).expect("it has ended");
         let seconds = |pair: (Micros, Micros)| (pair.0.0 / 1_000_000, pair.1.0 / 1_000_000);
         assert_eq!(
-            (seconds(outcome.predicted), seconds(outcome.actual)),
+            (
+                seconds(outcome.predicted_gain_and_cost),
+                seconds(outcome.actual_gain_and_cost)
+            ),
             ((100, 1), (100, 2))
         );
         assert!((estimates.confidence(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
-    /// Predicted gains are multiplied by the ratio learned from earlier migrations. The correction
+    /// Predicted gains are multiplied by the ratio learned from earlier migrations. This correction
     /// fades with time.
     #[test]
     fn confidence_follows_results_and_fades() {
@@ -302,71 +317,71 @@ mod tests {
                 follow(&mut estimates, n * 1000, rate, work).expect("it has ended");
             }
             let now = Micros::from_secs(60_000);
-            let trust = estimates.confidence(now, false);
+            let factor = estimates.confidence(now, false);
             assert!(
-                (0.28..0.40).contains(&trust),
-                "a third of what was expected came: {trust}"
+                (0.28..0.40).contains(&factor),
+                "a third of what was expected came: {factor}"
             );
-            let later =
+            let later_factor =
                 |n: u64| estimates.confidence(now + Micros(n * CONFIDENCE_HALF_LIFE.0), false);
             assert!(
-                later(1) > trust && later(4) > 0.9 && later(4) < 1.0,
+                later_factor(1) > factor && later_factor(4) > 0.9 && later_factor(4) < 1.0,
                 "{} {}",
-                later(1),
-                later(4)
+                later_factor(1),
+                later_factor(4)
             );
-            let kept = Estimates::restore(estimates.to_learned_costs());
+            let restored = Estimates::restore(estimates.to_learned_costs());
             assert!(
-                (kept.confidence(Micros(0), false) - trust).abs() < 0.05,
+                (restored.confidence(Micros(0), false) - factor).abs() < 0.05,
                 "it outlives its keeper"
             );
         }
     }
 
-    /// If a task arrives at another host than predicted, or becomes slower to make room for others,
-    /// nothing is learned from it.
+    /// Nothing is learned from a task that arrives at another host than predicted, or that becomes
+    /// slower to make room for other tasks.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
         let (mut predictions, mut estimates) =
             (PendingPredictions::default(), Estimates::default());
-        let far = Micros::from_secs(1000);
-        predictions.follow(&Rebalance {
+        let much_later = Micros::from_secs(1000);
+        predictions.track(&Rebalance {
             reason: RebalanceReason {
-                target_rate: 400,
-                ..shift(9).reason
+                target_rate_permille: 400,
+                ..doubling_rebalance(9).reason
             },
-            ..shift(9)
+            ..doubling_rebalance(9)
         });
-        assert!(predictions.tasks().is_empty());
-        predictions.follow(&shift(9));
+        assert!(predictions.tracked_tasks().is_empty());
+        predictions.track(&doubling_rebalance(9));
         assert_eq!(
-            predictions.conclude(far, tid(), far, &mut estimates),
+            predictions.end_tracking(much_later, tid(), much_later, &mut estimates),
             None,
             "it never arrived"
         );
-        predictions.follow(&shift(9));
+        predictions.track(&doubling_rebalance(9));
         predictions.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
         predictions.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
         assert_eq!(
-            predictions.conclude(far, tid(), far, &mut estimates),
+            predictions.end_tracking(much_later, tid(), much_later, &mut estimates),
             None,
             "an owner came"
         );
-        assert_eq!(estimates.confidence(far, false), 1.0);
+        assert_eq!(estimates.confidence(much_later, false), 1.0);
     }
 
     proptest! {
         /// For any observations the factor stays within its bounds, and an actual gain is at most
-        /// four times the predicted one.
+        /// four times the predicted gain.
         #[test]
         fn confidence_stays_within_bounds(rate in 1_u64..3000, work in 1_u64..500, declared in any::<bool>()) {
             let mut estimates = Estimates::default();
             for n in 0..80 {
                 if let Some(outcome) = follow(&mut estimates, n, rate, work) {
-                    prop_assert!(outcome.actual.0.0 <= outcome.predicted.0.0 * 4);
+                    prop_assert!(outcome.actual_gain_and_cost.0.0 <= outcome.predicted_gain_and_cost.0.0 * 4);
                 }
-                let trust = estimates.confidence(Micros::from_secs(n), declared);
-                prop_assert!((*CONFIDENCE_RANGE.start() - 1e-9..=*CONFIDENCE_RANGE.end() + 1e-9).contains(&trust), "{}", trust);
+                let factor = estimates.confidence(Micros::from_secs(n), declared);
+                prop_assert!((*CONFIDENCE_RANGE.start() - 1e-9..=*CONFIDENCE_RANGE.end() + 1e-9).contains(&factor), "{}", factor);
             }
         }
     }

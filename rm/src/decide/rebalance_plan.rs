@@ -1,5 +1,6 @@
 //! A plan of rebalancing migrations under construction: its hosts, the expected work of their
-//! tasks, and the migrations planned so far. Also the rules of when a task may be rebalanced.
+//! tasks, and the migrations planned so far. Also contains the rules by which a task may be
+//! rebalanced.
 //!
 //! [`super::rebalance`] and [`super::makespan_moves`] add migrations to a plan.
 
@@ -17,74 +18,74 @@ pub const REBALANCES_MAX: usize = 4;
 pub const REBALANCES_WINDOW: Micros = Micros::from_secs(3600);
 /// Cooldown of a task after its start and after each migration of any cause.
 pub const COOLDOWN: Micros = Micros::from_secs(20);
-/// Cooldown after a rebalancing migration. Doubles with each further one within
+/// Cooldown after a rebalancing migration. Doubles with each further rebalancing migration within
 /// [`REBALANCES_WINDOW`].
 pub const REBALANCE_COOLDOWN: Micros = Micros::from_secs(30);
-/// Cooldown before a migration to a host without computing tasks. It is shorter, because such a
-/// migration slows down no other task and speeds up the tasks at the source. Doubles with each
-/// further migration.
+/// Cooldown before a migration to a host without computing tasks. It is shorter than
+/// [`REBALANCE_COOLDOWN`], because such a migration slows down no other task and speeds up the
+/// tasks at the source. Doubles with each further migration.
 pub const IDLE_TARGET_COOLDOWN: Micros = Micros::from_secs(10);
-/// Minimum gain that remains after the cost times the margin is subtracted.
+/// Minimum of the gain minus the cost times the margin.
 pub(super) const GAIN_MIN: Micros = Micros::from_secs(1);
 
-/// Why a task is rebalanced: rates, gain and cost.
+/// Reason why a task is rebalanced: rates, gain and cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RebalanceReason {
     /// Rate at the source, in thousandths of an ordinary processor.
-    pub source_rate: u64,
+    pub source_rate_permille: u64,
     /// Predicted rate at the target, in thousandths of an ordinary processor.
-    pub target_rate: u64,
-    /// Time that all affected tasks save in total, corrected by the experience with earlier
+    pub target_rate_permille: u64,
+    /// Time that all affected tasks save in total, corrected by the ratio learned from earlier
     /// predictions.
     pub gain: Micros,
     pub cost: Micros,
     /// True if the job's tasks wait for each other at barriers.
-    pub barrier: bool,
-    /// Time by which the whole job ends sooner. Set only if the completion time of the job was
+    pub for_barrier_job: bool,
+    /// Time by which the whole job ends sooner. `None` if the completion time of the job was not
     /// optimized.
-    pub job_ends_sooner_by: Option<Micros>,
+    pub job_time_saved: Option<Micros>,
     /// Assumed remaining work of the task, in time of an ordinary processor.
     pub work_left: Micros,
     /// True if the remaining work follows from a declaration of the program; false if it is
     /// estimated.
     pub declared: bool,
-    /// Computed gain, before the correction by experience.
+    /// Computed gain, without the correction learned from earlier predictions.
     pub computed_gain: Micros,
 }
 
 impl fmt::Display for RebalanceReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let per = |n: u64| n as f64 / 1e3;
-        let seconds = |span: Micros| span.0 as f64 / 1e6;
+        let processors = |n: u64| n as f64 / 1e3;
+        let seconds = |duration: Micros| duration.0 as f64 / 1e6;
         write!(
             f,
             "{:.2} of a processor instead of {:.2}",
-            per(self.target_rate),
-            per(self.source_rate)
+            processors(self.target_rate_permille),
+            processors(self.source_rate_permille)
         )?;
         let (gain, cost) = (seconds(self.gain), seconds(self.cost));
-        if let Some(sooner) = self.job_ends_sooner_by {
-            let sooner = seconds(sooner);
+        if let Some(reduction) = self.job_time_saved {
+            let reduction = seconds(reduction);
             return write!(
                 f,
-                " lets its job end {sooner:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
+                " lets its job end {reduction:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
             );
         }
-        let of = if self.barrier {
+        let beneficiary = if self.for_barrier_job {
             "its job, whose tasks wait for each other,"
         } else {
             "tasks"
         };
-        write!(f, " saves {of} {gain:.1} s and costs {cost:.1} s")
+        write!(f, " saves {beneficiary} {gain:.1} s and costs {cost:.1} s")
     }
 }
 
-/// A migration for performance.
+/// A migration that makes tasks finish sooner.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rebalance {
     pub tid: Tid,
-    pub from: HostId,
-    pub to: HostId,
+    pub source: HostId,
+    pub target: HostId,
     pub reason: RebalanceReason,
 }
 
@@ -98,119 +99,128 @@ pub(super) struct PlannedHost<'a> {
     pub(super) external_mean: f64,
     /// Remaining work of each task of the virtual machine on the host, in seconds of an ordinary
     /// processor, in ascending order.
-    pub(super) work_left: Vec<f64>,
+    pub(super) works_left_s: Vec<f64>,
     /// Sums of the tasks' completion times in seconds: with the lower external load, and with the
     /// upper one.
     pub(super) completion_sums: (f64, f64),
     /// Rate of each task with the lower external load, in thousandths of an ordinary processor.
-    pub(super) source_rate: f64,
+    pub(super) source_rate_permille: f64,
     /// Rate of each task if one more task ran on the host, with the upper external load, in
     /// thousandths of an ordinary processor.
-    pub(super) target_rate: f64,
+    pub(super) target_rate_permille: f64,
 }
 
 impl PlannedHost<'_> {
-    pub(super) fn rate(&self, own: u32, foreign: f64) -> f64 {
-        let threads = f64::from(own) + foreign;
-        self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
+    pub(super) fn rate(&self, task_count: u32, external: f64) -> f64 {
+        let threads = f64::from(task_count) + external;
+        self.load.speed_permille as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 
-    /// Returns the simulated host. Tasks that arrive from hosts outside the plan have unknown work;
-    /// each of them counts as an external thread.
-    pub(super) fn sim_host(&self, foreign: f64) -> SimHost {
-        let unknown = f64::from(self.load.own_tasks) - self.work_left.len() as f64;
+    /// Returns the host for the simulation. The remaining work of tasks that arrive from hosts
+    /// outside the plan is not known. Each of these tasks counts as an external thread.
+    pub(super) fn sim_host(&self, external: f64) -> SimHost {
+        let unknown_tasks = f64::from(self.load.vm_task_count) - self.works_left_s.len() as f64;
         SimHost {
             processors: self.load.processors(),
-            speed: self.load.speed as f64 / 1e3,
-            external_threads: foreign + unknown.max(0.0),
+            speed: self.load.speed_permille as f64 / 1e3,
+            external_threads: external + unknown_tasks.max(0.0),
         }
     }
 
     /// Returns the sum of the completion times of the host's tasks in seconds.
-    pub(super) fn completion_sum(&self, foreign: f64) -> f64 {
-        self.sim_host(foreign)
-            .completion_sum(self.work_left.len(), self.work_left.iter().copied())
+    pub(super) fn completion_sum(&self, external: f64) -> f64 {
+        self.sim_host(external)
+            .completion_sum(self.works_left_s.len(), self.works_left_s.iter().copied())
     }
 
     /// Returns the sum of the completion times in seconds if a task with the remaining work
     /// `leaving_work` leaves the host.
-    pub(super) fn completion_sum_without(&self, foreign: f64, leaving_work: f64) -> f64 {
-        let Some(at) = self.work_left.iter().position(|left| *left == leaving_work) else {
-            return self.completion_sum(foreign);
+    pub(super) fn completion_sum_without(&self, external: f64, leaving_work: f64) -> f64 {
+        let Some(index) = self
+            .works_left_s
+            .iter()
+            .position(|remaining| *remaining == leaving_work)
+        else {
+            return self.completion_sum(external);
         };
-        let left = self.work_left[..at].iter().chain(&self.work_left[at + 1..]);
-        self.sim_host(foreign)
-            .completion_sum(self.work_left.len() - 1, left.copied())
+        let remaining = self.works_left_s[..index]
+            .iter()
+            .chain(&self.works_left_s[index + 1..]);
+        self.sim_host(external)
+            .completion_sum(self.works_left_s.len() - 1, remaining.copied())
     }
 
     /// Returns the sum of the completion times in seconds if a task with the remaining work
     /// `arriving_work` joins the host.
-    pub(super) fn completion_sum_with(&self, foreign: f64, arriving_work: f64) -> f64 {
-        let (before, after) = self
-            .work_left
-            .split_at(self.work_left.partition_point(|left| *left < arriving_work));
-        let left = before.iter().chain([&arriving_work]).chain(after);
-        self.sim_host(foreign)
-            .completion_sum(self.work_left.len() + 1, left.copied())
+    pub(super) fn completion_sum_with(&self, external: f64, arriving_work: f64) -> f64 {
+        let (shorter, longer) = self.works_left_s.split_at(
+            self.works_left_s
+                .partition_point(|works| *works < arriving_work),
+        );
+        let works = shorter.iter().chain([&arriving_work]).chain(longer);
+        self.sim_host(external)
+            .completion_sum(self.works_left_s.len() + 1, works.copied())
     }
 
-    /// Updates sums and rates after the tasks of the host have changed.
+    /// Updates sums and rates after a change of the host's tasks.
     pub(super) fn recompute(&mut self) {
         self.completion_sums = (
             self.completion_sum(self.external_range.0),
             self.completion_sum(self.external_range.1),
         );
-        self.source_rate = self.rate(self.load.own_tasks, self.external_range.0);
-        self.target_rate = self.rate(self.load.own_tasks + 1, self.external_range.1);
+        self.source_rate_permille = self.rate(self.load.vm_task_count, self.external_range.0);
+        self.target_rate_permille = self.rate(self.load.vm_task_count + 1, self.external_range.1);
     }
 }
 
-/// A plan of rebalancing migrations under construction, with the hosts that it considers.
+/// A plan of rebalancing migrations under construction, with the hosts between which it migrates
+/// tasks.
 pub(super) struct RebalancePlan<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) hosts: BTreeMap<HostId, PlannedHost<'a>>,
     /// Expected remaining work of each task on the hosts of the plan.
-    pub(super) expected: BTreeMap<Tid, ExpectedWork>,
+    pub(super) expected_work: BTreeMap<Tid, ExpectedWork>,
     /// Jobs without barriers in which all tasks have declared work.
     pub(super) declared_jobs: BTreeSet<Tid>,
     /// Jobs with barriers that gain nothing from migrations, so their tasks stay.
     pub(super) fixed_jobs: BTreeSet<Tid>,
-    pub(super) migrated: BTreeMap<Tid, HostId>,
+    pub(super) targets_by_task: BTreeMap<Tid, HostId>,
     pub(super) rebalances: Vec<Rebalance>,
     /// Cache of the zones of a task's peers, by the task's host and job.
     pub(super) peer_zones: RefCell<BTreeMap<(HostId, Tid), BTreeSet<u32>>>,
 }
 
 impl RebalancePlan<'_> {
-    pub(super) fn work_left(&self, task: Tid) -> f64 {
-        self.expected
-            .get(&task)
-            .map_or(0.0, |expected| expected.work_left)
+    pub(super) fn work_left(&self, tid: Tid) -> f64 {
+        self.expected_work
+            .get(&tid)
+            .map_or(0.0, |expected| expected.work_left_s)
     }
 
-    /// Adds a migration to the plan. If there is a simulation of the plan's jobs, the caller adds
-    /// the migration there too.
-    pub(super) fn apply(&mut self, rebalance: Rebalance) {
-        let left = self.work_left(rebalance.tid);
-        for (id, one_more) in [(rebalance.from, false), (rebalance.to, true)] {
+    /// Adds a migration to the plan. If there is a simulation of the plan's jobs, the caller must
+    /// add the migration to the simulation too.
+    pub(super) fn add_rebalance(&mut self, rebalance: Rebalance) {
+        let task_work = self.work_left(rebalance.tid);
+        for (id, is_target) in [(rebalance.source, false), (rebalance.target, true)] {
             let planned = self
                 .hosts
                 .get_mut(&id)
                 .expect("the plan migrates tasks between its own hosts");
-            if one_more {
-                planned.load.own_tasks += 1;
-                planned
-                    .work_left
-                    .insert(planned.work_left.partition_point(|l| *l < left), left);
+            if is_target {
+                planned.load.vm_task_count += 1;
+                planned.works_left_s.insert(
+                    planned.works_left_s.partition_point(|l| *l < task_work),
+                    task_work,
+                );
             } else {
-                planned.load.own_tasks -= 1;
-                if let Some(at) = planned.work_left.iter().position(|l| *l == left) {
-                    planned.work_left.remove(at);
+                planned.load.vm_task_count -= 1;
+                if let Some(index) = planned.works_left_s.iter().position(|l| *l == task_work) {
+                    planned.works_left_s.remove(index);
                 }
             }
             planned.recompute();
         }
-        self.migrated.insert(rebalance.tid, rebalance.to);
+        self.targets_by_task.insert(rebalance.tid, rebalance.target);
         self.rebalances.push(rebalance);
     }
 }
@@ -219,30 +229,30 @@ impl RebalancePlan<'_> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExpectedWork {
     /// Remaining work in seconds of an ordinary processor.
-    pub(super) work_left: f64,
+    pub(super) work_left_s: f64,
     /// True if the remaining work follows from a declaration of the program; false if it is
     /// estimated.
     pub(super) declared: bool,
 }
 
-pub(super) fn seconds(span: Micros) -> f64 {
-    span.0 as f64 / 1e6
+pub(super) fn seconds(duration: Micros) -> f64 {
+    duration.0 as f64 / 1e6
 }
 
 pub(super) fn micros(seconds: f64) -> Micros {
     Micros((seconds.max(0.0) * 1e6) as u64)
 }
 
-/// Corrects a positive gain by the factor `confidence`. A loss is not reduced.
+/// Multiplies a positive gain by the factor `confidence`. A loss is returned unchanged.
 pub(super) fn corrected_gain(gain: f64, confidence: f64) -> f64 {
     if gain > 0.0 { gain * confidence } else { gain }
 }
 
 /// Returns the number of rebalancing migrations of the task within [`REBALANCES_WINDOW`].
-fn recent_rebalances(now: Micros, task: &TaskView) -> usize {
+fn recent_rebalance_count(now: Micros, task: &TaskView) -> usize {
     task.recent_rebalances
         .iter()
-        .filter(|at| now.since(**at) < REBALANCES_WINDOW)
+        .filter(|migrated_at| now.since(**migrated_at) < REBALANCES_WINDOW)
         .count()
 }
 
@@ -259,33 +269,40 @@ fn cooldown_end_for_idle_target(now: Micros, task: &TaskView) -> Micros {
 fn latest_cooldown_end(
     now: Micros,
     task: &TaskView,
-    after_move: Micros,
-    after_shift: Micros,
+    migration_cooldown: Micros,
+    rebalance_cooldown: Micros,
 ) -> Micros {
-    let rest = Micros(
-        after_shift.0
-            << recent_rebalances(now, task)
+    let scaled_cooldown = Micros(
+        rebalance_cooldown.0
+            << recent_rebalance_count(now, task)
                 .saturating_sub(1)
                 .min(REBALANCES_MAX),
     );
-    let after_moves = task.recent_migrations.iter().map(|at| *at + after_move);
-    let after_shifts = task.recent_rebalances.iter().map(|at| *at + rest);
-    after_moves
-        .chain(after_shifts)
+    let migration_cooldown_ends = task
+        .recent_migrations
+        .iter()
+        .map(|migrated_at| *migrated_at + migration_cooldown);
+    let rebalance_cooldown_ends = task
+        .recent_rebalances
+        .iter()
+        .map(|migrated_at| *migrated_at + scaled_cooldown);
+    migration_cooldown_ends
+        .chain(rebalance_cooldown_ends)
         .fold(task.started_at + COOLDOWN, Micros::max)
 }
 
-/// Returns the number of rebalancing migrations that the task may still make; 0 if it must stay.
+/// Returns the number of rebalancing migrations that the task may still make; 0 if the task must
+/// stay on its host.
 pub(super) fn rebalances_left(now: Micros, task: &TaskView) -> usize {
-    let together = task
+    let colocation_rule = task
         .constraints
         .as_ref()
         .map_or(Colocation::Any, |w| w.colocation);
-    let stays = !task.computes() || task.host_named || together != Colocation::Any;
-    if stays {
+    let is_fixed = !task.computes() || task.host_named || colocation_rule != Colocation::Any;
+    if is_fixed {
         0
     } else {
-        REBALANCES_MAX.saturating_sub(recent_rebalances(now, task))
+        REBALANCES_MAX.saturating_sub(recent_rebalance_count(now, task))
     }
 }
 
@@ -299,9 +316,12 @@ pub(super) fn may_rebalance_to_idle(now: Micros, task: &TaskView) -> bool {
     may_rebalance_after_cooldown(now, task) && cooldown_end_for_idle_target(now, task) <= now
 }
 
-/// True if nothing but a cooldown prevents rebalancing.
+/// True if at most a cooldown prevents rebalancing of the task.
 fn may_rebalance_after_cooldown(now: Micros, task: &TaskView) -> bool {
-    task.migrating.is_none()
-        && task.obstacle.as_ref().is_none_or(|held| held.until <= now)
+    task.migration.is_none()
+        && task
+            .migration_obstacle
+            .as_ref()
+            .is_none_or(|migration_obstacle| migration_obstacle.until <= now)
         && rebalances_left(now, task) > 0
 }

@@ -11,30 +11,38 @@ use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 impl Model {
-    pub(super) fn migration_completed(
+    pub(super) fn record_migration(
         &mut self,
         now: Micros,
         tid: Tid,
-        to: HostId,
+        target: HostId,
         cause: &MigrationCause,
-        bytes: u64,
+        resident_bytes: u64,
     ) {
         if self.ended_tasks.contains(tid) {
             return;
         }
-        let task = self.set_task_host(now, tid, to);
-        (task.migrating, task.obstacle, task.reported_stay) = (None, None, None);
+        let task = self.set_task_host(now, tid, target);
+        (
+            task.migration,
+            task.migration_obstacle,
+            task.reported_stay_reason,
+        ) = (None, None, None);
         // State files written by the program itself are smaller than its memory, so they do not
         // determine the memory size.
-        task.memory_bytes = if bytes > 0 { bytes } else { task.memory_bytes };
-        task.refused_by.clear();
+        task.memory_bytes = if resident_bytes > 0 {
+            resident_bytes
+        } else {
+            task.memory_bytes
+        };
+        task.target_obstacles.clear();
         task.host_named |= matches!(cause, MigrationCause::Requested { .. });
         if matches!(cause, MigrationCause::Load { .. }) {
             task.recent_rebalances.push_back(now);
             while task
                 .recent_rebalances
                 .front()
-                .is_some_and(|at| now.since(*at) > REBALANCES_WINDOW)
+                .is_some_and(|migrated_at| now.since(*migrated_at) > REBALANCES_WINDOW)
             {
                 task.recent_rebalances.pop_front();
             }
@@ -45,96 +53,119 @@ impl Model {
                 || task
                     .recent_migrations
                     .front()
-                    .is_some_and(|at| now.since(*at) > COOLDOWN)
+                    .is_some_and(|migrated_at| now.since(*migrated_at) > COOLDOWN)
             {
                 task.recent_migrations.pop_front();
             }
         }
     }
 
-    /// Records that a requested migration has begun.
-    pub fn migration_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
+    /// Records that a requested migration has started.
+    pub fn record_migration_start(&mut self, now: Micros, tid: Tid, target_host: HostId) {
         if let Some(task) = self.edit_task(tid) {
-            task.migrating = Some(MigrationStatus {
-                target: Some(to),
-                heard_at: now,
+            task.migration = Some(MigrationStatus {
+                target: Some(target_host),
+                last_event_at: now,
             });
         }
     }
 
-    /// Records that the master refused to begin a requested migration.
-    pub fn migration_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
-        let refused = match error {
-            MigrateError::Failed(error) => return self.migration_failed(now, tid, to, &error.why),
+    /// Records that the master refused to start a requested migration, or that the start failed.
+    pub fn record_start_error(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        target: HostId,
+        error: &MigrateError,
+    ) {
+        let refusal = match error {
+            MigrateError::Failed(error) => {
+                return self.record_migration_failure(now, tid, target, &error.failure);
+            }
             MigrateError::Refused(error) => error,
         };
-        match refused.code {
-            PvmError::NoTask => self.task_ended(tid),
+        match refusal.code {
+            PvmError::NoTask => self.record_task_end(tid),
             PvmError::NoHost | PvmError::HostFail => {
-                self.block_target(now, tid, to, TARGET_RETRY_MIN, &refused.reason)
+                self.block_target(now, tid, target, TARGET_RETRY_MIN, &refusal.reason)
             }
-            PvmError::Already => self.block_task(tid, now + NOT_CONNECTED_DELAY, &refused.reason),
-            PvmError::OutOfRes => self.block_task(tid, now + TARGET_RETRY_MIN, &refused.reason),
+            PvmError::Already => self.block_task(tid, now + NOT_CONNECTED_DELAY, &refusal.reason),
+            PvmError::OutOfRes => self.block_task(tid, now + TARGET_RETRY_MIN, &refusal.reason),
             PvmError::NotImpl | PvmError::SysErr | PvmError::DSysErr => {
-                self.block_task(tid, now + TARGET_RETRY_MAX, &refused.reason)
+                self.block_task(tid, now + TARGET_RETRY_MAX, &refusal.reason)
             }
-            _ => self.block_target(now, tid, to, TARGET_RETRY_MIN, &refused.reason),
+            _ => self.block_target(now, tid, target, TARGET_RETRY_MIN, &refusal.reason),
         }
     }
 
-    /// Records that a migration has failed. The task continues on its host.
-    pub fn migration_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
+    /// Records that a migration has failed; the task continues on its source.
+    pub fn record_migration_failure(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        target: HostId,
+        failure: &Failure,
+    ) {
         let Some(task) = self.edit_task(tid) else {
             return;
         };
-        task.migrating = None;
-        let from = task.host;
-        self.maybe_clean.insert(to);
-        self.predictions.discard(tid);
-        match why {
+        task.migration = None;
+        let source = task.host;
+        self.guest_check_hosts.insert(target);
+        self.pending_predictions.discard_prediction(tid);
+        match failure {
             // The event that reports the task's end follows.
-            Failure::TaskEnded => self.block_task(tid, now + NOT_CONNECTED_DELAY, &why.to_string()),
+            Failure::TaskEnded => {
+                self.block_task(tid, now + NOT_CONNECTED_DELAY, &failure.to_string())
+            }
             Failure::Refused(reasons) if reasons.is_empty() => {
                 self.block_target(
                     now,
                     tid,
-                    to,
+                    target,
                     TARGET_RETRY_MIN,
                     "it refused without a reason",
                 );
             }
             Failure::Refused(reasons) => reasons
                 .iter()
-                .for_each(|r| self.apply_refusal(now, tid, from, to, r)),
-            Failure::HostLost(host) if *host == from => {
-                self.block_task(tid, now + TARGET_RETRY_MIN, &why.to_string())
+                .for_each(|refusal| self.apply_refusal(now, tid, source, target, refusal)),
+            Failure::HostLost(host) if *host == source => {
+                self.block_task(tid, now + TARGET_RETRY_MIN, &failure.to_string())
             }
-            other => self.block_target(now, tid, to, TARGET_RETRY_MIN, &other.to_string()),
+            other => self.block_target(now, tid, target, TARGET_RETRY_MIN, &other.to_string()),
         }
     }
 
-    fn apply_refusal(&mut self, now: Micros, tid: Tid, from: HostId, to: HostId, why: &Refusal) {
-        let text = why.to_string();
-        match why {
-            Refusal::NoSuchTask => self.task_ended(tid),
+    fn apply_refusal(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        source: HostId,
+        target: HostId,
+        refusal: &Refusal,
+    ) {
+        let reason_text = refusal.to_string();
+        match refusal {
+            Refusal::NoSuchTask => self.record_task_end(tid),
             Refusal::NotSpawned | Refusal::Pinned => {
                 if let Some(task) = self.edit_task(tid) {
                     task.pinned = true;
                 }
             }
-            // The model is out of date; a fresh list names the task's host.
+            // The model is out of date. A new task list contains the task's current host.
             Refusal::AlreadyThere | Refusal::AlreadyMigrating(_) | Refusal::NoSuchHost => {
                 self.needs_refresh = true;
-                self.block_task(tid, now + NOT_CONNECTED_DELAY, &text);
+                self.block_task(tid, now + NOT_CONNECTED_DELAY, &reason_text);
             }
-            Refusal::NotConnected => self.block_task(tid, now + NOT_CONNECTED_DELAY, &text),
+            Refusal::NotConnected => self.block_task(tid, now + NOT_CONNECTED_DELAY, &reason_text),
             Refusal::TooManyMigrations { .. } => {
-                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+                self.block_task(tid, now + TARGET_RETRY_MIN, &reason_text)
             }
             Refusal::Suspended
             | Refusal::SelfCheckpointPending
             | Refusal::SignalNotHandled { .. } => {
-                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+                self.block_task(tid, now + TARGET_RETRY_MIN, &reason_text)
             }
             Refusal::UnsupportedResource { .. }
             | Refusal::OpenFilesRefused { .. }
@@ -143,28 +174,28 @@ impl Model {
             | Refusal::NoStateFiles
             | Refusal::Debugged
             | Refusal::FilesTooMany { .. } => {
-                self.block_task(tid, now + TARGET_RETRY_MAX, &text);
+                self.block_task(tid, now + TARGET_RETRY_MAX, &reason_text);
             }
-            Refusal::NoEngine { host, .. } if *host == from => {
-                self.block_task(tid, now + TARGET_RETRY_MAX, &text)
+            Refusal::NoEngine { host, .. } if *host == source => {
+                self.block_task(tid, now + TARGET_RETRY_MAX, &reason_text)
             }
             Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
                 Some(host) => {
                     host.migration_obstacle = Some(Obstacle {
                         until: now + TARGET_RETRY_MAX,
-                        reason: text,
+                        reason: reason_text,
                     })
                 }
-                None => self.block_target(now, tid, to, TARGET_RETRY_MAX, &text),
+                None => self.block_target(now, tid, target, TARGET_RETRY_MAX, &reason_text),
             },
-            Refusal::HostLost(host) if *host == from => {
-                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+            Refusal::HostLost(host) if *host == source => {
+                self.block_task(tid, now + TARGET_RETRY_MIN, &reason_text)
             }
             Refusal::HostLost(_)
             | Refusal::OwnerPresent { .. }
             | Refusal::OwnerLimits { .. }
             | Refusal::MemoryReserved { .. } => {
-                self.block_target(now, tid, to, TARGET_RETRY_MIN, &text);
+                self.block_target(now, tid, target, TARGET_RETRY_MIN, &reason_text);
             }
             Refusal::CpuFeatures { .. }
             | Refusal::KernelFeatures { .. }
@@ -172,40 +203,48 @@ impl Model {
             | Refusal::Memory { .. }
             | Refusal::OtherUser { .. }
             | Refusal::Threads { .. } => {
-                self.block_target(now, tid, to, TARGET_RETRY_MAX, &text);
+                self.block_target(now, tid, target, TARGET_RETRY_MAX, &reason_text);
             }
         }
     }
 
-    pub(super) fn block_task(&mut self, tid: Tid, until: Micros, why: &str) {
+    pub(super) fn block_task(&mut self, tid: Tid, until: Micros, reason_text: &str) {
         if let Some(task) = self.edit_task(tid) {
-            task.obstacle = Some(Obstacle {
+            task.migration_obstacle = Some(Obstacle {
                 until,
-                reason: why.to_string(),
+                reason: reason_text.to_string(),
             });
         }
     }
 
-    /// Excludes a host as a target of the task for a time that doubles with each failure. A failure
-    /// that is reported twice (as a reply and as an event) counts once.
-    fn block_target(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
+    /// Excludes a host as a target of the task. The time of exclusion doubles with each failure,
+    /// from `first_delay` up to [`TARGET_RETRY_MAX`]. A failure that is reported twice (in a reply and in
+    /// an event) is counted once.
+    fn block_target(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        target: HostId,
+        first_delay: Micros,
+        reason_text: &str,
+    ) {
         let Some(task) = self.edit_task(tid) else {
             return;
         };
-        let tries = match task.refused_by.get(&to) {
-            Some((until, _)) if until.until > now => return,
-            Some((_, tries)) => tries + 1,
+        let failure_count = match task.target_obstacles.get(&target) {
+            Some((obstacle, _)) if obstacle.until > now => return,
+            Some((_, failure_count)) => failure_count + 1,
             None => 0,
         };
-        let span = Micros((first.0 << tries.min(10)).min(TARGET_RETRY_MAX.0));
-        task.refused_by.insert(
-            to,
+        let delay = Micros((first_delay.0 << failure_count.min(10)).min(TARGET_RETRY_MAX.0));
+        task.target_obstacles.insert(
+            target,
             (
                 Obstacle {
-                    until: now + span,
-                    reason: why.to_string(),
+                    until: now + delay,
+                    reason: reason_text.to_string(),
                 },
-                tries,
+                failure_count,
             ),
         );
     }

@@ -1,16 +1,16 @@
 //! The resource manager's view of hosts and tasks, updated by host tables, task lists, events and
-//! load reports. Pure: every call receives the time, on a monotonic clock.
+//! load reports. The model reads no clock: every call receives the time, on a monotonic clock.
 //!
-//! Messages may arrive twice or in another order (an acknowledgement from a host, the event from
-//! the master), so every update is idempotent. Entries of the event log are numbered without gaps;
-//! a gap requires a fresh task list.
+//! Messages may arrive twice or in another order than they were sent, for example a host's
+//! acknowledgement and the master's event. Every update is therefore idempotent. Entries of the
+//! event log are numbered without gaps. After a gap, a new task list is needed.
 
 use crate::decide::{
     Constraints, Estimates, ExternalMean, GuestPolicy, HostList, HostPair, HostView,
     MigrationSample, Obstacle, OwnerState, PendingPredictions, PlacementPolicy, PredictionOutcome,
     Snapshot, StayReason, TaskView, TimedSample, external_demand,
 };
-use crate::recent::RecentSet;
+use crate::recent_set::RecentSet;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{LoadReport, is_load_watcher};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
@@ -24,13 +24,13 @@ mod reports;
 mod starting_tasks;
 mod work_accounting;
 
-/// Maximum number of ended tasks that are remembered, so that late messages about them do not add
-/// them again.
-const ENDED_MAX: usize = 65_536;
-/// Timeout for news of a migration. After it, a task list is requested.
+/// Maximum number of ended tasks that are remembered. A late message about a remembered task does
+/// not add the task again.
+const ENDED_TASKS_MAX: usize = 65_536;
+/// Maximum time without an event about a migration. After this time a task list is requested.
 pub const MIGRATION_SILENCE_MAX: Micros = Micros::from_secs(60);
-/// A task list that says "not migrating" counts only if the migration began longer ago than this.
-/// Otherwise the list may be older than the migration.
+/// Minimum age of a migration for which a task list is believed that lists the task as not
+/// migrating. For a more recent migration the list may be older than the migration.
 const MIGRATION_LIST_DELAY: Micros = Micros::from_secs(3);
 /// Time for which a host is excluded as a target of a task after one failure. Doubles with each
 /// further failure, up to [`TARGET_RETRY_MAX`].
@@ -38,17 +38,17 @@ pub const TARGET_RETRY_MIN: Micros = Micros::from_secs(2);
 /// Time for which a host is excluded as a target of a task if it has refused the task for a lasting
 /// reason or has failed often.
 pub const TARGET_RETRY_MAX: Micros = Micros::from_secs(60);
-/// Delay before the next attempt to migrate a task that has not connected yet.
+/// Delay before the next attempt to migrate a task that has not connected to its daemon yet.
 pub const NOT_CONNECTED_DELAY: Micros = Micros::from_millis(500);
 
-/// Maximum number of remembered migrations per task.
+/// Maximum number of migrations that are remembered for each task.
 const RECENT_MIGRATIONS_MAX: usize = 6;
 /// Minimum interval between two updates of the work of all tasks, because an update examines all
 /// hosts.
 const ACCOUNTING_INTERVAL: Micros = Micros::from_millis(500);
 
 /// Labels that the administrator gave the hosts, by host name.
-pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
+pub type HostLabels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
 
 #[derive(Debug)]
 struct HostState {
@@ -60,16 +60,16 @@ struct HostState {
     cores: u32,
     sample: Option<TimedSample>,
     external_mean: Option<ExternalMean>,
-    /// Memory that spawns have requested, as (request time, bytes).
+    /// Memory that spawns have requested, as (time of the request, bytes).
     memory_promises: VecDeque<(Micros, u64)>,
     owner: OwnerState,
-    /// When the last owner left, on the model's clock.
+    /// Time at which the last owner left, on the model's clock; `None` if no owner was seen.
     owner_left_at: Option<Micros>,
     guest_policy: GuestPolicy,
-    /// Task that requested the drain.
-    drained_by: Option<Tid>,
-    /// True if the absence of guests was reported already.
-    clean_reported: bool,
+    /// Task that requested the drain of the host; `None` if the host is not being drained.
+    drain_requester: Option<Tid>,
+    /// True if [`Model::newly_guest_free_hosts`] has returned this host.
+    guest_free_reported: bool,
     migration_obstacle: Option<Obstacle>,
 }
 
@@ -82,8 +82,8 @@ struct TaskState {
     uid: u32,
     name: Arc<str>,
     started_at: Micros,
-    /// True if `since` is the start time. Otherwise `since` is the time when the task was first
-    /// seen.
+    /// True if `started_at` is the task's start time. Otherwise `started_at` is the time when the
+    /// task was first seen.
     start_known: bool,
     work_done: Micros,
     memory_bytes: u64,
@@ -91,29 +91,29 @@ struct TaskState {
     constraints: Option<Arc<Constraints>>,
     recent_rebalances: VecDeque<Micros>,
     pinned: bool,
-    migrating: Option<MigrationStatus>,
+    migration: Option<MigrationStatus>,
     suspended: bool,
     recent_migrations: VecDeque<Micros>,
-    obstacle: Option<Obstacle>,
-    refused_by: BTreeMap<HostId, (Obstacle, u32)>,
-    reported_stay: Option<std::mem::Discriminant<StayReason>>,
+    migration_obstacle: Option<Obstacle>,
+    target_obstacles: BTreeMap<HostId, (Obstacle, u32)>,
+    reported_stay_reason: Option<std::mem::Discriminant<StayReason>>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct MigrationStatus {
     target: Option<HostId>,
-    heard_at: Micros,
+    last_event_at: Micros,
 }
 
 impl TaskState {
-    fn new(host: HostId, job: Tid, since: Micros) -> TaskState {
-        TaskState {
+    fn new(host: HostId, job: Tid, start_time: Micros) -> Self {
+        Self {
             host,
             job,
             parent: None,
             uid: 0,
             name: Arc::from(""),
-            started_at: since,
+            started_at: start_time,
             start_known: false,
             work_done: Micros::default(),
             memory_bytes: 0,
@@ -121,12 +121,12 @@ impl TaskState {
             constraints: None,
             recent_rebalances: VecDeque::new(),
             pinned: false,
-            migrating: None,
+            migration: None,
             suspended: false,
             recent_migrations: VecDeque::new(),
-            obstacle: None,
-            refused_by: BTreeMap::new(),
-            reported_stay: None,
+            migration_obstacle: None,
+            target_obstacles: BTreeMap::new(),
+            reported_stay_reason: None,
         }
     }
 }
@@ -136,50 +136,50 @@ impl TaskState {
 pub struct Model {
     /// Input of the decisions. Its entries for the hosts in `dirty_hosts` are out of date.
     snapshot: Snapshot,
-    dirty_hosts: BTreeSet<HostId>,
-    /// Hosts whose last guest may have left since the last check.
-    maybe_clean: BTreeSet<HostId>,
-    /// Migrating tasks, as of the last update of the view.
-    migrating: BTreeSet<Tid>,
-    labels: Labels,
+    changed_hosts: BTreeSet<HostId>,
+    /// Hosts whose last guest may have left since the last call of [`Model::newly_guest_free_hosts`].
+    guest_check_hosts: BTreeSet<HostId>,
+    /// Migrating tasks, as of the last update of `snapshot`.
+    migrating_tasks: BTreeSet<Tid>,
+    labels: HostLabels,
     hosts: BTreeMap<HostId, HostState>,
     tasks: BTreeMap<Tid, TaskState>,
     tasks_by_host: BTreeMap<HostId, BTreeSet<Tid>>,
     /// Number of tasks that are being started, by host.
-    starting: BTreeMap<HostId, u32>,
+    starting_task_counts: BTreeMap<HostId, u32>,
     ended_tasks: RecentSet<Tid>,
-    last_event: Option<u64>,
+    last_event_number: Option<u64>,
     needs_refresh: bool,
-    accounted_at: Micros,
-    /// Rebalancing migrations whose gain is being measured.
-    predictions: PendingPredictions,
-    outcomes: Vec<PredictionOutcome>,
+    work_accounted_at: Micros,
+    /// Predictions about rebalancing migrations whose gain is being measured.
+    pending_predictions: PendingPredictions,
+    prediction_outcomes: Vec<PredictionOutcome>,
     default_user: u32,
 }
 
 impl Model {
-    /// Creates an empty model. `local`: host of the resource manager, after which round robin
-    /// starts.
-    pub fn new(policy: PlacementPolicy, local: HostId, labels: Labels) -> Model {
-        Model {
+    /// Creates an empty model. `local_host`: host of the resource manager. The first round-robin
+    /// placement starts with the host after it.
+    pub fn new(policy: PlacementPolicy, local_host: HostId, labels: HostLabels) -> Self {
+        Self {
             snapshot: Snapshot {
-                round_robin_last: local,
+                last_round_robin_host: local_host,
                 ..Snapshot::new(Micros::default(), policy, HostList::default())
             },
-            dirty_hosts: BTreeSet::new(),
-            maybe_clean: BTreeSet::new(),
-            migrating: BTreeSet::new(),
+            changed_hosts: BTreeSet::new(),
+            guest_check_hosts: BTreeSet::new(),
+            migrating_tasks: BTreeSet::new(),
             labels,
             hosts: BTreeMap::new(),
             tasks: BTreeMap::new(),
             tasks_by_host: BTreeMap::new(),
-            starting: BTreeMap::new(),
-            ended_tasks: RecentSet::new(ENDED_MAX),
-            last_event: None,
+            starting_task_counts: BTreeMap::new(),
+            ended_tasks: RecentSet::new(ENDED_TASKS_MAX),
+            last_event_number: None,
             needs_refresh: false,
-            accounted_at: Micros::default(),
-            predictions: PendingPredictions::default(),
-            outcomes: Vec::new(),
+            work_accounted_at: Micros::default(),
+            pending_predictions: PendingPredictions::default(),
+            prediction_outcomes: Vec::new(),
             default_user: 0,
         }
     }
@@ -189,8 +189,8 @@ impl Model {
         self.snapshot.costs.margin_percent = (margin * 100.0).round() as u32;
     }
 
-    /// Returns the number of tasks of the virtual machine that are part of a host's load.
-    pub fn guests_on(&self, host: HostId) -> u32 {
+    /// Returns the number of tasks on a host that are part of its load.
+    pub fn computing_task_count(&self, host: HostId) -> u32 {
         u32::try_from(
             self.tasks_on(host)
                 .filter(|(_, task)| task.computes())
@@ -214,30 +214,30 @@ impl Model {
         self.snapshot.estimates = estimates;
     }
 
-    /// Restores the job and the start time of a task; task lists lack both.
-    pub fn restore_task(&mut self, tid: Tid, job: Tid, since: Micros) {
+    /// Restores the job and the start time of a task. Task lists contain neither.
+    pub fn restore_task(&mut self, tid: Tid, job: Tid, start_time: Micros) {
         if let Some(task) = self.edit_task(tid) {
-            (task.job, task.started_at, task.start_known) = (job, since, true);
+            (task.job, task.started_at, task.start_known) = (job, start_time, true);
         }
     }
 
     /// Sets the host after which the next round-robin placement starts.
-    pub fn set_round_robin_last(&mut self, rotation: HostId) {
-        self.snapshot.round_robin_last = rotation;
+    pub fn set_round_robin_last(&mut self, host: HostId) {
+        self.snapshot.last_round_robin_host = host;
     }
 
     /// Returns a task for modification and marks its host as changed. The caller must not change
     /// the task's host.
     fn edit_task(&mut self, tid: Tid) -> Option<&mut TaskState> {
         let task = self.tasks.get_mut(&tid)?;
-        self.dirty_hosts.insert(task.host);
+        self.changed_hosts.insert(task.host);
         Some(task)
     }
 
     /// Returns a host for modification and marks it as changed.
     fn edit_host(&mut self, id: HostId) -> Option<&mut HostState> {
         let host = self.hosts.get_mut(&id)?;
-        self.dirty_hosts.insert(id);
+        self.changed_hosts.insert(id);
         Some(host)
     }
 
@@ -255,7 +255,7 @@ impl Model {
         {
             tids.remove(&tid);
         }
-        self.dirty_hosts.extend([task.host, host]);
+        self.changed_hosts.extend([task.host, host]);
         task.host = host;
         self.tasks_by_host.entry(host).or_default().insert(tid);
         task
@@ -263,7 +263,7 @@ impl Model {
 
     fn remove_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.remove(&tid) {
-            self.dirty_hosts.insert(task.host);
+            self.changed_hosts.insert(task.host);
             if let Some(tids) = self.tasks_by_host.get_mut(&task.host) {
                 tids.remove(&tid);
             }
@@ -281,26 +281,28 @@ impl Model {
     /// Returns the job of a task: the job of its parent, or the task itself if no task is its
     /// parent.
     fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
-        let top = if parent.is_task() { parent } else { tid };
-        self.tasks.get(&parent).map_or(top, |task| task.job)
+        let job_if_parent_unknown = if parent.is_task() { parent } else { tid };
+        self.tasks
+            .get(&parent)
+            .map_or(job_if_parent_unknown, |task| task.job)
     }
 
     /// Applies a host table. Returns the hosts that are new.
     pub fn set_hosts(&mut self, table: &HostTable) -> Vec<HostId> {
-        let gone: Vec<HostId> = self
+        let removed_hosts: Vec<HostId> = self
             .hosts
             .keys()
             .copied()
             .filter(|id| table.get(*id).is_none())
             .collect();
-        for id in gone {
-            self.host_gone(id);
+        for id in removed_hosts {
+            self.remove_host(id);
         }
-        let mut new = Vec::new();
+        let mut new_hosts = Vec::new();
         for entry in &table.hosts {
-            self.dirty_hosts.insert(entry.id);
+            self.changed_hosts.insert(entry.id);
             let host = self.hosts.entry(entry.id).or_insert_with(|| {
-                new.push(entry.id);
+                new_hosts.push(entry.id);
                 HostState {
                     name: String::new(),
                     arch: String::new(),
@@ -314,8 +316,8 @@ impl Model {
                     owner: OwnerState::Unknown,
                     owner_left_at: None,
                     guest_policy: GuestPolicy::default(),
-                    drained_by: None,
-                    clean_reported: false,
+                    drain_requester: None,
+                    guest_free_reported: false,
                     migration_obstacle: None,
                 }
             });
@@ -324,25 +326,25 @@ impl Model {
             host.zone = entry.network_zone();
             host.labels = self.labels.get(&entry.name).cloned().unwrap_or_default();
         }
-        new
+        new_hosts
     }
 
-    /// Applies a list of all tasks that was requested at `now`.
+    /// Applies a list of all tasks. `now`: time at which the list was requested.
     pub fn set_tasks(&mut self, now: Micros, tasks: &[TaskInfo]) {
         self.needs_refresh = false;
-        let listed: HashSet<Tid> = tasks.iter().map(|info| info.tid).collect();
-        let gone: Vec<Tid> = self
+        let listed_tids: HashSet<Tid> = tasks.iter().map(|info| info.tid).collect();
+        let unlisted_tids: Vec<Tid> = self
             .tasks
             .keys()
             .copied()
-            .filter(|tid| !listed.contains(tid))
+            .filter(|tid| !listed_tids.contains(tid))
             .collect();
-        for tid in gone {
-            // The task is not recorded as ended, because it may have started after the list was
-            // made.
+        for tid in unlisted_tids {
+            // The task is not recorded as ended, because it may have started after the daemons made
+            // the list.
             self.remove_task(tid);
         }
-        let mut new = Vec::new();
+        let mut new_tasks = Vec::new();
         for info in tasks {
             if self.ended_tasks.contains(info.tid) {
                 continue;
@@ -352,29 +354,31 @@ impl Model {
             let task = self.set_task_host(now, info.tid, info.host);
             if is_new {
                 task.uid = info.uid;
-                new.push((info.tid, job));
+                new_tasks.push((info.tid, job));
             }
             task.pinned |= is_pinned(info.flags, &info.name);
             (task.job, task.parent, task.name) =
                 (job, Some(info.parent), Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
-            match task.migrating {
+            match task.migration {
                 _ if info.migrating => {
-                    task.migrating = Some(MigrationStatus {
-                        target: task.migrating.and_then(|g| g.target),
-                        heard_at: now,
+                    task.migration = Some(MigrationStatus {
+                        target: task
+                            .migration
+                            .and_then(|previous_status| previous_status.target),
+                        last_event_at: now,
                     })
                 }
-                Some(going) if now.since(going.heard_at) >= MIGRATION_LIST_DELAY => {
-                    task.migrating = None
+                Some(status) if now.since(status.last_event_at) >= MIGRATION_LIST_DELAY => {
+                    task.migration = None
                 }
                 _ => {}
             }
         }
-        for (tid, job) in new {
-            // A daemon lists its own user as the owner of each task. A spawned task belongs to the
-            // user of its job's top task.
-            if let Some(user) = self.tasks.get(&job).map(|top| top.uid) {
+        for (tid, job) in new_tasks {
+            // A daemon lists its own user as the user of each task. A spawned task belongs to the
+            // user of the top task of its job.
+            if let Some(user) = self.tasks.get(&job).map(|top_task| top_task.uid) {
                 self.set_task_user(tid, user);
             }
         }
@@ -387,10 +391,10 @@ impl Model {
         }
     }
 
-    /// Removes a host that has left, with all its tasks.
-    pub fn host_gone(&mut self, id: HostId) {
+    /// Removes a host that is no longer in the virtual machine, with all its tasks.
+    pub fn remove_host(&mut self, id: HostId) {
         self.hosts.remove(&id);
-        self.dirty_hosts.insert(id);
+        self.changed_hosts.insert(id);
         for tid in self.tasks_by_host.remove(&id).unwrap_or_default() {
             // A migration of the task to another host may have been committed. In that case an
             // event names the new host and adds the task again.
@@ -398,12 +402,14 @@ impl Model {
         }
     }
 
-    /// Removes a task that has ended for good.
-    pub fn task_ended(&mut self, tid: Tid) {
+    /// Removes a task that has ended, and remembers its tid so that late messages do not add it
+    /// again.
+    pub fn record_task_end(&mut self, tid: Tid) {
         self.conclude_prediction(tid);
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
-            // If the task ended before its work was measured, nothing can be learned from it.
+            // If the task ended before its work was measured, its work is unknown and nothing is
+            // learned from it.
             if task.start_known && !task.pinned && task.work_done > Micros::default() {
                 self.snapshot
                     .estimates
@@ -422,8 +428,8 @@ impl Model {
         self.ended_tasks.insert(tid);
     }
 
-    /// Adds a task that was started on a host.
-    pub fn task_started(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool) {
+    /// Adds a task that was started on a host. Has no effect if the task has already ended.
+    pub fn record_task_start(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool) {
         if self.ended_tasks.contains(tid) || !tid.is_task() {
             return;
         }
@@ -443,47 +449,58 @@ impl Model {
         }
     }
 
-    /// Records the constraints of a task's spawn. `named`: the spawn named the task's host.
-    pub fn set_task_constraints(&mut self, tid: Tid, named: bool, wants: Constraints) {
+    /// Records the constraints of a task's spawn. `spawn_named_host`: the spawn named the task's host.
+    pub fn set_task_constraints(
+        &mut self,
+        tid: Tid,
+        spawn_named_host: bool,
+        spawn_constraints: Constraints,
+    ) {
         let Some(task) = self.edit_task(tid) else {
             return;
         };
-        task.host_named |= named;
+        task.host_named |= spawn_named_host;
         let job = task.job;
-        if wants != Constraints::default() {
-            task.constraints = Some(Arc::new(wants.clone()));
+        if spawn_constraints != Constraints::default() {
+            task.constraints = Some(Arc::new(spawn_constraints.clone()));
         }
-        if wants.barrier {
+        if spawn_constraints.barrier {
             self.snapshot.barrier_jobs.insert(job);
         }
     }
 
-    /// Records the parent and the program of a task. The task belongs to its parent's user, on
-    /// whatever host it runs; without a known parent, to its daemon's user.
-    fn set_task_origin(&mut self, tid: Tid, (parent, user): (Tid, u32), name: &str) {
+    /// Records the parent and the program of a task. The task's user is that of its parent, on
+    /// whatever host the task runs. If the parent is unknown, the task's user is `user`, the user
+    /// of its daemon.
+    fn set_task_origin(&mut self, tid: Tid, (parent, user): (Tid, u32), program: &str) {
         let job = self.job_of(tid, parent);
-        let uid = self.tasks.get(&parent).map(|task| task.uid);
+        let parent_uid = self.tasks.get(&parent).map(|task| task.uid);
         let Some(task) = self.edit_task(tid) else {
             return;
         };
-        task.uid = uid.unwrap_or(user);
-        let before = std::mem::replace(&mut task.job, job);
-        (task.parent, task.name) = (Some(parent), Arc::from(name));
-        if before == tid && job != tid {
-            self.snapshot.barrier_jobs.remove(&before);
+        task.uid = parent_uid.unwrap_or(user);
+        let previous_job = std::mem::replace(&mut task.job, job);
+        (task.parent, task.name) = (Some(parent), Arc::from(program));
+        if previous_job == tid && job != tid {
+            self.snapshot.barrier_jobs.remove(&previous_job);
         }
         let Some(task) = self.tasks.get(&tid) else {
             return;
         };
-        if task.constraints.as_ref().is_some_and(|wants| wants.barrier) {
+        if task
+            .constraints
+            .as_ref()
+            .is_some_and(|task_constraints| task_constraints.barrier)
+        {
             self.snapshot.barrier_jobs.insert(job);
         }
     }
 
-    /// Records that a task was suspended or resumed.
-    pub fn task_suspended(&mut self, tid: Tid, suspended: bool) {
+    /// Records that a task was suspended or resumed. A suspension also discards the prediction
+    /// about the task's migration.
+    pub fn set_suspended(&mut self, tid: Tid, suspended: bool) {
         if suspended {
-            self.predictions.discard(tid);
+            self.pending_predictions.discard_prediction(tid);
         }
         if let Some(task) = self.edit_task(tid) {
             task.suspended = suspended;
@@ -494,7 +511,7 @@ impl Model {
         self.tasks.get(&tid).is_some_and(|task| task.suspended)
     }
 
-    pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
+    pub fn job_tasks(&self, job: Tid) -> Vec<Tid> {
         self.tasks
             .iter()
             .filter(|(_, t)| t.job == job)
@@ -502,42 +519,48 @@ impl Model {
             .collect()
     }
 
-    /// True while any task of the job of `head` migrates or is suspended.
-    pub fn is_job_busy(&self, head: Tid) -> bool {
-        let Some(job) = self.tasks.get(&head).map(|task| task.job) else {
+    /// True while any task of the job that contains `tid` is migrating or suspended.
+    pub fn is_job_busy(&self, tid: Tid) -> bool {
+        let Some(job) = self.tasks.get(&tid).map(|task| task.job) else {
             return false;
         };
         self.tasks
             .values()
-            .any(|task| task.job == job && (task.migrating.is_some() || task.suspended))
+            .any(|task| task.job == job && (task.migration.is_some() || task.suspended))
     }
 
-    /// Returns the top task of the job that contains `tid`, by which the job can be
-    /// checkpointed.
+    /// Returns the top task of the job that contains `tid`. The job can be checkpointed by this
+    /// task.
     ///
-    /// `None` if an ancestor of the task has ended or is unknown, because some tasks of the job
-    /// cannot be found from the top task then. Also `None` if the top task was started by hand,
-    /// because its user would see the job end.
+    /// Returns `None` if an ancestor of the task has ended or is unknown, because then some tasks
+    /// of the job cannot be found from its top task. Also returns `None` if a user has started the
+    /// top task by hand, because vacating the job would end a program that this user runs.
     pub fn checkpoint_root(&self, tid: Tid) -> Option<Tid> {
-        let mut at = (tid, self.tasks.get(&tid)?);
+        let mut current = (tid, self.tasks.get(&tid)?);
         // A chain of parents is at most as long as the number of tasks.
         for _ in 0..self.tasks.len() {
-            let above = at.1.parent?;
-            if !above.is_task() {
-                return Some(at.0);
+            let parent_tid = current.1.parent?;
+            if !parent_tid.is_task() {
+                return Some(current.0);
             }
-            at = (
-                above,
-                self.tasks.get(&above).filter(|parent| !parent.pinned)?,
+            current = (
+                parent_tid,
+                self.tasks
+                    .get(&parent_tid)
+                    .filter(|parent| !parent.pinned)?,
             );
         }
         None
     }
 
-    /// Returns the tasks of a job that are part of the load of their hosts.
-    pub fn computing_tasks_of(&self, job: Tid) -> Vec<Tid> {
-        let runs = |tid: &Tid| self.tasks.get(tid).is_some_and(TaskState::computes);
-        self.tasks_of(job).into_iter().filter(runs).collect()
+    /// Returns the tasks of a job that are part of the load of their hosts: neither pinned nor
+    /// suspended.
+    pub fn computing_job_tasks(&self, job: Tid) -> Vec<Tid> {
+        let is_computing = |tid: &Tid| self.tasks.get(tid).is_some_and(TaskState::computes);
+        self.job_tasks(job)
+            .into_iter()
+            .filter(is_computing)
+            .collect()
     }
 
     /// True for a known task that has not ended.
@@ -550,7 +573,7 @@ impl Model {
         self.tasks.get(&tid).is_some_and(|task| !task.pinned)
     }
 
-    /// Returns the known host of a task. For an unknown task, returns the birth host in its tid.
+    /// Returns the host of a task. For an unknown task, returns the birth host in its tid.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks
             .get(&tid)
@@ -576,23 +599,26 @@ impl Model {
     }
 
     /// Returns the expected cost of migrating a task, as of the latest snapshot.
-    pub fn migration_cost(&self, tid: Tid, (from, to): (HostId, HostId)) -> Micros {
+    pub fn migration_cost(&self, tid: Tid, (source, target): (HostId, HostId)) -> Micros {
         let (name, bytes) = self
             .tasks
             .get(&tid)
             .map_or(("", 0), |task| (&*task.name, task.memory_bytes));
-        let (estimates, slowness) = (&self.snapshot.estimates, self.snapshot.slowness(from, to));
+        let (estimates, slowness) = (
+            &self.snapshot.estimates,
+            self.snapshot.slowness(source, target),
+        );
         estimates.migration_cost(
             estimates.expected_bytes(name, bytes),
             slowness,
-            self.host_pair(from, to),
+            self.host_pair(source, target),
         )
     }
 
-    fn host_pair(&self, from: HostId, to: HostId) -> Option<HostPair> {
+    fn host_pair(&self, source: HostId, target: HostId) -> Option<HostPair> {
         Some(HostPair::between(
-            self.snapshot.host(from)?,
-            self.snapshot.host(to)?,
+            self.snapshot.host(source)?,
+            self.snapshot.host(target)?,
         ))
     }
 
@@ -610,26 +636,29 @@ impl Model {
             .map(|(id, _)| *id)
     }
 
-    /// Applies an entry of the event log.
+    /// Applies an entry of the event log. If entries before it were missed, new lists of hosts and
+    /// tasks are needed ([`Model::is_stale`]).
     pub fn apply_event(&mut self, now: Micros, event: &Event) {
-        match self.last_event {
-            Some(last) if event.number <= last => {}
-            Some(last) if event.number == last + 1 => self.last_event = Some(event.number),
-            None => self.last_event = Some(event.number),
+        match self.last_event_number {
+            Some(last_number) if event.number <= last_number => {}
+            Some(last_number) if event.number == last_number + 1 => {
+                self.last_event_number = Some(event.number)
+            }
+            None => self.last_event_number = Some(event.number),
             Some(_) => {
                 self.needs_refresh = true;
-                self.last_event = Some(event.number);
+                self.last_event_number = Some(event.number);
             }
         }
         match &event.kind {
-            EventKind::HostGone { host, .. } => self.host_gone(*host),
+            EventKind::HostGone { host, .. } => self.remove_host(*host),
             EventKind::TaskStarted {
                 tid,
                 parent,
                 name,
                 user,
             } => {
-                self.task_started(
+                self.record_task_start(
                     now,
                     *tid,
                     event.host,
@@ -637,114 +666,132 @@ impl Model {
                 );
                 self.set_task_origin(*tid, (*parent, *user), name);
             }
-            EventKind::TaskEnded { tid, used, .. } => {
+            EventKind::TaskEnded {
+                tid, used: usage, ..
+            } => {
                 if let Some(task) = self.tasks.get(tid).filter(|task| !task.pinned) {
                     self.snapshot
                         .estimates
-                        .record_size(&task.name, used.resident_max_bytes);
+                        .record_size(&task.name, usage.resident_max_bytes);
                 }
-                self.task_ended(*tid);
+                self.record_task_end(*tid);
             }
             EventKind::Restarted { tasks, .. } => {
-                // These tasks had ended and have been restarted. A new task list describes them.
+                // The restarted tasks are recorded as ended. A new task list describes them.
                 tasks
                     .iter()
                     .for_each(|(tid, _)| self.ended_tasks.remove(*tid));
                 self.needs_refresh = true;
             }
-            EventKind::MigrationStep { tid, to, .. } => {
+            EventKind::MigrationStep {
+                tid,
+                to: target_host,
+                ..
+            } => {
                 if let Some(task) = self.edit_task(*tid) {
-                    task.migrating = Some(MigrationStatus {
-                        target: Some(*to),
-                        heard_at: now,
+                    task.migration = Some(MigrationStatus {
+                        target: Some(*target_host),
+                        last_event_at: now,
                     });
                 }
             }
             EventKind::Migrated {
                 tid,
-                from,
-                to,
+                from: source,
+                to: target_host,
                 cause,
                 bytes,
-                resident,
+                resident: memory_size,
                 frozen,
-                transfer_time: whole,
+                transfer_time: time_until_complete,
                 ..
             } => {
-                let (way, slowness) = (
-                    self.host_pair(*from, *to),
-                    self.snapshot.slowness(*from, *to),
+                let (link_pair, slowness) = (
+                    self.host_pair(*source, *target_host),
+                    self.snapshot.slowness(*source, *target_host),
                 );
-                let (images, resident, frozen, whole) = (*bytes, *resident, *frozen, *whole);
+                let (images_size, memory_size, frozen, time_until_complete) =
+                    (*bytes, *memory_size, *frozen, *time_until_complete);
                 self.snapshot.estimates.record_migration(&MigrationSample {
-                    pair: way,
+                    pair: link_pair,
                     slowness,
-                    image_bytes: images,
-                    resident_bytes: resident,
-                    frozen,
-                    complete_after: whole,
+                    image_bytes: images_size,
+                    resident_bytes: memory_size,
+                    freeze_time: frozen,
+                    time_until_complete,
                 });
-                self.migration_completed(now, *tid, *to, cause, resident);
+                self.record_migration(now, *tid, *target_host, cause, memory_size);
                 if let Some(task) = self.tasks.get(tid) {
-                    let cost = self.snapshot.estimates.actual_cost(resident, whole);
-                    self.predictions
-                        .record_arrival(now, *tid, *to, (task.work_done, cost));
+                    let cost = self
+                        .snapshot
+                        .estimates
+                        .actual_cost(memory_size, time_until_complete);
+                    self.pending_predictions.record_arrival(
+                        now,
+                        *tid,
+                        *target_host,
+                        (task.work_done, cost),
+                    );
                 }
             }
-            EventKind::MigrationFailed { tid, to, why, .. } => {
-                self.migration_failed(now, *tid, *to, why)
-            }
-            EventKind::Suspended { tid, .. } => self.task_suspended(*tid, true),
-            EventKind::Resumed { tid, .. } => self.task_suspended(*tid, false),
+            EventKind::MigrationFailed {
+                tid,
+                to: target_host,
+                why: failure,
+                ..
+            } => self.record_migration_failure(now, *tid, *target_host, failure),
+            EventKind::Suspended { tid, .. } => self.set_suspended(*tid, true),
+            EventKind::Resumed { tid, .. } => self.set_suspended(*tid, false),
             _ => {}
         }
     }
 
     /// Applies a load watcher's report. Returns an event to record if the report changes whether
-    /// the host accepts guests, or the kind of reason why not.
+    /// the host accepts guests, or changes the kind of reason for which the host excludes them.
     pub fn apply_report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
-        let own = self.guests_on(id);
+        let vm_task_count = self.computing_task_count(id);
         let host = self.edit_host(id)?;
         host.cores = report.sample.cores.max(1);
-        let sampled = TimedSample {
+        let timed_sample = TimedSample {
             sample: report.sample,
             received_at: now,
-            own_tasks: own,
+            vm_task_count,
         };
-        let demand = external_demand(&sampled);
-        let mean = host.external_mean.map(|mean| mean.updated(now, demand));
-        host.external_mean = Some(mean.unwrap_or_else(|| ExternalMean::first(now, demand)));
-        host.sample = Some(sampled);
+        let demand = external_demand(&timed_sample);
+        let mean = host.external_mean.map(|mean| mean.with_sample(now, demand));
+        host.external_mean =
+            Some(mean.unwrap_or_else(|| ExternalMean::from_first_sample(now, demand)));
+        host.sample = Some(timed_sample);
         reports::expire_promises(&mut host.memory_promises, now);
         host.guest_policy = reports::guest_policy_from_report(now, report, &host.guest_policy);
-        let was = std::mem::replace(
+        let previous_owner = std::mem::replace(
             &mut host.owner,
             reports::owner_from_report(report, host.owner_left_at),
         );
-        if !reports::is_recorded_change(&was, &host.owner) {
+        if !reports::is_recorded_change(&previous_owner, &host.owner) {
             return None;
         }
         if host.owner.excludes_guests() {
-            host.clean_reported = false;
+            host.guest_free_reported = false;
         } else {
             host.owner_left_at = Some(now);
             host.owner = reports::owner_from_report(report, host.owner_left_at);
             for tid in self.tasks_by_host.get(&id).into_iter().flatten() {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.reported_stay = None;
+                    task.reported_stay_reason = None;
                 }
             }
         }
-        Some(reports::owner_change_event(&was, report))
+        Some(reports::owner_change_event(&previous_owner, report))
     }
 
     /// Brings the input of the decisions up to date as of `now` and returns it. The computing time
     /// depends on the number of hosts changed since the last call.
-    pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
-        for id in std::mem::take(&mut self.dirty_hosts) {
-            self.maybe_clean.insert(id);
-            self.update_migrating(id);
+    pub fn update_snapshot(&mut self, now: Micros) -> &Snapshot {
+        for id in std::mem::take(&mut self.changed_hosts) {
+            self.guest_check_hosts.insert(id);
+            self.update_migrating_tasks(id);
             match self.hosts.get(&id) {
                 None => self.snapshot.hosts.remove(id),
                 Some(host) => {
@@ -752,9 +799,9 @@ impl Model {
                         .tasks_on(id)
                         .map(|(tid, task)| task.view(tid))
                         .collect();
-                    let starting = self.starting.get(&id).copied().unwrap_or(0);
+                    let starting = self.starting_task_counts.get(&id).copied().unwrap_or(0);
                     let view = HostView {
-                        starting_tasks: starting,
+                        starting_task_count: starting,
                         ..host.view(id, tasks)
                     };
                     self.snapshot.hosts.insert(view);
@@ -768,31 +815,31 @@ impl Model {
 
     /// Updates the set of migrating tasks for the tasks of one host. The targets of these
     /// migrations must be checked for guests again.
-    fn update_migrating(&mut self, id: HostId) {
+    fn update_migrating_tasks(&mut self, id: HostId) {
         for tid in self.tasks_by_host.get(&id).into_iter().flatten() {
-            match self.tasks.get(tid).and_then(|task| task.migrating) {
-                Some(going) => {
-                    self.migrating.insert(*tid);
-                    self.maybe_clean.extend(going.target);
+            match self.tasks.get(tid).and_then(|task| task.migration) {
+                Some(status) => {
+                    self.migrating_tasks.insert(*tid);
+                    self.guest_check_hosts.extend(status.target);
                 }
-                None if self.migrating.is_empty() => {}
-                None => drop(self.migrating.remove(tid)),
+                None if self.migrating_tasks.is_empty() => {}
+                None => drop(self.migrating_tasks.remove(tid)),
             }
         }
     }
 
-    /// True if a new host table and task list are needed, because entries of the event log were
-    /// missed or no news of a migration arrived for [`MIGRATION_SILENCE_MAX`].
+    /// True if a new host table and task list are needed: entries of the event log were missed, or
+    /// for [`MIGRATION_SILENCE_MAX`] no event about a migration arrived.
     pub fn is_stale(&self, now: Micros) -> bool {
-        // Few tasks migrate at a time. A migration that has just begun may be missing in
-        // `migrations`, but its timeout has not expired either.
-        let silent = |tid: &Tid| {
+        // Checks only the migrating tasks, which are few. A migration that has just started may be
+        // missing in this set, but its timeout has not expired either.
+        let is_overdue = |tid: &Tid| {
             self.tasks
                 .get(tid)
-                .and_then(|t| t.migrating)
-                .is_some_and(|g| now.since(g.heard_at) >= MIGRATION_SILENCE_MAX)
+                .and_then(|task| task.migration)
+                .is_some_and(|status| now.since(status.last_event_at) >= MIGRATION_SILENCE_MAX)
         };
-        self.needs_refresh || self.migrating.iter().any(silent)
+        self.needs_refresh || self.migrating_tasks.iter().any(is_overdue)
     }
 }
 
@@ -815,7 +862,7 @@ impl HostState {
             owner: self.effective_owner(),
             guest_policy: self.guest_policy.clone(),
             migration_obstacle: self.migration_obstacle.clone(),
-            starting_tasks: 0,
+            starting_task_count: 0,
             tasks,
         }
     }
@@ -831,7 +878,7 @@ impl TaskState {
         TaskView {
             tid,
             pinned: self.pinned,
-            migrating: self.migrating.map(|g| g.target),
+            migration: self.migration.map(|status| status.target),
             suspended: self.suspended,
             user: self.uid,
             job: self.job,
@@ -843,18 +890,18 @@ impl TaskState {
             constraints: self.constraints.clone(),
             recent_rebalances: self.recent_rebalances.iter().copied().collect(),
             recent_migrations: self.recent_migrations.iter().copied().collect(),
-            obstacle: self.obstacle.clone(),
-            refused_by: self
-                .refused_by
+            migration_obstacle: self.migration_obstacle.clone(),
+            target_obstacles: self
+                .target_obstacles
                 .iter()
-                .map(|(id, (until, _))| (*id, until.clone()))
+                .map(|(id, (target_obstacle, _))| (*id, target_obstacle.clone()))
                 .collect(),
         }
     }
 }
 
 /// True for tasks that cannot migrate or that serve their host: tasks started from a command line,
-/// resource managers, hosters, taskers, load watchers.
+/// resource managers, hosters, taskers and load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
     flags & TASK_FORKED == 0 || flags & TASK_SERVICE_FLAGS != 0 || is_load_watcher(name)
 }

@@ -1,5 +1,5 @@
-//! Translates the report of a load watcher into the state of the owner and the terms for guests.
-//! Also records the memory promised to tasks that the report does not include yet.
+//! Translates the report of a load watcher into the owner's state and policy for guests. Also
+//! records the memory promised to tasks that the report does not include yet.
 
 use super::Model;
 use crate::decide::{GuestPolicy, LeaveTime, OwnerState};
@@ -17,36 +17,36 @@ const MEMORY_PROMISE_WINDOW: Micros = Micros::from_secs(30);
 /// entry.
 const MEMORY_PROMISES_MAX: usize = 256;
 
-/// Drops the promises that are so old that a report at `now` includes their memory.
-pub(super) fn expire_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
-    promised.retain(|(at, _)| now.since(*at) < MEMORY_PROMISE_WINDOW);
+/// Removes the promises that are so old that a report at `now` includes their memory.
+pub(super) fn expire_promises(promises: &mut VecDeque<(Micros, u64)>, now: Micros) {
+    promises.retain(|(promised_at, _)| now.since(*promised_at) < MEMORY_PROMISE_WINDOW);
 }
 
 impl Model {
-    /// Records that tasks that need `bytes` of memory in total are being started on a host.
+    /// Records that tasks are being started on a host that need `bytes` of memory in total.
     pub fn promise_memory(&mut self, now: Micros, id: HostId, bytes: u64) {
         let Some(host) = self.edit_host(id) else {
             return;
         };
-        let full = host.memory_promises.len() >= MEMORY_PROMISES_MAX;
-        match host.memory_promises.back_mut().filter(|_| full) {
-            Some(last) => *last = (now, last.1.saturating_add(bytes)),
+        let is_full = host.memory_promises.len() >= MEMORY_PROMISES_MAX;
+        match host.memory_promises.back_mut().filter(|_| is_full) {
+            Some(newest_promise) => *newest_promise = (now, newest_promise.1.saturating_add(bytes)),
             None => host.memory_promises.push_back((now, bytes)),
         }
     }
 }
 
-/// Returns the owner's state according to a report. `left_at`: time when the last owner
-/// left.
+/// Returns the owner's state according to a report. `owner_left_at`: time when the last owner left;
+/// `None` if no owner was seen.
 pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micros>) -> OwnerState {
-    match (&report.access, &report.owner_verdict) {
+    match (&report.guest_access, &report.owner_verdict) {
         (_, OwnerVerdict::Present { .. }) => OwnerState::Present {
             why: report.owner_reason.clone(),
         },
         (GuestAccess::Paused { .. }, _) => OwnerState::Closed {
             why: report.access_reason.clone(),
         },
-        (GuestAccess::Welcome, OwnerVerdict::Maybe { .. }) => OwnerState::PossiblyPresent {
+        (GuestAccess::Welcome, OwnerVerdict::Uncertain { .. }) => OwnerState::PossiblyPresent {
             why: report.owner_reason.clone(),
             idle_login: !report.logins.is_empty(),
         },
@@ -56,67 +56,62 @@ pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micro
     }
 }
 
-/// Returns the owner's terms for guests according to a report, with times on the model's clock.
-/// Shares the limits with `before` if they are unchanged.
+/// Returns the owner's policy for guests according to a report, with times on the model's clock.
+/// Shares the limits with `previous` if they are unchanged.
 pub(super) fn guest_policy_from_report(
     now: Micros,
     report: &LoadReport,
     previous: &GuestPolicy,
 ) -> GuestPolicy {
-    let leaving = match report.access {
+    let guest_leave_time = match report.guest_access {
         GuestAccess::Paused {
             eviction: EvictionMode::Kill,
             evict_at: Some(_),
         } => LeaveTime::Terminated,
         GuestAccess::Paused { evict_at: None, .. } => LeaveTime::Never,
         GuestAccess::Paused {
-            evict_at: Some(at), ..
-        } if at > report.at => LeaveTime::At(now + at.since(report.at)),
+            evict_at: Some(eviction_time),
+            ..
+        } if eviction_time > report.at => LeaveTime::At(now + eviction_time.since(report.at)),
         GuestAccess::Paused { .. } | GuestAccess::Welcome => LeaveTime::Now,
     };
-    let parks = matches!(
-        report.access,
+    let is_vacating = matches!(
+        report.guest_access,
         GuestAccess::Paused {
             eviction: EvictionMode::Checkpoint,
             ..
         }
     );
-    let same = *previous.limits == report.limits;
-    let limits = if same {
+    let is_unchanged = *previous.limits == report.guest_limits;
+    let limits = if is_unchanged {
         previous.limits.clone()
     } else {
-        Arc::new(report.limits.clone())
+        Arc::new(report.guest_limits.clone())
     };
     GuestPolicy {
-        leave_time: leaving,
-        vacates_jobs: parks,
+        leave_time: guest_leave_time,
+        vacates_jobs: is_vacating,
         limits,
     }
 }
 
 /// True if the change of the owner's state must be recorded: the host now accepts guests and did
-/// not before, or vice versa, or excludes them for another kind of reason.
-pub(super) fn is_recorded_change(was: &OwnerState, is: &OwnerState) -> bool {
-    let unwanted = is.excludes_guests();
-    was.excludes_guests() != unwanted
-        || (unwanted && std::mem::discriminant(was) != std::mem::discriminant(is))
+/// not before, or the reverse, or it excludes guests for another kind of reason than before.
+pub(super) fn is_recorded_change(previous: &OwnerState, current: &OwnerState) -> bool {
+    let excluded_now = current.excludes_guests();
+    previous.excludes_guests() != excluded_now
+        || (excluded_now && std::mem::discriminant(previous) != std::mem::discriminant(current))
 }
 
-/// Returns the event that records a change of the owner's state. `was`: state before the report.
-pub(super) fn owner_change_event(was: &OwnerState, report: &LoadReport) -> EventKind {
+/// Returns the event that records a change of the owner's state. `previous`: the state before the
+/// report.
+pub(super) fn owner_change_event(previous: &OwnerState, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.owner_reason.clone());
-    match (&report.access, &report.owner_verdict, was) {
-        (
-            _,
-            OwnerVerdict::Present {
-                since,
-                detected_at: seen,
-            },
-            _,
-        ) => EventKind::OwnerPresent {
+    match (&report.guest_access, &report.owner_verdict, previous) {
+        (_, OwnerVerdict::Present { since, detected_at }, _) => EventKind::OwnerPresent {
             host,
             since: *since,
-            detected_at: *seen,
+            detected_at: *detected_at,
             why,
         },
         (GuestAccess::Paused { .. }, ..) => EventKind::HostClosed {

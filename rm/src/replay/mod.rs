@@ -7,15 +7,15 @@
 //! - Tasks compute and do not wait for each other. The start of a task takes no time.
 //! - A migration stops its task for the time that an image of 64 MiB takes. Vacating a job takes
 //!   the same time.
-//! - Spawns happen at the recorded times. A task that spawns others ends after its last spawn and
-//!   after its children.
+//! - Spawns happen at the recorded times. A task that spawns other tasks ends after its last spawn
+//!   and after its children.
 //!
-//! The figures of two policies can therefore be compared with each other, but not with measurements
+//! The results of two policies can therefore be compared with each other, but not with measurements
 //! of a real system.
 
 mod world;
 
-use crate::model::Labels;
+use crate::model::HostLabels;
 use crate::policy::EffectivePolicy;
 use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{Options, Service, ServiceError};
@@ -26,11 +26,11 @@ use std::fmt::Write;
 use std::sync::Arc;
 use world::World;
 
-pub use world::TAIL_MAX;
+pub use world::TAIL_TIME_MAX;
 
 /// Result of a replay under a policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Figures {
+pub struct ReplayResult {
     pub policy: String,
     /// Number of requested spawns.
     pub spawns: u64,
@@ -40,9 +40,9 @@ pub struct Figures {
     pub refused: u64,
     /// Number of started tasks by host.
     pub placed: BTreeMap<String, u64>,
-    /// Mean time from a spawn to its answer, in seconds.
+    /// Mean time from a spawn request to its reply, in seconds.
     pub waited_mean_s: f64,
-    /// Longest time from a spawn to its answer, in seconds.
+    /// Longest time from a spawn request to its reply, in seconds.
     pub waited_most_s: f64,
     /// Number of migrations because of owners.
     pub moves_owner: u64,
@@ -61,40 +61,40 @@ pub struct Figures {
     pub last_end_s: f64,
     /// Number of tasks that were lost with their hosts.
     pub lost: u64,
-    /// Figures of the spawns and tasks of each user, by user.
-    pub users: BTreeMap<u32, UserFigures>,
+    /// Results for the spawns and tasks of each user, by user.
+    pub users: BTreeMap<u32, UserResult>,
 }
 
-/// Figures of one user's spawns and tasks.
+/// Results for one user's spawns and tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct UserFigures {
-    /// Number of answered spawns.
+pub struct UserResult {
+    /// Number of spawn requests with a reply.
     pub answered: u64,
-    /// Number of spawns without an answer at the end of the replay.
+    /// Number of spawn requests without a reply at the end of the replay.
     pub unanswered: u64,
-    /// Mean time from a spawn to its answer, in seconds.
+    /// Mean time from a spawn request to its reply, in seconds.
     pub waited_mean_s: f64,
-    /// Longest time from a spawn to its answer, in seconds.
+    /// Longest time from a spawn request to its reply, in seconds.
     pub waited_most_s: f64,
     /// Number of tasks that did all their work.
     pub finished: u64,
     /// Mean time from the start to the end of tasks that did all their work, in seconds.
     pub run_mean_s: f64,
-    /// All times from a spawn to its answer, in the order of the answers.
+    /// All times from a spawn request to its reply, in the order of the replies.
     #[serde(skip)]
     pub waits_s: Vec<f64>,
 }
 
-impl UserFigures {
-    fn new(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> UserFigures {
-        let mean = |list: &[f64]| {
-            if list.is_empty() {
+impl UserResult {
+    fn new(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> Self {
+        let mean = |values: &[f64]| {
+            if values.is_empty() {
                 0.0
             } else {
-                list.iter().sum::<f64>() / list.len() as f64
+                values.iter().sum::<f64>() / values.len() as f64
             }
         };
-        UserFigures {
+        Self {
             answered: waits_s.len() as u64,
             unanswered,
             waited_mean_s: mean(&waits_s),
@@ -111,37 +111,37 @@ impl UserFigures {
 pub struct ReplayPolicy {
     /// The policy at the start.
     pub initial: EffectivePolicy,
-    /// True if recorded policy changes are replayed, at their recorded times.
-    pub changes_as_recorded: bool,
+    /// True if the policy changes in the recording are replayed, at their recorded times.
+    pub replays_changes: bool,
 }
 
 impl From<EffectivePolicy> for ReplayPolicy {
-    fn from(conduct: EffectivePolicy) -> ReplayPolicy {
-        ReplayPolicy {
-            initial: conduct,
-            changes_as_recorded: false,
+    fn from(policy: EffectivePolicy) -> Self {
+        Self {
+            initial: policy,
+            replays_changes: false,
         }
     }
 }
 
 fn recorded_policies(entries: &[RecordingEntry]) -> impl Iterator<Item = EffectivePolicy> {
     entries.iter().filter_map(|entry| match &entry.input {
-        RecordedInput::Policy(conduct) => Some(*conduct),
+        RecordedInput::Policy(policy) => Some(*policy),
         _ => None,
     })
 }
 
-/// Returns the policy of the recording: the one at its start, with all recorded changes.
+/// Returns the policy of the recording: the policy at its start, with all recorded changes.
 pub fn recorded_policy(entries: &[RecordingEntry]) -> ReplayPolicy {
-    let conduct = recorded_policies(entries).next().unwrap_or_default();
+    let first_policy = recorded_policies(entries).next().unwrap_or_default();
     ReplayPolicy {
-        initial: conduct,
-        changes_as_recorded: recorded_policies(entries).any(|later| later != conduct),
+        initial: first_policy,
+        replays_changes: recorded_policies(entries).any(|policy| policy != first_policy),
     }
 }
 
 /// Returns the labels in the recording; empty if it contains none.
-fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
+fn recorded_labels(entries: &[RecordingEntry]) -> HostLabels {
     let labels = entries.iter().find_map(|entry| match &entry.input {
         RecordedInput::Labels(labels) => Some(labels),
         _ => None,
@@ -149,50 +149,50 @@ fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
     labels
         .into_iter()
         .flatten()
-        .map(|(host, of_host)| (host.clone(), Arc::new(of_host.clone())))
+        .map(|(host, host_labels)| (host.clone(), Arc::new(host_labels.clone())))
         .collect()
 }
 
 /// Returns a policy as the text of a policy file. The text has no keys for limits that are not set.
-fn policy_file_text(conduct: &EffectivePolicy) -> String {
+fn policy_file_text(policy: &EffectivePolicy) -> String {
     let EffectivePolicy {
-        placing,
-        balance,
-        margin,
-        rules,
-        give_way,
-    } = conduct;
-    let mut out = format!("placing = \"{placing}\"\nbalance = {balance}\nmargin = {margin:?}\n");
+        placement: placing,
+        rebalances: balance,
+        gain_margin: margin,
+        spawn_rules: rules,
+        preempts: give_way,
+    } = policy;
+    let mut text = format!("placing = \"{placing}\"\nbalance = {balance}\nmargin = {margin:?}\n");
     let _ = writeln!(
-        out,
+        text,
         "wait_s = {}\ngive_way = {give_way}",
-        rules.wait.0 / 1_000_000
+        rules.wait_max.0 / 1_000_000
     );
     for (name, limit) in [
-        ("user_tasks", rules.limits.user_tasks),
-        ("job_tasks", rules.limits.job_tasks),
+        ("user_tasks", rules.task_limits.user_tasks_max),
+        ("job_tasks", rules.task_limits.job_tasks_max),
     ] {
-        let _ = limit.map(|limit| writeln!(out, "{name} = {limit}"));
+        let _ = limit.map(|limit| writeln!(text, "{name} = {limit}"));
     }
-    out
+    text
 }
 
 /// Replays a recording under a policy.
 ///
 /// # Errors
 /// The service does not start. This cannot happen if the recording contains a host table.
-pub fn run(
+pub fn replay_recording(
     entries: &[RecordingEntry],
-    under: impl Into<ReplayPolicy>,
-) -> Result<Figures, ServiceError> {
+    replay_policy: impl Into<ReplayPolicy>,
+) -> Result<ReplayResult, ServiceError> {
     let ReplayPolicy {
-        initial: conduct,
-        changes_as_recorded: changes,
-    } = under.into();
-    let world = World::new(entries, changes);
+        initial: initial_policy,
+        replays_changes: replays_policy_changes,
+    } = replay_policy.into();
+    let world = World::new(entries, replays_policy_changes);
     let options = Options {
-        policy: conduct,
-        watchers: true,
+        policy: initial_policy,
+        starts_watchers: true,
         labels: recorded_labels(entries),
         ..Options::default()
     };
@@ -202,22 +202,26 @@ pub fn run(
         Err(other) => return Err(other),
         Ok(never) => match never {},
     }
-    let later = if changes { "; later as recorded" } else { "" };
-    Ok(Figures {
-        policy: format!("{conduct}{later}"),
-        ..world.figures()
+    let policy_suffix = if replays_policy_changes {
+        "; later as recorded"
+    } else {
+        ""
+    };
+    Ok(ReplayResult {
+        policy: format!("{initial_policy}{policy_suffix}"),
+        ..world.replay_result()
     })
 }
 
-/// Formats the results of two runs side by side.
-pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
+/// Formats the results of two replays side by side, one row per result.
+pub fn comparison_table(columns: [(&str, &ReplayResult); 2]) -> String {
     let [(a_name, a), (b_name, b)] = columns;
     let mut out = String::new();
     for (name, figures) in columns {
         let _ = writeln!(out, "{name}: {}", figures.policy);
     }
     let _ = writeln!(out, "\n{:40} {a_name:>14} {b_name:>14}", "");
-    let mut row = |what: &str, cell: &dyn Fn(&Figures) -> String| {
+    let mut row = |what: &str, cell: &dyn Fn(&ReplayResult) -> String| {
         let _ = writeln!(out, "{what:40} {:>14} {:>14}", cell(a), cell(b));
     };
     row("spawns", &|f| f.spawns.to_string());
@@ -255,7 +259,7 @@ pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     let users: std::collections::BTreeSet<u32> =
         a.users.keys().chain(b.users.keys()).copied().collect();
     for user in users.iter().filter(|_| users.len() > 1) {
-        let of = |f: &Figures, cell: fn(&UserFigures) -> f64| {
+        let of = |f: &ReplayResult, cell: fn(&UserResult) -> f64| {
             format!("{:.2}", f.users.get(user).map_or(0.0, cell))
         };
         row(&format!("user {user} waited, mean, s"), &|f| {
@@ -280,31 +284,31 @@ pub fn last_entry_time(entries: &[RecordingEntry]) -> Micros {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::{Limits, PlacementPolicy};
+    use crate::decide::{PlacementPolicy, TaskLimits};
     use crate::spawns::SpawnRules;
 
     /// A policy is the same after it was written as a policy file and read again.
     #[test]
     fn policy_round_trips_through_file_format() {
-        let limits = Limits {
-            user_tasks: Some(7),
-            job_tasks: None,
+        let limits = TaskLimits {
+            user_tasks_max: Some(7),
+            job_tasks_max: None,
         };
         let rules = SpawnRules {
-            wait: Micros::from_secs(90),
-            limits,
+            wait_max: Micros::from_secs(90),
+            task_limits: limits,
         };
-        let other = EffectivePolicy {
-            placing: PlacementPolicy::RoundRobin,
-            balance: true,
-            margin: 2.0,
-            rules,
-            give_way: false,
+        let changed_policy = EffectivePolicy {
+            placement: PlacementPolicy::RoundRobin,
+            rebalances: true,
+            gain_margin: 2.0,
+            spawn_rules: rules,
+            preempts: false,
         };
-        for conduct in [EffectivePolicy::default(), other] {
+        for policy in [EffectivePolicy::default(), changed_policy] {
             assert_eq!(
-                EffectivePolicy::default().with_file("f", policy_file_text(&conduct)),
-                Ok(conduct)
+                EffectivePolicy::default().with_file("f", policy_file_text(&policy)),
+                Ok(policy)
             );
         }
     }

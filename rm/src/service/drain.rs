@@ -1,6 +1,6 @@
 //! Drains hosts on request: their tasks migrate to other hosts, no task is started there, and the
-//! requesting task can query the progress. The event log contains each drain, so a restarted
-//! resource manager continues it.
+//! requesting task can query the progress. The event log contains each drain, so that a restarted
+//! resource manager can continue the drain.
 
 use super::Service;
 use crate::api::VmApi;
@@ -11,12 +11,14 @@ use sempa_proto::rm::{REPLY_ENTRIES_MAX, RmReply};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Hosts that are drained with a deadline, and the deadline on the service's clock.
+/// Deadlines of drains on the service's clock, by host. Hosts that are drained without a deadline
+/// are not in the map.
 #[derive(Debug, Default)]
 pub(super) struct DrainDeadlines(BTreeMap<HostId, Micros>);
 
 impl DrainDeadlines {
-    /// Returns when [`Service::report_overdue_drains`] is due.
+    /// Returns the time at which [`Service::report_overdue_drains`] is due; `None` if no drain has
+    /// a deadline.
     pub(super) fn next_deadline(&self) -> Option<Micros> {
         self.0.values().copied().min()
     }
@@ -25,158 +27,172 @@ impl DrainDeadlines {
 impl<V: VmApi> Service<V> {
     /// Continues the drains that the history contains.
     pub(super) fn restore_drains(&mut self) {
-        let (now, wall) = (self.vm.now(), self.vm.wall_clock());
-        for (host, by, until) in self.history.writer.history.draining_hosts() {
-            self.model.set_drain(host, Some(by));
-            if let Some(left) = until
-                .filter(|until| *until > wall)
-                .map(|until| until.since(wall))
+        let (now, wall_time) = (self.vm.now(), self.vm.wall_clock());
+        for (host, requester, wall_deadline) in self.history.writer.history.draining_hosts() {
+            self.model.set_drain(host, Some(requester));
+            if let Some(remaining_time) = wall_deadline
+                .filter(|wall_deadline| *wall_deadline > wall_time)
+                .map(|wall_deadline| wall_deadline.since(wall_time))
             {
-                self.drain_deadlines.0.insert(host, now + left);
+                self.drain_deadlines.0.insert(host, now + remaining_time);
             }
         }
     }
 
-    /// Writes the current drains to a recording that has just begun.
+    /// Writes the current drains to a recording that has just started.
     pub(super) fn record_drains(&mut self) {
         let now = self.vm.now();
-        let drained: Vec<(String, Tid, Option<Micros>)> = (self.model.drained_hosts())
-            .map(|(id, by)| {
+        let drains: Vec<(String, Tid, Option<Micros>)> = (self.model.drained_hosts())
+            .map(|(id, requester)| {
                 (
                     self.model.host_name(id),
-                    by,
-                    self.drain_deadlines.0.get(&id).map(|at| at.since(now)),
+                    requester,
+                    self.drain_deadlines
+                        .0
+                        .get(&id)
+                        .map(|deadline| deadline.since(now)),
                 )
             })
             .collect();
-        for (host, by, within) in drained {
+        for (host, requester, time_until_deadline) in drains {
             self.record_input(|| RecordedInput::Drain {
                 host,
-                by,
-                begun: true,
-                within,
+                requester,
+                is_start: true,
+                time_until_deadline,
             });
         }
     }
 
-    /// Handles a request of task `by` to drain a host. `within`: time until the deadline; without
-    /// it, tasks that stay are not reported.
-    pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> RmReply {
+    /// Handles a request of task `requester` to drain a host. `time_until_deadline`: time until the deadline. Without a
+    /// deadline, tasks that stay are not reported.
+    pub(super) fn start_drain(
+        &mut self,
+        requester: Tid,
+        host: &str,
+        time_until_deadline: Option<Micros>,
+    ) -> RmReply {
         let Some(id) = self.model.host_by_name(host) else {
             return RmReply::NotFound;
         };
         self.record_input(|| RecordedInput::Drain {
             host: host.to_string(),
-            by,
-            begun: true,
-            within,
+            requester,
+            is_start: true,
+            time_until_deadline,
         });
-        let (now, until) = (
-            self.vm.now(),
-            within.map(|within| self.vm.wall_clock() + within),
-        );
-        match within {
-            Some(within) => drop(self.drain_deadlines.0.insert(id, now + within)),
-            None => drop(self.drain_deadlines.0.remove(&id)),
+        let now = self.vm.now();
+        let wall_deadline = time_until_deadline.map(|time| self.vm.wall_clock() + time);
+        let deadlines = &mut self.drain_deadlines.0;
+        if let Some(time_until_deadline) = time_until_deadline {
+            deadlines.insert(id, now + time_until_deadline);
+        } else {
+            deadlines.remove(&id);
         }
         self.log_event(EventKind::DrainStarted {
             host: id,
-            requested_by: by,
-            deadline: until,
+            requested_by: requester,
+            deadline: wall_deadline,
         });
         self.revoke_grants();
-        self.model.set_drain(id, Some(by));
-        self.decide_evictions();
-        self.drain_answer(id)
+        self.model.set_drain(id, Some(requester));
+        self.start_evictions();
+        self.drain_reply(id)
     }
 
-    /// Handles a request of task `by` to end the drain of a host, so that it accepts tasks again.
-    pub(super) fn undrain(&mut self, by: Tid, host: &str) -> RmReply {
+    /// Handles a request of task `requester` to end the drain of a host, so that the host accepts tasks
+    /// again.
+    pub(super) fn end_drain(&mut self, requester: Tid, host: &str) -> RmReply {
         let Some(id) = self.model.host_by_name(host) else {
             return RmReply::NotFound;
         };
         if self.model.is_drained(id) {
             self.record_input(|| RecordedInput::Drain {
                 host: host.to_string(),
-                by,
-                begun: false,
-                within: None,
+                requester,
+                is_start: false,
+                time_until_deadline: None,
             });
             self.log_event(EventKind::DrainEnded {
                 host: id,
-                requested_by: by,
+                requested_by: requester,
             });
             self.model.set_drain(id, None);
             self.drain_deadlines.0.remove(&id);
-            self.needs_decision = true;
+            self.needs_eviction_decision = true;
         }
-        self.drain_answer(id)
+        self.drain_reply(id)
     }
 
     /// Returns the progress of the drain of a host.
     pub(super) fn drain_progress(&mut self, host: &str) -> RmReply {
         self.model
             .host_by_name(host)
-            .map_or(RmReply::NotFound, |id| self.drain_answer(id))
+            .map_or(RmReply::NotFound, |id| self.drain_reply(id))
     }
 
-    /// Returns the remaining tasks of a host. For each task that cannot migrate now, the reply
-    /// contains the reason.
-    fn drain_answer(&mut self, id: HostId) -> RmReply {
-        let drained = self.model.is_drained(id);
-        let snapshot = self.model.snapshot(self.vm.now());
+    /// Returns the reply about the remaining tasks of a host. For each task that cannot migrate at
+    /// present, the reply contains the reason.
+    fn drain_reply(&mut self, id: HostId) -> RmReply {
+        let is_drained_now = self.model.is_drained(id);
+        let snapshot = self.model.update_snapshot(self.vm.now());
         let stays: BTreeMap<Tid, StayDecision> = plan_evictions(snapshot)
-            .staying
+            .stays
             .into_iter()
-            .map(|stay| (stay.tid, stay))
+            .map(|pinned_count| (pinned_count.tid, pinned_count))
             .collect();
         let Some(host) = snapshot.host(id) else {
             return RmReply::NotFound;
         };
-        let why = |tid: &Tid| stays.get(tid).map(|stay| stay.describe(snapshot));
-        let (fixed, others): (Vec<_>, Vec<_>) = host.tasks.iter().partition(|task| task.pinned);
-        let mut tasks: Vec<(Tid, Option<String>)> = others
+        let reason_of = |tid: &Tid| {
+            stays
+                .get(tid)
+                .map(|pinned_count| pinned_count.describe(snapshot))
+        };
+        let (pinned_tasks, guests): (Vec<_>, Vec<_>) =
+            host.tasks.iter().partition(|task| task.pinned);
+        let mut tasks: Vec<(Tid, Option<String>)> = guests
             .iter()
-            .map(|task| (task.tid, why(&task.tid)))
+            .map(|task| (task.tid, reason_of(&task.tid)))
             .collect();
         tasks.truncate(REPLY_ENTRIES_MAX);
-        let stay = fixed
+        let pinned_count = pinned_tasks
             .iter()
             .filter(|task| !sempa_proto::load::is_load_watcher(&task.name))
             .count() as u32;
         RmReply::Drain {
-            drained,
+            is_drained: is_drained_now,
             tasks,
-            staying: stay,
+            bound_tasks: pinned_count,
         }
     }
 
     /// Logs the remaining tasks of hosts whose deadline has passed.
     pub(super) fn report_overdue_drains(&mut self, now: Micros) {
-        let due: Vec<HostId> = self
+        let overdue_hosts: Vec<HostId> = self
             .drain_deadlines
             .0
             .iter()
-            .filter(|(_, at)| **at <= now)
+            .filter(|(_, deadline)| **deadline <= now)
             .map(|(id, _)| *id)
             .collect();
-        for id in due {
+        for id in overdue_hosts {
             self.drain_deadlines.0.remove(&id);
-            let RmReply::Drain { tasks, .. } = self.drain_answer(id) else {
+            let RmReply::Drain { tasks, .. } = self.drain_reply(id) else {
                 continue;
             };
             if tasks.is_empty() {
                 continue;
             }
-            let one = |(tid, why): &(Tid, Option<String>)| match why {
+            let describe_task = |(tid, why): &(Tid, Option<String>)| match why {
                 Some(why) => format!("{tid} ({why})"),
                 None => format!("{tid} (migrating)"),
             };
-            let list: Vec<String> = tasks.iter().map(one).collect();
+            let task_texts: Vec<String> = tasks.iter().map(describe_task).collect();
             let name = self.model.host_name(id);
             self.log_note(format!(
                 "{name} should be empty by now; remaining tasks: {}",
-                list.join(", ")
+                task_texts.join(", ")
             ));
         }
     }

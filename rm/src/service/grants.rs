@@ -1,12 +1,12 @@
-//! Grants for future spawn requests: decides when a task gets one, and records the tasks started by
-//! it.
+//! Grants for future spawn requests: decides when a task gets a grant, and records the tasks that
+//! were started by it.
 
 use super::Service;
 use crate::api::VmApi;
 use crate::decide::{Colocation, Constraints, PlacementPolicy, PlacementRequest, place};
 use crate::grants::GRANT_WINDOW;
 use crate::recording::RecordedInput;
-use crate::spawns::{GrantedTask, SpawnIncoming, SpawnRules};
+use crate::spawns::{GrantedTask, IncomingSpawn, SpawnRules};
 use crate::store::decision_records;
 use sempa_proto::rm::PlacementAttempt;
 use sempa_proto::sm::{
@@ -17,66 +17,70 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Message, Micros, Tid};
 
 impl<V: VmApi> Service<V> {
-    /// Decides whether a task gets a grant after all tasks of its request were started.
-    pub(super) fn consider_grant(&mut self, from: &SpawnIncoming) {
+    /// Decides whether the requesting task gets a grant after all tasks of its request were
+    /// started.
+    pub(super) fn consider_grant(&mut self, incoming: &IncomingSpawn) {
         let now = self.vm.now();
-        // The task may have ended while its own tasks were started.
-        if self.model.has_task(from.requester) && self.grants.record_answer(now, from) {
-            self.grant_hosts(now, from.requester);
+        // The requesting task may have ended while the tasks of its request were started.
+        if self.model.has_task(incoming.requester) && self.grants.record_request(now, incoming) {
+            self.grant_hosts(now, incoming.requester);
         }
     }
 
     /// Grants a task hosts for its next requests. Makes no grant if each request must be decided
     /// separately, because of task limits, waiting requests or round robin.
     fn grant_hosts(&mut self, now: Micros, task: Tid) {
-        let conduct = self.options.policy;
-        let Some(next) = self.grants.request_of(task) else {
+        let current_policy = self.options.policy;
+        let Some(last_request) = self.grants.last_request(task) else {
             return;
         };
-        let one_by_one = conduct.placing != PlacementPolicy::Load
-            || conduct.rules != SpawnRules::default()
-            || self.job_kills.is_being_killed(next.job, task);
-        let count = next.request.count as usize;
-        if one_by_one || self.spawns.waiting_count() > 0 || !is_grantable(&next.request) {
+        let needs_separate_decisions = current_policy.placement != PlacementPolicy::Load
+            || current_policy.spawn_rules != SpawnRules::default()
+            || self.job_kills.is_being_killed(last_request.job, task);
+        let task_count = last_request.request.task_count as usize;
+        if needs_separate_decisions
+            || self.spawns.waiting_count() > 0
+            || !is_grantable(&last_request.request)
+        {
             return;
         }
-        if self.grants.available_slots(now, task) < count {
-            let idle = self.grants.revoke_idle(now);
-            self.notify_revoked(idle);
+        if self.grants.available_slots(now, task) < task_count {
+            let revoked_grants = self.grants.revoke_idle(now);
+            self.notify_revoked(revoked_grants);
         }
-        let room = self.grants.available_slots(now, task);
-        if room < count {
+        let slot_count = self.grants.available_slots(now, task);
+        if slot_count < task_count {
             return;
         }
         if let Some((hosts, attempt)) = self
-            .hosts_for(now, task, room)
-            .filter(|(hosts, _)| hosts.len() >= count)
+            .place_last_request(now, task, slot_count)
+            .filter(|(hosts, _)| hosts.len() >= task_count)
         {
             self.send_grant(task, hosts, attempt);
         }
     }
 
-    /// Returns the hosts of `count` tasks if a task's last request were placed now, and the
-    /// explanation.
-    fn hosts_for(
+    /// Returns the hosts of `task_count` tasks if the task's last request were placed now, with the
+    /// explanation of the placement. `None` if no request of the task is remembered.
+    fn place_last_request(
         &mut self,
         now: Micros,
         task: Tid,
-        count: usize,
+        task_count: usize,
     ) -> Option<(Vec<HostId>, PlacementAttempt)> {
-        let snapshot = self.model.snapshot(now);
-        let SpawnIncoming {
+        let snapshot = self.model.update_snapshot(now);
+        let IncomingSpawn {
             user,
             request,
-            caller,
+            caller_host: caller,
             job,
             ..
-        } = self.grants.request_of(task)?;
-        let ask = PlacementRequest {
-            peers: &snapshot.peer_hosts(*caller, *job),
-            ..PlacementRequest::new(*user, request, count as u32, *caller)
+        } = self.grants.last_request(task)?;
+        let placement_request = PlacementRequest {
+            peer_hosts: &snapshot.peer_hosts(*caller, *job),
+            ..PlacementRequest::new(*user, request, task_count as u32, *caller)
         };
-        let placement = place(snapshot, &ask);
+        let placement = place(snapshot, &placement_request);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = decision_records::placement_attempt(&placement, snapshot);
         attempt.reason = format!("granted in advance: {}", attempt.reason);
@@ -84,7 +88,11 @@ impl<V: VmApi> Service<V> {
     }
 
     fn send_grant(&mut self, task: Tid, hosts: Vec<HostId>, attempt: PlacementAttempt) {
-        let Some(wid) = self.grants.request_of(task).map(|next| next.wid) else {
+        let Some(wid) = self
+            .grants
+            .last_request(task)
+            .map(|last_request| last_request.wait_id)
+        else {
             return;
         };
         self.grants.set_grant(task, &hosts, attempt);
@@ -94,19 +102,24 @@ impl<V: VmApi> Service<V> {
             wid,
             pack_placement_lease(&PlacementLease {
                 hosts,
-                valid_for: GRANT_WINDOW,
+                validity_time: GRANT_WINDOW,
             }),
         );
     }
 
-    /// Compares all grants with the placement that the same requests would get now, and replaces
-    /// those that differ.
+    /// Compares all grants with the placement that the same requests would get now. Replaces a
+    /// grant if the hosts differ.
     pub(super) fn review_grants(&mut self, now: Micros) {
-        if self.grants.next_review().is_none_or(|at| at > now) {
+        if self
+            .grants
+            .next_review()
+            .is_none_or(|review_time| review_time > now)
+        {
             return;
         }
-        for (task, given) in self.grants.review(now) {
-            let Some((hosts, attempt)) = self.hosts_for(now, task, given.len()) else {
+        for (task, granted_hosts) in self.grants.review(now) {
+            let Some((hosts, attempt)) = self.place_last_request(now, task, granted_hosts.len())
+            else {
                 continue;
             };
             let sorted = |hosts: &[HostId]| {
@@ -114,8 +127,9 @@ impl<V: VmApi> Service<V> {
                 hosts.sort_unstable();
                 hosts
             };
-            // Only the set of hosts is compared, because the order of use has little effect.
-            if sorted(&hosts) != sorted(&given) {
+            // Only the sets of hosts are compared, because the order in which a task uses the hosts
+            // has little effect.
+            if sorted(&hosts) != sorted(&granted_hosts) {
                 self.send_grant(task, hosts, attempt);
             }
         }
@@ -123,8 +137,8 @@ impl<V: VmApi> Service<V> {
 
     /// Revokes all grants, so that tasks must send a request for each spawn.
     pub(super) fn revoke_grants(&mut self) {
-        let taken = self.grants.revoke_all(self.vm.now());
-        self.notify_revoked(taken);
+        let revoked = self.grants.revoke_all(self.vm.now());
+        self.notify_revoked(revoked);
     }
 
     fn notify_revoked(&mut self, revoked: Vec<(Tid, i32)>) {
@@ -135,27 +149,30 @@ impl<V: VmApi> Service<V> {
                 wid,
                 pack_placement_lease(&PlacementLease {
                     hosts: Vec::new(),
-                    valid_for: GRANT_WINDOW,
+                    validity_time: GRANT_WINDOW,
                 }),
             );
         }
     }
 
-    /// Handles a daemon's report that tasks were started by a grant.
+    /// Handles a daemon's report that a task has started tasks by a grant.
     pub(super) fn handle_grant_use(&mut self, message: &Message) {
-        let Ok(PlacementLeaseUse { spawner: by, tasks }) =
-            unpack_placement_lease_use(message.body.clone())
+        let Ok(PlacementLeaseUse {
+            spawner: spawner_tid,
+            tasks,
+        }) = unpack_placement_lease_use(message.body.clone())
         else {
             return;
         };
         let now = self.vm.now();
-        // Tasks of an unknown grant need no record here, because the event log reports them.
+        // Tasks that were started by an unknown grant are not recorded here, because the event log
+        // reports them.
         let hosts = tasks.iter().map(|(host, _)| *host);
-        let Some(granted) = self.grants.record_use(now, by, message.wid, hosts) else {
+        let Some(grant_use) = self.grants.record_use(now, spawner_tid, message.wid, hosts) else {
             return;
         };
-        let snapshot = self.model.snapshot(now);
-        let started: Vec<GrantedTask> = tasks
+        let snapshot = self.model.update_snapshot(now);
+        let granted_tasks: Vec<GrantedTask> = tasks
             .iter()
             .map(|(host, tid)| GrantedTask {
                 tid: *tid,
@@ -163,40 +180,40 @@ impl<V: VmApi> Service<V> {
                 host_name: snapshot.host_name(*host),
             })
             .collect();
-        self.record_granted_spawn(&granted.from, &tasks);
+        self.record_granted_spawn(&grant_use.incoming, &tasks);
         self.spawns
-            .record_granted(granted.from, started, granted.attempt);
-        if granted.needs_renewal {
-            self.grant_hosts(now, by);
+            .record_granted(grant_use.incoming, granted_tasks, grant_use.attempt);
+        if grant_use.needs_renewal {
+            self.grant_hosts(now, spawner_tid);
         }
     }
 
-    /// Records the tasks as a spawn request, so that a replay requests them.
-    fn record_granted_spawn(&mut self, from: &SpawnIncoming, tasks: &[(HostId, Tid)]) {
-        let Some((_, first)) = tasks.first() else {
+    /// Records the tasks as a spawn request, so that a replay requests the same tasks.
+    fn record_granted_spawn(&mut self, incoming: &IncomingSpawn, tasks: &[(HostId, Tid)]) {
+        let Some((_, first_tid)) = tasks.first() else {
             return;
         };
-        let number = (from.requester, first.raw());
-        let SpawnIncoming {
-            caller,
+        let request_id = (incoming.requester, first_tid.raw());
+        let IncomingSpawn {
+            caller_host: caller,
             user,
             job,
             ref request,
             ..
-        } = *from;
+        } = *incoming;
         let request = || SpawnRequest {
-            count: tasks.len() as u32,
+            task_count: tasks.len() as u32,
             ..request.clone()
         };
         self.record_input(|| RecordedInput::Spawn {
-            number,
-            caller,
+            request_id,
+            caller_host: caller,
             user,
             job,
             request: request(),
         });
-        self.record_input(|| RecordedInput::Started {
-            number,
+        self.record_input(|| RecordedInput::SpawnAnswered {
+            request_id,
             tids: tasks.iter().map(|(_, tid)| *tid).collect(),
         });
     }
@@ -205,11 +222,12 @@ impl<V: VmApi> Service<V> {
 /// True for a request whose tasks get the same hosts whether they are placed together or a few at a
 /// time.
 fn is_grantable(request: &SpawnRequest) -> bool {
-    // Memory is promised to tasks when their order is sent to a host.
-    let is_independent = |wants: Constraints| {
-        wants.rank.is_none()
-            && wants.colocation == Colocation::Any
-            && wants.memory_bytes().is_none()
+    // Memory is promised only when an order is sent to a host. A grant sends no order, so a request
+    // with a minimum of memory is not grantable.
+    let is_independent = |constraints: Constraints| {
+        constraints.rank.is_none()
+            && constraints.colocation == Colocation::Any
+            && constraints.min_memory_bytes().is_none()
     };
     Constraints::from_request(request).is_ok_and(is_independent)
 }

@@ -17,105 +17,112 @@ use sempa_proto::rm::{
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Maximum number of event log entries requested at once.
+/// Maximum number of event log entries that are requested at once.
 const EVENT_PAGE_MAX: u32 = 1000;
 /// Key of the values learned from tasks and migrations, within the learned values of the history.
 const LEARNED_COSTS_KEY: u64 = 1;
 
-/// History and related state of the service.
+/// The history, and the state that the service needs to record and store it.
 #[derive(Debug, Default)]
 pub(super) struct HistoryState {
     pub(super) writer: HistoryWriter,
     /// The last recorded refusal of each task's migration, as (target, reason). The same refusal is
     /// not recorded twice in succession.
     recorded_refusals: BTreeMap<Tid, (HostId, String)>,
-    /// Version of the learned values that were stored last.
-    stored_version: u64,
-    /// True if the stored history belongs to this virtual machine, and not to an earlier one of the
-    /// same name.
-    same_vm: bool,
+    /// Version of the learned values that were stored most recently.
+    stored_estimates_version: u64,
+    /// True if the stored history belongs to this virtual machine. False if it belongs to an
+    /// earlier virtual machine of the same name.
+    is_same_vm: bool,
 }
 
 impl HistoryState {
-    pub(super) fn new(ledger: HistoryWriter) -> HistoryState {
-        HistoryState {
-            writer: ledger,
-            ..HistoryState::default()
+    pub(super) fn new(history_writer: HistoryWriter) -> Self {
+        Self {
+            writer: history_writer,
+            ..Self::default()
         }
     }
 }
 
 impl<V: VmApi> Service<V> {
-    /// Adds the entries of the event log that follow the end of the history. Discards state of
-    /// another virtual machine.
+    /// Adds the entries of the event log that follow the end of the history. If the history belongs
+    /// to another virtual machine, discards the state of that virtual machine first.
     pub(super) fn sync_history(&mut self) -> Result<(), Error> {
-        let place = self.history.writer.history.log_position();
+        let end_position = self.history.writer.history.log_position();
         let mut same_vm = false;
-        if place.number > 0 {
-            let stored_entry = self.vm.events(place.number, 1)?;
+        if end_position.event_number > 0 {
+            let stored_entry = self.vm.events(end_position.event_number, 1)?;
             // The master drops its oldest entries. If the entry at the end of the history was
-            // dropped, the log of the same virtual machine begins after it.
-            same_vm = stored_entry
-                .first()
-                .is_some_and(|e| e.number > place.number || LogPosition::after(e) == place);
+            // dropped, the first entry in the log of the same virtual machine has a greater number.
+            same_vm = stored_entry.first().is_some_and(|e| {
+                e.number > end_position.event_number || LogPosition::after_event(e) == end_position
+            });
             if !same_vm {
                 self.history.writer.history.start_new_vm();
             }
         }
-        self.history.same_vm = same_vm;
+        self.history.is_same_vm = same_vm;
         self.read_missed_events()?;
-        // The list must be requested after the log. Then a task that the log reports as started is
-        // in the list or has ended.
-        let (wall, tasks) = (self.vm.wall_clock(), self.vm.tasks()?);
-        self.history.writer.history.reconcile(wall, &tasks);
+        // The task list must be requested after the log. A task that the log reports as started is
+        // then in the list, or has ended.
+        let (wall_time, tasks) = (self.vm.wall_clock(), self.vm.tasks()?);
         self.history
             .writer
             .history
-            .record_decision(wall, DecisionKind::RmStarted { resumed: same_vm });
+            .reconcile_tasks(wall_time, &tasks);
+        self.history.writer.history.record_decision(
+            wall_time,
+            DecisionKind::RmStarted {
+                continues_state: same_vm,
+            },
+        );
         Ok(())
     }
 
-    /// Restores users' indices, holdings, jobs, ages of tasks, and learned values.
+    /// Restores the indices and held processors of the users, the jobs and ages of tasks, and the
+    /// learned values.
     pub(super) fn restore_state(&mut self) {
-        let (now, wall) = (self.vm.now(), self.vm.wall_clock());
-        let books = &self.history.writer.history;
-        for (user, index, at) in books.indices() {
-            self.spawns.restore_index(now, user, index, wall.since(at));
+        let (now, wall_time) = (self.vm.now(), self.vm.wall_clock());
+        let stored_history = &self.history.writer.history;
+        for (user, index, indexed_at) in stored_history.user_indices() {
+            self.spawns
+                .restore_index(now, user, index, wall_time.since(indexed_at));
         }
-        for task in books.running() {
+        for task in stored_history.running_tasks() {
             if !self.model.has_task(task.tid) {
                 continue;
             }
             self.model.set_task_user(task.tid, task.user);
-            let age = wall.since(task.started);
+            let age = wall_time.since(task.started_at);
             if age <= now {
                 self.model
                     .restore_task(task.tid, task.job, Micros(now.0 - age.0));
             }
             if task.counts_toward_limits {
-                self.spawns
-                    .task_started(now, task.tid, (task.user, task.job));
+                self.spawns.count_task(now, task.tid, (task.user, task.job));
             }
         }
-        if let Some(lessons) = books
-            .learned(LEARNED_COSTS_KEY)
+        if let Some(learned_costs) = stored_history
+            .learned_value(LEARNED_COSTS_KEY)
             .and_then(|bytes| from_bytes::<LearnedCosts>(bytes).ok())
         {
-            let lessons = if self.history.same_vm {
-                lessons
+            let learned_costs = if self.history.is_same_vm {
+                learned_costs
             } else {
-                lessons.for_other_hosts()
+                learned_costs.for_other_hosts()
             };
-            self.model.restore_estimates(Estimates::restore(lessons));
-            self.history.stored_version = self.model.estimates().version();
+            self.model
+                .restore_estimates(Estimates::restore(learned_costs));
+            self.history.stored_estimates_version = self.model.estimates().version();
         }
     }
 
     /// Adds the entries of the event log that the history does not contain.
     fn read_missed_events(&mut self) -> Result<(), Error> {
         loop {
-            let from = self.history.writer.history.log_position().number + 1;
-            let events = self.vm.events(from, EVENT_PAGE_MAX)?;
+            let first_number = self.history.writer.history.log_position().event_number + 1;
+            let events = self.vm.events(first_number, EVENT_PAGE_MAX)?;
             events
                 .iter()
                 .for_each(|event| self.history.writer.history.apply_event(event));
@@ -125,82 +132,86 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Adds an event to the history. If events before it were missed, reads and adds them first.
-    pub(super) fn record_in_history(&mut self, event: &Event) {
-        let next = self.history.writer.history.log_position().number + 1;
-        if event.number > next && self.read_missed_events().is_err() {
-            // The daemon is gone. The next receive returns that error.
+    /// Adds an event to the history. If earlier events were missed, reads and adds them first.
+    pub(super) fn add_to_history(&mut self, event: &Event) {
+        let next_number = self.history.writer.history.log_position().event_number + 1;
+        if event.number > next_number && self.read_missed_events().is_err() {
+            // The daemon is gone. The next receive returns the same error.
             return;
         }
-        let books = &mut self.history.writer.history;
-        books.apply_event(event);
+        let stored_history = &mut self.history.writer.history;
+        stored_history.apply_event(event);
         if let sempa_proto::event::EventKind::TaskStarted { tid, .. } = &event.kind
             && self.spawns.is_counted(*tid)
         {
-            books.mark_counted(*tid);
+            stored_history.mark_counted(*tid);
         }
     }
 
-    /// Orders a migration. Returns true if it has begun.
+    /// Orders a migration. Returns true if it has started.
     pub(super) fn start_migration(
         &mut self,
         now: Micros,
         tid: Tid,
-        (from, to): (HostId, HostId),
+        (source, target): (HostId, HostId),
         cause: MigrationCause,
-        expected: Option<MigrationBenefit>,
+        expected_benefit: Option<MigrationBenefit>,
     ) -> bool {
-        let begun = self.vm.migrate(tid, to, cause.clone());
-        self.record_migration_order(tid, (from, to), cause, expected, begun.as_ref().err());
-        match &begun {
-            Ok(()) => self.model.migration_begun(now, tid, to),
-            Err(error) => self.model.migration_not_begun(now, tid, to, error),
+        let start_result = self.vm.migrate(tid, target, cause.clone());
+        self.record_migration_order(
+            tid,
+            (source, target),
+            cause,
+            expected_benefit,
+            start_result.as_ref().err(),
+        );
+        match &start_result {
+            Ok(()) => self.model.record_migration_start(now, tid, target),
+            Err(error) => self.model.record_start_error(now, tid, target, error),
         }
-        begun.is_ok()
+        start_result.is_ok()
     }
 
-    /// Records that a migration was ordered, or that the order was refused.
+    /// Records that a migration was ordered or refused.
     fn record_migration_order(
         &mut self,
         tid: Tid,
-        (from, to): (HostId, HostId),
+        (source, target): (HostId, HostId),
         cause: MigrationCause,
-        expected: Option<MigrationBenefit>,
+        expected_benefit: Option<MigrationBenefit>,
         error: Option<&MigrateError>,
     ) {
-        let refused = error.map(ToString::to_string);
-        match &refused {
-            Some(why)
-                if self
-                    .history
-                    .recorded_refusals
-                    .get(&tid)
-                    .is_some_and(|(host, told)| *host == to && told == why) =>
+        let refusal = error.map(ToString::to_string);
+        match &refusal {
+            Some(reason)
+                if self.history.recorded_refusals.get(&tid).is_some_and(
+                    |(host, recorded_reason)| *host == target && recorded_reason == reason,
+                ) =>
             {
                 return;
             }
-            Some(why) => drop(
+            Some(reason) => drop(
                 self.history
                     .recorded_refusals
-                    .insert(tid, (to, why.clone())),
+                    .insert(tid, (target, reason.clone())),
             ),
             None => drop(self.history.recorded_refusals.remove(&tid)),
         }
-        let expected = expected.unwrap_or_else(|| {
-            let cost = self.model.migration_cost(tid, (from, to));
+        let expected_benefit = expected_benefit.unwrap_or_else(|| {
+            let cost = self.model.migration_cost(tid, (source, target));
             MigrationBenefit {
                 gain: Micros::default(),
                 cost,
             }
         });
-        let (from, to) = (self.model.host_name(from), self.model.host_name(to));
+        let (source, target) = (self.model.host_name(source), self.model.host_name(target));
         let decision = DecisionKind::MigrationOrdered {
             tid,
-            from,
-            to,
+            from: source,
+            to: target,
             cause,
-            expected,
-            refused,
+            expected: expected_benefit,
+            refused: refusal,
         };
         self.history
             .writer
@@ -208,9 +219,9 @@ impl<V: VmApi> Service<V> {
             .record_decision(self.vm.wall_clock(), decision);
     }
 
-    /// Records the results of rebalancing migrations.
-    pub(super) fn record_outcomes(&mut self) {
-        for outcome in self.model.take_outcomes() {
+    /// Records the outcomes of rebalancing migrations.
+    pub(super) fn record_rebalance_outcomes(&mut self) {
+        for outcome in self.model.take_prediction_outcomes() {
             let decision =
                 decision_records::rebalance_outcome(&outcome, |host| self.model.host_name(host));
             self.history
@@ -221,87 +232,96 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Writes changes to the history file when they are due.
-    pub(super) fn write_history(&mut self, now: Micros) {
+    pub(super) fn write_history_if_due(&mut self, now: Micros) {
         if self.history.writer.is_due(now) {
             self.history
                 .recorded_refusals
                 .retain(|tid, _| self.model.has_task(*tid));
-            self.store_learned(now);
-            if let Some(text) = self.history.writer.write(now) {
-                self.log_note(text);
+            self.store_learned_values(now);
+            if let Some(error_note) = self.history.writer.send_changes(now) {
+                self.log_note(error_note);
             }
         }
         self.history.writer.schedule_write(now);
     }
 
     /// Stores the users' indices and the learned values in the history.
-    fn store_learned(&mut self, now: Micros) {
-        let indices: Vec<(u32, f64)> = self.spawns.fair_share().indices(now).collect();
-        let books = &mut self.history.writer.history;
-        books.set_indices(self.vm.wall_clock(), indices);
+    fn store_learned_values(&mut self, now: Micros) {
+        let indices: Vec<(u32, f64)> = self.spawns.fair_share().user_indices(now).collect();
+        let stored_history = &mut self.history.writer.history;
+        stored_history.set_user_indices(self.vm.wall_clock(), indices);
         let estimates = self.model.estimates();
-        if estimates.version() != self.history.stored_version
+        if estimates.version() != self.history.stored_estimates_version
             && let Ok(bytes) = to_bytes(&estimates.to_learned_costs())
         {
-            self.history.stored_version = estimates.version();
-            books.set_learned(LEARNED_COSTS_KEY, bytes);
+            self.history.stored_estimates_version = estimates.version();
+            stored_history.set_learned_value(LEARNED_COSTS_KEY, bytes);
         }
     }
 
-    /// Returns earlier decisions about a host, and its current state.
-    fn explain_host(&mut self, name: String) -> RmReply {
+    /// Returns the recorded decisions about a host, and its current state.
+    fn host_decisions_reply(&mut self, name: String) -> RmReply {
         let id = self.model.host_by_name(&name);
-        let drained = id.and_then(|id| self.model.drained_by(id));
-        let mut answer = self
+        let drain_requester = id.and_then(|id| self.model.drain_requester(id));
+        let mut reply = self
             .history
             .writer
             .history
-            .answer(&RmQuery::HostDecisions(name));
-        if let RmReply::Decisions {
-            host_state: now, ..
-        } = &mut answer
-        {
-            let mut holds =
-                decision_records::host_state(self.model.snapshot(self.vm.now()), id, drained);
-            if let HostState::Used(but) = &mut holds {
-                but.extend(id.and_then(|id| self.spawns.describe_reservation(id)));
+            .answer_query(&RmQuery::HostDecisions(name));
+        if let RmReply::Decisions { host_state, .. } = &mut reply {
+            let mut state = decision_records::host_state(
+                self.model.update_snapshot(self.vm.now()),
+                id,
+                drain_requester,
+            );
+            if let HostState::Used(exclusions) = &mut state {
+                exclusions.extend(id.and_then(|id| self.spawns.describe_reservation(id)));
             }
-            *now = Some(holds);
+            *host_state = Some(state);
         }
-        answer
+        reply
     }
 
-    /// Lists the waiting spawns of all users or of one.
-    fn list_waiting(&self, user: Option<u32>) -> RmReply {
-        let wanted = |waits: &WaitingSpawn| user.is_none_or(|user| user == waits.user);
-        let all = self
+    /// Returns the waiting spawns of one user, or of all users if `user` is `None`.
+    fn waiting_spawns_reply(&self, user: Option<u32>) -> RmReply {
+        let belongs_to_user =
+            |waiting_spawn: &WaitingSpawn| user.is_none_or(|user| user == waiting_spawn.user);
+        let waiting_spawns = self
             .spawns
-            .list_waiting(self.vm.now(), self.vm.wall_clock());
-        RmReply::WaitingSpawns(all.filter(wanted).take(REPLY_ENTRIES_MAX).collect())
+            .waiting_entries(self.vm.now(), self.vm.wall_clock());
+        RmReply::WaitingSpawns(
+            waiting_spawns
+                .filter(belongs_to_user)
+                .take(REPLY_ENTRIES_MAX)
+                .collect(),
+        )
     }
 
     /// Handles a query or a command of a client, and sends the reply.
-    pub(super) fn answer_question(&mut self, message: &Message) {
-        let answer = match decode::<RmQuery>(&message.body) {
+    pub(super) fn handle_query(&mut self, message: &Message) {
+        let reply_to_client = match decode::<RmQuery>(&message.body) {
             Ok(Some(RmQuery::Suspend { job, suspend })) => {
-                self.suspend_job(message.src, job, suspend)
+                self.set_job_suspended(message.src, job, suspend)
             }
-            Ok(Some(RmQuery::Drain { host, within })) => self.drain(message.src, &host, within),
-            Ok(Some(RmQuery::Undrain { host })) => self.undrain(message.src, &host),
+            Ok(Some(RmQuery::Drain {
+                host,
+                time_limit: within,
+            })) => self.start_drain(message.src, &host, within),
+            Ok(Some(RmQuery::Undrain { host })) => self.end_drain(message.src, &host),
             Ok(Some(RmQuery::DrainStatus { host })) => self.drain_progress(&host),
             Ok(Some(RmQuery::Kill(job))) => self.kill_job(message.src, job),
             Ok(Some(RmQuery::KillStatus(job))) => self.kill_progress(job),
             Ok(Some(RmQuery::CancelVacated(job))) => self.cancel_restart(message.src, job),
-            Ok(Some(RmQuery::HostDecisions(name))) => self.explain_host(name),
-            Ok(Some(RmQuery::WaitingSpawns { user })) => self.list_waiting(user),
-            Ok(Some(question)) => {
-                self.store_learned(self.vm.now());
-                self.history.writer.history.answer(&question)
+            Ok(Some(RmQuery::HostDecisions(name))) => self.host_decisions_reply(name),
+            Ok(Some(RmQuery::WaitingSpawns { user })) => self.waiting_spawns_reply(user),
+            Ok(Some(query)) => {
+                self.store_learned_values(self.vm.now());
+                self.history.writer.history.answer_query(&query)
             }
             Ok(None) | Err(_) => RmReply::UnsupportedVersion(RM_VERSION),
         };
-        if let Ok(bytes) = encode(&answer) {
-            // The reply fails if the client has ended.
+        if let Ok(bytes) = encode(&reply_to_client) {
+            // The send fails if the client has ended.
             drop(
                 self.vm
                     .send_rm(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),

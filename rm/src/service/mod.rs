@@ -10,16 +10,16 @@ mod policy_runtime;
 mod suspend;
 mod vacate;
 
-pub use kill::{KILLS_MAX, TERM_TIMEOUT};
-pub use vacate::VACATED_RESERVE_AFTER;
+pub use kill::{JOB_KILLS_MAX, TERM_TIMEOUT};
+pub use vacate::VACATED_RESERVATION_DELAY;
 
 use crate::api::VmApi;
 use crate::decide::{Choosers, UnknownChooser, plan_evictions, plan_rebalances};
 use crate::grants::Grants;
-use crate::model::{Labels, Model};
+use crate::model::{HostLabels, Model};
 use crate::policy::{EffectivePolicy, PolicyError};
 use crate::recording::{RecordedInput, Recorder};
-use crate::spawns::{self, SpawnIncoming, Spawns};
+use crate::spawns::{self, IncomingSpawn, Spawns};
 use crate::store::{HistoryWriter, StoreLocation, decision_records};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
@@ -28,7 +28,7 @@ use libpvm::Error;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
-use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport, TAG_REPORT_TO, is_load_watcher};
+use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport, TAG_REPORT_ADDRESS, is_load_watcher};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::MigrationCause;
 use sempa_proto::rm::{CTX_RM, TAG_QUERY};
@@ -48,12 +48,12 @@ pub const TAG_EVENT: i32 = 1;
 pub const TAG_TASK_EXIT: i32 = 2;
 /// Tag of notifications that hosts have joined.
 pub const TAG_HOST_ADD: i32 = 3;
-/// Tag of notifications that a host has left.
+/// Tag of notifications that a host is no longer in the virtual machine.
 pub const TAG_HOST_DELETE: i32 = 4;
 /// Tag of reports from load watchers.
-pub const TAG_LOAD: i32 = 5;
+pub const TAG_LOAD_REPORT: i32 = 5;
 
-/// Tag of a message with the content of the policy file. The thread that follows the file sends it
+/// Tag of a message with the content of the policy file. The thread that watches the file sends it
 /// when the file has changed.
 pub const TAG_POLICY: i32 = 6;
 
@@ -73,28 +73,29 @@ const SIGKILL: i32 = 9;
 /// Configuration of the resource manager.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Policy in force: that of the command line, until a policy file is applied.
+    /// Policy in force. At first this is the policy of the command line, until a policy file is
+    /// applied.
     pub policy: EffectivePolicy,
-    /// Policy of the command line without settings from a policy file. Each content of the policy
-    /// file is applied to it.
+    /// Policy of the command line without settings from a policy file. The settings of the policy
+    /// file are applied to this policy, not to the policy in force.
     pub command_line_policy: EffectivePolicy,
-    /// Name of the policy file, for messages.
+    /// Name of the policy file, for messages; empty without a policy file.
     pub policy_file: String,
-    /// Content of the policy file at the start, or the reason why it cannot be read. `None` if
-    /// there is no policy file. It takes precedence over `policy`.
+    /// Content of the policy file at the start, or the reason why the file cannot be read; `None`
+    /// if there is no policy file. The content takes precedence over `policy`.
     pub policy_content: Option<Result<Vec<u8>, String>>,
     /// True if a load watcher is started on every host.
-    pub watchers: bool,
-    pub labels: Labels,
+    pub starts_watchers: bool,
+    pub labels: HostLabels,
     /// Available external choosers; pvm-rm itself contains none.
     pub choosers: Choosers,
     /// Database of the history; `None` if the history is not stored.
     pub store_location: Option<StoreLocation>,
     /// User to whom tasks belong if their user is not known: the user of the resource manager.
-    pub user: u32,
+    pub default_user: u32,
 }
 
-/// Why the service did not start, or why it ended.
+/// Reason why the service did not start, or why it ended.
 #[derive(Debug, Error)]
 pub enum ServiceError {
     /// Another resource manager is registered, with this tid.
@@ -138,31 +139,33 @@ pub struct Service<V> {
     spawns: Spawns,
     grants: Grants,
     watchers: Watchers,
-    /// True if something that evictions depend on has changed since the last decision.
-    needs_decision: bool,
-    /// Time of the next eviction decision if nothing changes before.
-    decide_at: Option<Micros>,
+    /// True if something on which evictions depend has changed since the last decision.
+    needs_eviction_decision: bool,
+    /// Time of the next eviction decision if nothing changes earlier; `None` if no timer is needed.
+    eviction_decision_at: Option<Micros>,
     /// Time of the next rebalancing decision; `None` if the policy does not rebalance.
     rebalance_at: Option<Micros>,
     /// Earliest time of the next request for the lists of hosts and tasks.
-    refresh_at: Micros,
+    next_refresh_at: Micros,
     hosts_changed: bool,
     history: HistoryState,
     suspensions: suspend::SuspensionState,
     drain_deadlines: drain::DrainDeadlines,
     job_kills: kill::JobKills,
-    vacating: vacate::VacateState,
+    vacate_state: vacate::VacateState,
     recorder: Option<Recorder>,
 }
 
-/// True for a load watcher that an earlier resource manager started and that can be asked to report
-/// to this one.
+/// True for a load watcher that an earlier resource manager started, and that can be requested to
+/// report to this resource manager.
 fn is_orphaned_watcher(task: &TaskInfo) -> bool {
-    let serving = TASK_FORKED | TASK_CONNECTED;
-    is_load_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
+    let required_flags = TASK_FORKED | TASK_CONNECTED;
+    is_load_watcher(&task.name)
+        && task.flags & required_flags == required_flags
+        && !task.parent.is_task()
 }
 
-/// True for messages in which daemons report about tasks. Requests are not among them.
+/// True for messages in which daemons report about tasks; false for requests.
 fn is_task_report(message: &Message) -> bool {
     let tag = message.tag;
     message.src.is_daemon()
@@ -174,145 +177,163 @@ fn is_task_report(message: &Message) -> bool {
 }
 
 fn first_int(message: &Message) -> Option<i32> {
-    Unpacker::xdr(message.body.clone()).int().ok()
+    Unpacker::new_xdr(message.body.clone()).read_int().ok()
 }
 
 impl<V: VmApi> Service<V> {
     /// Registers, lists hosts and tasks, and starts the load watchers.
     ///
     /// # Errors
+    ///
     /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
     /// registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
-    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file is
-    /// invalid and was never in force.
-    pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
-        let known = vm.tasks().map_err(ServiceError::Refused)?;
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file
+    /// cannot be applied and no earlier content is stored. [`ServiceError::Refused`] if the daemon
+    /// refuses a request, or [`ServiceError::Stopped`] if it is gone.
+    pub fn start(vm: V, mut options: Options) -> Result<Self, ServiceError> {
+        let listed_tasks = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
-        if let Some(other_rm) = known.iter().find(is_rm) {
+        if let Some(other_rm) = listed_tasks.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other_rm.tid));
         }
         // A registered resource manager must answer requests immediately, but opening the history
-        // may be slow. So the history is opened before the registration.
-        let (mut ledger, mut notes) =
-            HistoryWriter::open(options.store_location.as_ref(), options.user, vm.tid());
-        notes.extend(options.apply_policy_at_start(&mut ledger.history)?);
-        let previous = vm.register().map_err(ServiceError::Refused)?;
-        if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
-            // The other resource manager registered after this one had asked for it and before this
-            // one registered. The other one stays.
+        // may be slow. The history is therefore opened before the registration.
+        let (mut history_writer, mut notes) = HistoryWriter::open(
+            options.store_location.as_ref(),
+            options.default_user,
+            vm.tid(),
+        );
+        notes.extend(options.apply_policy_at_start(&mut history_writer.history)?);
+        let previous_rm = vm.register().map_err(ServiceError::Refused)?;
+        if previous_rm.is_task()
+            && previous_rm != vm.tid()
+            && listed_tasks.iter().any(|t| t.tid == previous_rm)
+        {
+            // The other resource manager registered after this one had listed the tasks and before
+            // this one registered. The other one must stay registered.
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(previous.raw());
+            body.pack_int(previous_rm.raw());
             vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
                 .map_err(ServiceError::Stopped)?;
-            return Err(ServiceError::AlreadyRegistered(previous));
+            return Err(ServiceError::AlreadyRegistered(previous_rm));
         }
-        vm.subscribe(CTX_RM, TAG_EVENT)
+        vm.subscribe_events(CTX_RM, TAG_EVENT)
             .map_err(ServiceError::Refused)?;
-        vm.notify(NotifySubjects::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD)
-            .map_err(ServiceError::Refused)?;
-        let conduct = options.policy;
+        vm.request_notification(
+            NotifySubjects::HostAdd { messages_max: -1 },
+            CTX_RM,
+            TAG_HOST_ADD,
+        )
+        .map_err(ServiceError::Refused)?;
+        let start_policy = options.policy;
         let (mut model, refresh_at) = (
-            Model::new(conduct.placing, vm.host(), options.labels.clone()),
+            Model::new(start_policy.placement, vm.host(), options.labels.clone()),
             vm.now(),
         );
-        model.set_default_user(options.user);
-        let mut service = Service {
+        model.set_default_user(options.default_user);
+        let mut service = Self {
             vm,
-            spawns: Spawns::new(conduct.rules),
+            spawns: Spawns::new(start_policy.spawn_rules),
             grants: Grants::default(),
             options,
             model,
             watchers: Watchers::default(),
-            needs_decision: true,
-            decide_at: None,
+            needs_eviction_decision: true,
+            eviction_decision_at: None,
             rebalance_at: None,
-            refresh_at,
+            next_refresh_at: refresh_at,
             hosts_changed: false,
-            history: HistoryState::new(ledger),
+            history: HistoryState::new(history_writer),
             suspensions: suspend::SuspensionState::default(),
             drain_deadlines: drain::DrainDeadlines::default(),
             job_kills: kill::JobKills::default(),
-            vacating: vacate::VacateState::default(),
+            vacate_state: vacate::VacateState::default(),
             recorder: None,
         };
         notes.into_iter().for_each(|text| service.log_note(text));
-        service.apply_policy(conduct);
+        service.apply_policy(start_policy);
         service.sync_history().map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
         service.restore_state();
         service.restore_suspensions();
         service.restore_drains();
-        known
+        listed_tasks
             .iter()
             .filter(|task| is_orphaned_watcher(task))
             .for_each(|task| {
                 service
                     .watchers
-                    .adopt(service.vm.now(), task.host, task.tid);
+                    .adopt_watcher(service.vm.now(), task.host, task.tid);
             });
-        service.act();
+        service.make_due_decisions();
         Ok(service)
     }
 
     /// Runs until the virtual machine stops.
     ///
     /// # Errors
-    /// Always returns an error: why the service ended.
+    ///
+    /// Always returns an error, which states why the service ended.
     pub fn run(&mut self) -> Result<std::convert::Infallible, ServiceError> {
         loop {
             self.step()?;
         }
     }
 
-    /// Waits for one message, for a batch of task reports, or for the next deadline, and acts on
-    /// it.
+    /// Waits for one message, for a batch of task reports, or for the next deadline. Then processes
+    /// the messages and makes the decisions that are due.
     ///
     /// # Errors
+    ///
     /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
-        let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
-        let (drains, ledger) = (
+        let (spawn_deadline, watcher_deadline) =
+            (self.spawns.next_deadline(), self.watchers.next_deadline());
+        let (drain_deadline, history_deadline) = (
             self.drain_deadlines.next_deadline(),
             self.history.writer.next_deadline(),
         );
-        let (kills, review) = (self.job_kills.next_deadline(), self.grants.next_review());
-        let due = [
-            self.decide_at,
+        let (kill_deadline, review_deadline) =
+            (self.job_kills.next_deadline(), self.grants.next_review());
+        let next_deadline_time = [
+            self.eviction_decision_at,
             self.rebalance_at,
             self.preemption_due(),
             self.vacated_check_due(),
-            spawns,
-            watchers,
-            drains,
-            ledger,
-            kills,
-            review,
+            spawn_deadline,
+            watcher_deadline,
+            drain_deadline,
+            history_deadline,
+            kill_deadline,
+            review_deadline,
         ];
-        let due = due.into_iter().flatten().min();
-        let wait = due
-            .map_or(DEADLINE_CHECK_INTERVAL, |due| due.since(now))
+        let next_deadline_time = next_deadline_time.into_iter().flatten().min();
+        let wait_time = next_deadline_time
+            .map_or(DEADLINE_CHECK_INTERVAL, |next_deadline_time| {
+                next_deadline_time.since(now)
+            })
             .min(DEADLINE_CHECK_INTERVAL);
         let received = self
             .vm
-            .recv(Duration::from_micros(wait.0))
+            .recv(Duration::from_micros(wait_time.0))
             .inspect_err(|_| self.history.writer.close());
         let mut received = received.map_err(ServiceError::Stopped)?;
-        let mut room = REPORT_BATCH_MAX;
+        let mut messages_left = REPORT_BATCH_MAX;
         while let Some(message) = received.take() {
             self.handle_message(&message)
                 .inspect_err(|_| self.history.writer.close())?;
-            room -= 1;
-            // Daemons send task reports in batches; decisions follow once from the whole batch.
-            if room > 0 && is_task_report(&message) {
-                let more = self
+            messages_left -= 1;
+            // Daemons send task reports in batches. Decisions are made once after the whole batch.
+            if messages_left > 0 && is_task_report(&message) {
+                let next_message = self
                     .vm
                     .recv(Duration::ZERO)
                     .inspect_err(|_| self.history.writer.close());
-                received = more.map_err(ServiceError::Stopped)?;
+                received = next_message.map_err(ServiceError::Stopped)?;
             }
         }
-        self.act();
+        self.make_due_decisions();
         Ok(())
     }
 
@@ -324,16 +345,16 @@ impl<V: VmApi> Service<V> {
     fn handle_message(&mut self, message: &Message) -> Result<(), ServiceError> {
         if message.ctx == CTX_RM {
             return match message.tag {
-                TAG_LOAD => {
+                TAG_LOAD_REPORT => {
                     self.handle_load_report(message);
                     Ok(())
                 }
                 TAG_POLICY if message.src == self.vm.tid() => {
-                    self.policy_changed(&message.body);
+                    self.handle_policy_change(&message.body);
                     Ok(())
                 }
                 TAG_QUERY => {
-                    self.answer_question(message);
+                    self.handle_query(message);
                     Ok(())
                 }
                 _ if message.src.is_daemon() => self.handle_daemon_message(message),
@@ -345,11 +366,11 @@ impl<V: VmApi> Service<V> {
         }
         match message.tag {
             SM_SPAWN => self.handle_spawn(message),
-            SM_SCHED => self.refuse(message, PvmError::Denied),
-            // Daemons serve these requests. A task that sends one to the resource manager gets an
-            // error, so that it does not wait forever.
+            SM_SCHED => self.reply_error(message, PvmError::Denied),
+            // Daemons serve these requests. A task that sends one of them to the resource manager
+            // gets an error, so that the task does not wait forever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
-                self.refuse(message, PvmError::NotImpl)
+                self.reply_error(message, PvmError::NotImpl)
             }
             SM_EXECACK if message.src.is_daemon() => self.handle_acknowledgement(message),
             SM_PLACEMENT_LEASE_USED if message.src.is_daemon() => self.handle_grant_use(message),
@@ -357,7 +378,7 @@ impl<V: VmApi> Service<V> {
                 if let Some(host) =
                     first_int(message).and_then(|raw| Tid::from_raw(raw).birth_host())
                 {
-                    self.host_gone(host);
+                    self.handle_host_loss(host);
                 }
             }
             _ => {}
@@ -370,7 +391,7 @@ impl<V: VmApi> Service<V> {
             TAG_EVENT => return self.handle_event(message),
             TAG_TASK_EXIT => {
                 if let Some(raw) = first_int(message) {
-                    self.task_ended(Tid::from_raw(raw));
+                    self.handle_task_end(Tid::from_raw(raw));
                 }
             }
             TAG_HOST_ADD => self.hosts_changed = true,
@@ -378,7 +399,7 @@ impl<V: VmApi> Service<V> {
                 if let Some(host) =
                     first_int(message).and_then(|raw| Tid::from_raw(raw).birth_host())
                 {
-                    self.host_gone(host);
+                    self.handle_host_loss(host);
                 }
             }
             _ => {}
@@ -387,7 +408,7 @@ impl<V: VmApi> Service<V> {
     }
 
     fn handle_event(&mut self, message: &Message) -> Result<(), ServiceError> {
-        let Some(event) = self.vm.event_of(message) else {
+        let Some(event) = self.vm.decode_event(message) else {
             return Ok(());
         };
         let now = self.vm.now();
@@ -407,14 +428,14 @@ impl<V: VmApi> Service<V> {
             EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => {
                 self.hosts_changed = true
             }
-            EventKind::HostGone { host, .. } => self.host_gone(*host),
+            EventKind::HostGone { host, .. } => self.handle_host_loss(*host),
             EventKind::TaskEnded { tid, used, .. } => {
-                self.record_input(|| RecordedInput::Ended {
+                self.record_input(|| RecordedInput::TaskEnded {
                     tid: *tid,
-                    used: *used,
+                    usage: *used,
                 });
-                self.watchers.task_ended(now, *tid);
-                self.spawns.task_ended(now, *tid);
+                self.watchers.handle_task_end(now, *tid);
+                self.spawns.record_task_end(now, *tid);
                 self.grants.close_for_task(*tid);
                 if self.model.is_guest(*tid) {
                     self.rebalance_at = self
@@ -427,80 +448,88 @@ impl<V: VmApi> Service<V> {
         self.model.apply_event(now, &event);
         match &event.kind {
             EventKind::TaskStarted { tid, .. } => {
-                self.suspensions.task_started();
+                self.suspensions.request_job_check();
                 self.job_kills
-                    .task_started(now, self.model.user_and_job(*tid).1);
+                    .handle_task_start(now, self.model.user_and_job(*tid).1);
             }
-            EventKind::Suspended { tid, .. } => self.suspension_changed(*tid, true),
-            EventKind::Resumed { tid, .. } => self.suspension_changed(*tid, false),
+            EventKind::Suspended { tid, .. } => self.handle_suspension_change(*tid, true),
+            EventKind::Resumed { tid, .. } => self.handle_suspension_change(*tid, false),
             EventKind::Migrated { tid, .. } => self.reapply_suspension(*tid),
             _ => {}
         }
         self.handle_vacate_event(&event.kind);
-        self.record_in_history(&event);
-        self.needs_decision = true;
+        self.add_to_history(&event);
+        self.needs_eviction_decision = true;
         Ok(())
     }
 
     fn handle_spawn(&mut self, message: &Message) {
         match unpack_spawn(message.body.clone()) {
-            Ok((request, since)) => {
+            Ok((request, first_sent_at)) => {
                 self.grants.close_for_task(message.src);
-                let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
+                let caller_host = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
-                let waited = since.map_or(Micros(0), |since| self.vm.wall_clock().since(since));
-                let from = SpawnIncoming {
+                let earlier_wait = first_sent_at.map_or(Micros(0), |first_sent_at| {
+                    self.vm.wall_clock().since(first_sent_at)
+                });
+                let incoming = IncomingSpawn {
                     requester: message.src,
-                    wid: message.wid,
-                    caller,
+                    wait_id: message.wid,
+                    caller_host,
                     user,
                     job,
                     request,
-                    waited,
+                    earlier_wait,
                 };
                 if self.job_kills.is_being_killed(job, message.src) {
-                    let why = format!("job {job}, which it belongs to, is being ended");
-                    return self
-                        .spawns
-                        .refuse_and_log(self.vm.now(), &from, PvmError::Denied, why);
+                    let reason = format!("job {job}, which it belongs to, is being ended");
+                    return self.spawns.reply_error_and_log(
+                        self.vm.now(),
+                        &incoming,
+                        PvmError::Denied,
+                        reason,
+                    );
                 }
                 self.record_input(|| RecordedInput::Spawn {
-                    number: (from.requester, from.wid),
-                    caller,
+                    request_id: (incoming.requester, incoming.wait_id),
+                    caller_host,
                     user,
                     job,
-                    request: from.request.clone(),
+                    request: incoming.request.clone(),
                 });
-                self.spawns.accept(self.vm.now(), from);
+                self.spawns.accept_request(self.vm.now(), incoming);
             }
-            Err(error) => self.spawns.refuse(message.src, message.wid, error),
+            Err(error) => self.spawns.reply_error(message.src, message.wid, error),
         }
     }
 
-    fn refuse(&mut self, message: &Message, error: PvmError) {
+    fn reply_error(&mut self, message: &Message, error: PvmError) {
         let mut body = Packer::new(Encoding::Xdr);
-        body.int(error.code());
+        body.pack_int(error.code());
         self.send(message.src, message.tag, message.wid, body.finish());
     }
 
     fn handle_acknowledgement(&mut self, message: &Message) {
-        let started = unpack_tids(message.body.clone());
+        let start_results = unpack_tids(message.body.clone());
         let now = self.vm.now();
-        if let Some(watcher) = self.watchers.order_acknowledged(now, message.wid, &started) {
+        if let Some(watcher) =
+            self.watchers
+                .handle_acknowledgement(now, message.wid, &start_results)
+        {
             if let Some((host, tid)) = watcher {
-                self.model.task_started(now, tid, host, true);
+                self.model.record_task_start(now, tid, host, true);
             }
         } else if !self
             .spawns
-            .order_acknowledged(now, message.wid, started.clone())
+            .handle_acknowledgement(now, message.wid, start_results.clone())
         {
-            // The sender is a process that joined without a spawn.
+            // A daemon reports a task that has joined without a spawn.
             let host = message.src.birth_host().unwrap_or(self.vm.host());
-            for tid in started.into_iter().flatten().flatten() {
-                self.model.task_started(now, tid, host, true);
+            for tid in start_results.into_iter().flatten().flatten() {
+                self.model.record_task_start(now, tid, host, true);
             }
         }
-        self.needs_decision = true;
+        self.needs_eviction_decision = true;
     }
 
     fn handle_load_report(&mut self, message: &Message) {
@@ -508,57 +537,58 @@ impl<V: VmApi> Service<V> {
             return;
         };
         let now = self.vm.now();
-        if !self.watchers.report_received(now, message.src, report.host) {
+        if !self.watchers.handle_report(now, message.src, report.host) {
             return;
         }
-        let own = self.model.guests_on(report.host);
+        let computing_count = self.model.computing_task_count(report.host);
         self.record_input(|| RecordedInput::Report {
             report: report.clone(),
-            own,
+            vm_task_count: computing_count,
         });
-        self.model.task_started(now, message.src, report.host, true);
+        self.model
+            .record_task_start(now, message.src, report.host, true);
         if let Some(event) = self.model.apply_report(now, &report) {
             self.log_event(event);
-            self.needs_decision = true;
+            self.needs_eviction_decision = true;
         }
     }
 
-    fn task_ended(&mut self, tid: Tid) {
-        self.watchers.task_ended(self.vm.now(), tid);
-        self.spawns.task_ended(self.vm.now(), tid);
+    fn handle_task_end(&mut self, tid: Tid) {
+        self.watchers.handle_task_end(self.vm.now(), tid);
+        self.spawns.record_task_end(self.vm.now(), tid);
         self.grants.close_for_task(tid);
-        self.model.task_ended(tid);
-        self.needs_decision = true;
+        self.model.record_task_end(tid);
+        self.needs_eviction_decision = true;
     }
 
-    fn host_gone(&mut self, host: HostId) {
-        self.model.host_gone(host);
-        self.watchers.remove(host);
-        self.spawns.host_gone(host);
+    fn handle_host_loss(&mut self, host: HostId) {
+        self.model.remove_host(host);
+        self.watchers.remove_host(host);
+        self.spawns.handle_host_loss(host);
         self.drop_unknown_tasks();
-        self.needs_decision = true;
+        self.needs_eviction_decision = true;
     }
 
     fn drop_unknown_tasks(&mut self) {
-        let Service {
+        let Self {
             model,
             spawns,
             grants,
             vm,
             ..
         } = self;
-        spawns.forget_tasks(vm.now(), |tid| model.has_task(tid));
+        spawns.remove_unknown_tasks(vm.now(), |tid| model.has_task(tid));
         grants.close_unknown(|tid| model.has_task(tid));
     }
 
     /// Requests new lists of hosts and tasks.
     fn refresh(&mut self) -> Result<(), Error> {
-        self.refresh_at = self.vm.now() + REFRESH_INTERVAL;
+        self.next_refresh_at = self.vm.now() + REFRESH_INTERVAL;
         self.refresh_hosts()?;
         let tasks = self.vm.tasks()?;
         self.model.set_tasks(self.vm.now(), &tasks);
         self.drop_unknown_tasks();
-        self.needs_decision = true;
+        self.needs_eviction_decision = true;
         Ok(())
     }
 
@@ -566,78 +596,93 @@ impl<V: VmApi> Service<V> {
         self.hosts_changed = false;
         let table = self.vm.host_table()?;
         self.record_input(|| RecordedInput::Hosts(table.clone()));
-        let before = self.model.host_ids();
+        let previous_ids = self.model.host_ids();
         self.history
             .writer
             .history
             .set_host_names(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
-        let new = self.model.set_hosts(&table);
-        for gone in before.into_iter().filter(|id| table.get(*id).is_none()) {
-            self.host_gone(gone);
+        let new_hosts = self.model.set_hosts(&table);
+        for removed_host in previous_ids
+            .into_iter()
+            .filter(|id| table.get(*id).is_none())
+        {
+            self.handle_host_loss(removed_host);
         }
-        for host in &new {
-            self.vm.notify(
+        for host in &new_hosts {
+            self.vm.request_notification(
                 NotifySubjects::HostDelete(vec![host.tid()]),
                 CTX_RM,
                 TAG_HOST_DELETE,
             )?;
-            if self.options.watchers {
-                self.watchers.add(self.vm.now(), *host);
+            if self.options.starts_watchers {
+                self.watchers.add_host(self.vm.now(), *host);
             }
         }
-        self.needs_decision = true;
+        self.needs_eviction_decision = true;
         Ok(())
     }
 
     /// Makes and carries out all decisions that are due.
-    fn act(&mut self) {
+    fn make_due_decisions(&mut self) {
         let now = self.vm.now();
-        let mut changed = self.needs_decision;
-        self.model.set_starting_tasks(self.spawns.starting_tasks());
-        // Decisions because of owners come first.
-        if self.needs_decision || self.decide_at.is_some_and(|at| at <= now) {
-            self.decide_evictions();
+        let mut has_changed = self.needs_eviction_decision;
+        self.model
+            .set_starting_task_counts(self.spawns.starting_task_counts());
+        // Decisions about owners come before all others.
+        if self.needs_eviction_decision
+            || self
+                .eviction_decision_at
+                .is_some_and(|due_time| due_time <= now)
+        {
+            self.start_evictions();
         }
-        if self.hosts_changed || (self.model.is_stale(now) && self.refresh_at <= now) {
-            changed = true;
-            let fresh = if self.hosts_changed {
+        if self.hosts_changed || (self.model.is_stale(now) && self.next_refresh_at <= now) {
+            has_changed = true;
+            let refresh_result = if self.hosts_changed {
                 self.refresh_hosts()
             } else {
                 self.refresh()
             };
-            if let Err(error) = fresh {
+            if let Err(error) = refresh_result {
                 self.log_note(format!(
                     "the resource manager could not list hosts and tasks: {error}"
                 ));
             }
-            self.decide_evictions();
+            self.start_evictions();
         }
-        if self.rebalance_at.is_some_and(|at| at <= now) {
-            self.rebalance(now);
+        if self.rebalance_at.is_some_and(|due_time| due_time <= now) {
+            self.start_rebalances(now);
         }
-        let share_due = self.preemption_due().is_some_and(|at| at <= now);
-        // Rebalancing also checks at an interval, because external load changes without an event.
-        if changed || share_due {
+        let is_preemption_due = self
+            .preemption_due()
+            .is_some_and(|due_time| due_time <= now);
+        // Waiting requests are also retried at an interval, because external load changes without
+        // an event.
+        if has_changed || is_preemption_due {
             self.spawns.retry_waiting(now);
         }
-        self.spawns.tick(now);
+        self.spawns.handle_timeouts(now);
         self.place_spawns(now);
         self.suspend_new_tasks();
-        // A request that has just begun to wait benefits from preempted tasks immediately.
-        if self.preemption_due().is_some_and(|at| at <= now) && self.preempt_and_resume(now) {
+        // A request that has just begun to wait immediately gets the hosts of preempted tasks.
+        if self
+            .preemption_due()
+            .is_some_and(|due_time| due_time <= now)
+            && self.preempt_and_resume(now)
+        {
             self.spawns.retry_waiting(now);
             self.place_spawns(now);
         }
         self.report_overdue_drains(now);
         self.send_due_signals(now);
-        self.restart_vacated(now);
-        self.record_outcomes();
+        self.restart_next_vacated(now);
+        self.record_rebalance_outcomes();
         self.review_grants(now);
-        self.watchers.tick(now);
+        self.watchers.handle_deadlines(now);
         while let Some(output) = self.watchers.poll() {
             self.handle_watcher_output(output);
         }
-        self.write_history(now);
+        self.write_history_if_due(now);
     }
 
     /// Places the pending spawns and sends their orders.
@@ -646,46 +691,49 @@ impl<V: VmApi> Service<V> {
             while let Some(output) = self.spawns.poll() {
                 self.handle_spawn_output(output);
             }
-            if !self.spawns.has_unplaced() {
+            if !self.spawns.has_unplaced_requests() {
                 break;
             }
             // Tasks that were just placed do not run yet, but they occupy their hosts.
-            self.model.set_starting_tasks(self.spawns.starting_tasks());
-            let snapshot = self.model.snapshot(now);
+            self.model
+                .set_starting_task_counts(self.spawns.starting_task_counts());
+            let snapshot = self.model.update_snapshot(now);
             // A policy with an unknown chooser is never applied, so the lookup does not fail.
-            let choice = self
+            let external_chooser = self
                 .options
                 .choosers
                 .for_policy(snapshot.policy)
                 .unwrap_or_default();
-            let rotation = self.spawns.place_next(now, snapshot, choice);
-            self.model.set_round_robin_last(rotation);
+            let last_host = self
+                .spawns
+                .place_next_request(now, snapshot, external_chooser);
+            self.model.set_round_robin_last(last_host);
         }
     }
 
-    fn decide_evictions(&mut self) {
-        self.needs_decision = false;
+    fn start_evictions(&mut self) {
+        self.needs_eviction_decision = false;
         let now = self.vm.now();
-        let snapshot = self.model.snapshot(now);
-        let decided = plan_evictions(snapshot);
-        self.decide_at = decided.retry_at();
-        for step in &decided.evictions {
+        let snapshot = self.model.update_snapshot(now);
+        let plan = plan_evictions(snapshot);
+        self.eviction_decision_at = plan.retry_at();
+        for eviction in &plan.evictions {
             if !self.start_migration(
                 now,
-                step.tid,
-                (step.from, step.to),
-                step.cause.clone(),
+                eviction.tid,
+                (eviction.source, eviction.target),
+                eviction.cause.clone(),
                 None,
             ) {
-                // Decide again immediately with the updated model: it excludes the failed target,
-                // or the task.
-                self.decide_at = Some(now);
+                // Decides again immediately. The updated model excludes the failed target or the
+                // task.
+                self.eviction_decision_at = Some(now);
             }
         }
-        for stay in self.model.unreported_stays(&decided) {
-            let snapshot = self.model.snapshot(now);
+        for stay in self.model.unreported_stays(&plan) {
+            let snapshot = self.model.update_snapshot(now);
             let (text, decision) = (
-                stay.sentence(snapshot),
+                stay.describe_stay(snapshot),
                 decision_records::stay_decision(stay, snapshot),
             );
             self.log_note(text);
@@ -694,28 +742,29 @@ impl<V: VmApi> Service<V> {
                 .history
                 .record_decision(self.vm.wall_clock(), decision);
         }
-        self.vacate_jobs(now, &decided);
-        for host in self.model.newly_clean_hosts() {
+        self.vacate_jobs(now, &plan);
+        for host in self.model.newly_guest_free_hosts() {
             self.log_event(EventKind::HostVacated { host });
         }
     }
 
-    /// Migrates tasks to hosts where they finish sooner.
-    fn rebalance(&mut self, now: Micros) {
+    /// Migrates tasks to hosts where they finish sooner, and schedules the next rebalancing
+    /// decision.
+    fn start_rebalances(&mut self, now: Micros) {
         self.rebalance_at = Some(now + REBALANCE_INTERVAL);
         self.model.account_work(now);
-        for shift in plan_rebalances(self.model.snapshot(now)) {
+        for planned in plan_rebalances(self.model.update_snapshot(now)) {
             let cause = MigrationCause::Load {
-                why: shift.reason.to_string(),
+                why: planned.reason.to_string(),
             };
             if self.start_migration(
                 now,
-                shift.tid,
-                (shift.from, shift.to),
+                planned.tid,
+                (planned.source, planned.target),
                 cause,
-                Some(decision_records::predicted_gain(&shift)),
+                Some(decision_records::predicted_benefit(&planned)),
             ) {
-                self.model.follow_rebalance(&shift);
+                self.model.start_gain_measurement(&planned);
             }
         }
     }
@@ -727,68 +776,83 @@ impl<V: VmApi> Service<V> {
                 host,
                 parent,
                 request,
-                memory,
+                memory_bytes: memory,
             } => {
                 if memory > 0 {
                     self.model.promise_memory(self.vm.now(), host, memory);
                 }
                 let wid = self.vm.start_tasks(host, parent, &request).ok();
-                self.spawns.order_sent(order, wid);
+                self.spawns.record_order_sent(order, wid);
             }
-            spawns::SpawnOutput::NotifyWait { to, wid, waited } => {
+            spawns::SpawnOutput::NotifyWait {
+                requester: receiver,
+                wid,
+                waited,
+            } => {
                 if waited.is_some() {
-                    self.suspensions.request_waits();
+                    self.suspensions.record_waiting_request();
                 }
-                let since =
+                let waiting_since =
                     waited.map(|waited| Micros(self.vm.wall_clock().0.saturating_sub(waited.0)));
-                self.send(to, SM_SPAWN_WAITS, wid, pack_spawn_waits(since));
+                self.send(
+                    receiver,
+                    SM_SPAWN_WAITS,
+                    wid,
+                    pack_spawn_waits(waiting_since),
+                );
             }
-            spawns::SpawnOutput::Reply { to, wid, body } => {
+            spawns::SpawnOutput::Reply {
+                requester: receiver,
+                wid,
+                body,
+            } => {
                 self.record_input(|| {
                     let tids = unpack_tids(body.clone())
                         .into_iter()
                         .flatten()
                         .flatten()
                         .collect();
-                    RecordedInput::Started {
-                        number: (to, wid),
+                    RecordedInput::SpawnAnswered {
+                        request_id: (receiver, wid),
                         tids,
                     }
                 });
-                self.send(to, SM_SPAWN, wid, body);
+                self.send(receiver, SM_SPAWN, wid, body);
             }
-            spawns::SpawnOutput::FullyAnswered(from) => self.consider_grant(&from),
-            spawns::SpawnOutput::Started {
+            spawns::SpawnOutput::ConsiderGrant(incoming) => self.consider_grant(&incoming),
+            spawns::SpawnOutput::ReportStarted {
                 tid,
                 host,
-                host_named: named,
+                host_named: names_host,
                 pinned,
-                constraints: wants,
-                by,
-                child,
+                constraints: task_constraints,
+                user_and_job,
+                is_child: child,
             } => {
                 let now = self.vm.now();
-                self.model.task_started(now, tid, host, pinned);
+                self.model.record_task_start(now, tid, host, pinned);
                 if child {
-                    self.model.set_task_job(tid, by.1);
+                    self.model.set_task_job(tid, user_and_job.1);
                 }
-                self.model.set_task_constraints(tid, named, wants);
+                self.model
+                    .set_task_constraints(tid, names_host, task_constraints);
                 // The task may have ended before its start was reported.
                 if !pinned && self.model.has_task(tid) {
-                    self.spawns.task_started(now, tid, by);
+                    self.spawns.count_task(now, tid, user_and_job);
                     self.history.writer.history.mark_counted(tid);
                 }
-                self.suspensions.task_started();
-                self.needs_decision = true;
+                self.suspensions.request_job_check();
+                self.needs_eviction_decision = true;
             }
-            // The signal fails if the task has ended already. Then nothing must be done.
+            // The signal fails if the task has already ended. In that case nothing remains to be
+            // done.
             spawns::SpawnOutput::Terminate { tid } => drop(self.vm.signal(tid, SIGKILL)),
             spawns::SpawnOutput::LogEvent(event) => self.log_event(event),
-            spawns::SpawnOutput::RecordDecision(what) => self
+            spawns::SpawnOutput::RecordDecision(decision) => self
                 .history
                 .writer
                 .history
-                .record_decision(self.vm.wall_clock(), what),
+                .record_decision(self.vm.wall_clock(), decision),
         }
     }
 
@@ -799,17 +863,18 @@ impl<V: VmApi> Service<V> {
                     .vm
                     .start_tasks(host, self.vm.tid(), &self.watcher_request())
                     .ok();
-                self.watchers.order_sent(self.vm.now(), host, wid);
+                self.watchers.record_order_sent(self.vm.now(), host, wid);
             }
             watchers::WatcherOutput::Notify(tid) => {
-                // If this fails, the event log still reports the watcher's end.
-                drop(
-                    self.vm
-                        .notify(NotifySubjects::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
-                );
+                // If the request fails, the event log still reports the watcher's end.
+                drop(self.vm.request_notification(
+                    NotifySubjects::TaskExit(vec![tid]),
+                    CTX_RM,
+                    TAG_TASK_EXIT,
+                ));
             }
             watchers::WatcherOutput::Adopt(tid) => {
-                drop(self.vm.send_rm(tid, TAG_REPORT_TO, 0, Bytes::new()))
+                drop(self.vm.send_rm(tid, TAG_REPORT_ADDRESS, 0, Bytes::new()))
             }
             watchers::WatcherOutput::Terminate(tid) => drop(self.vm.signal(tid, SIGKILL)),
             watchers::WatcherOutput::Note(text) => self.log_note(text),
@@ -817,27 +882,30 @@ impl<V: VmApi> Service<V> {
     }
 
     fn watcher_request(&self) -> SpawnRequest {
-        let words = [
+        let arguments = [
             "--report-to",
             &self.vm.tid().to_string(),
             "--ctx",
             &CTX_RM.to_string(),
             "--tag",
-            &TAG_LOAD.to_string(),
+            &TAG_LOAD_REPORT.to_string(),
         ];
         SpawnRequest {
-            file: LOAD_WATCHER_PROGRAM.to_string(),
-            args: words.iter().map(|word| word.as_bytes().to_vec()).collect(),
+            program: LOAD_WATCHER_PROGRAM.to_string(),
+            args: arguments
+                .iter()
+                .map(|argument| argument.as_bytes().to_vec())
+                .collect(),
             flags: SPAWN_PINNED | SPAWN_NO_PARENT | SPAWN_HOST,
-            count: 1,
+            task_count: 1,
             ..SpawnRequest::default()
         }
     }
 
     /// Sends a message. An error is ignored: either the receiver is gone, or the daemon is gone and
-    /// the next receive reports that.
-    fn send(&mut self, to: Tid, tag: i32, wid: i32, body: Bytes) {
-        drop(self.vm.send(to, tag, wid, body));
+    /// the next receive returns an error.
+    fn send(&mut self, receiver: Tid, tag: i32, wid: i32, body: Bytes) {
+        drop(self.vm.send(receiver, tag, wid, body));
     }
 
     fn log_note(&mut self, text: String) {

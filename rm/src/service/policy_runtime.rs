@@ -15,77 +15,79 @@ use sempa_proto::frame::{from_bytes, to_bytes};
 const POLICY_KEY: u64 = 2;
 
 /// A stored policy file, as (path, text). The text is stored instead of the resulting policy,
-/// because the command line may differ at the next start.
+/// because the command line may be different at the next start.
 type StoredPolicy = (String, String);
 
 impl Options {
-    /// Returns the policy at the start: the policy file's settings applied to the command line, or
-    /// the policy of the command line if there is no file.
+    /// Returns the policy at the start: the policy of the command line with the policy file's
+    /// settings applied, if there is a file.
     ///
     /// # Errors
+    ///
     /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the file is invalid
     /// or cannot be read. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
-    pub fn policy(&self) -> Result<EffectivePolicy, ServiceError> {
+    pub fn start_policy(&self) -> Result<EffectivePolicy, ServiceError> {
         match &self.policy_content {
-            Some(Ok(content)) => self.policy_from(content),
+            Some(Ok(content)) => self.parse_policy(content),
             Some(Err(why)) => Err(ServiceError::UnreadablePolicy {
                 file: self.policy_file.clone(),
                 why: why.clone(),
             }),
             None => {
-                self.choosers.for_policy(self.policy.placing)?;
+                self.choosers.for_policy(self.policy.placement)?;
                 Ok(self.policy)
             }
         }
     }
 
-    fn policy_from(&self, content: &[u8]) -> Result<EffectivePolicy, ServiceError> {
-        let conduct = self
+    fn parse_policy(&self, content: &[u8]) -> Result<EffectivePolicy, ServiceError> {
+        let policy = self
             .command_line_policy
             .with_file(&self.policy_file, content)?;
-        self.choosers.for_policy(conduct.placing)?;
-        Ok(conduct)
+        self.choosers.for_policy(policy.placement)?;
+        Ok(policy)
     }
 
     /// Applies the policy at the start. If the policy file is invalid, applies its stored text and
-    /// returns a sentence that reports the error.
+    /// returns a sentence that reports the error. Otherwise returns `None`.
     ///
     /// # Errors
+    ///
     /// The error of the file, if no valid text of it is stored.
     pub(super) fn apply_policy_at_start(
         &mut self,
-        books: &mut History,
+        history: &mut History,
     ) -> Result<Option<String>, ServiceError> {
-        let wrong = match self.policy() {
-            Ok(conduct) => {
-                self.policy = conduct;
+        let policy_error = match self.start_policy() {
+            Ok(new_policy) => {
+                self.policy = new_policy;
                 if let Some(Ok(content)) = &self.policy_content {
-                    self.store_policy(books, content);
+                    self.store_policy(history, content);
                 }
                 return Ok(None);
             }
             Err(error) => error,
         };
-        let stored = books
-            .learned(POLICY_KEY)
+        let stored_policy = history
+            .learned_value(POLICY_KEY)
             .and_then(|bytes| from_bytes::<StoredPolicy>(bytes).ok());
-        let stored = stored
+        let stored_policy = stored_policy
             .filter(|(file, _)| *file == self.absolute_path())
-            .and_then(|(_, text)| self.policy_from(text.as_bytes()).ok());
-        let Some(conduct) = stored else {
-            return Err(wrong);
+            .and_then(|(_, text)| self.parse_policy(text.as_bytes()).ok());
+        let Some(new_policy) = stored_policy else {
+            return Err(policy_error);
         };
-        self.policy = conduct;
-        Ok(Some(self.refusal_note(&wrong)))
+        self.policy = new_policy;
+        Ok(Some(self.refusal_note(&policy_error)))
     }
 
     /// Stores the text of the policy file in the history.
-    fn store_policy(&self, books: &mut History, content: &[u8]) {
+    fn store_policy(&self, history: &mut History, content: &[u8]) {
         let Ok(text) = String::from_utf8(content.to_vec()) else {
             return;
         };
         if let Ok(bytes) = to_bytes::<StoredPolicy>(&(self.absolute_path(), text)) {
-            books.set_learned(POLICY_KEY, bytes);
+            history.set_learned_value(POLICY_KEY, bytes);
         }
     }
 
@@ -97,15 +99,17 @@ impl Options {
         )
     }
 
-    /// Returns a sentence that says why the policy file was not applied.
-    fn refusal_note(&self, wrong: &ServiceError) -> String {
+    /// Returns a sentence that states why the policy file was not applied.
+    fn refusal_note(&self, policy_error: &ServiceError) -> String {
         let file = &self.policy_file;
-        let why = match wrong {
-            ServiceError::UnreadablePolicy { why, .. } => format!("{file} cannot be read: {why}"),
+        let reason = match policy_error {
+            ServiceError::UnreadablePolicy { why: reason, .. } => {
+                format!("{file} cannot be read: {reason}")
+            }
             ServiceError::UnknownChooser(error) => format!("{file}: {error}"),
             other => other.to_string(),
         };
-        format!("{why}; the file is ignored, and the policy is unchanged")
+        format!("{reason}; the file is ignored, and the policy is unchanged")
     }
 }
 
@@ -115,33 +119,34 @@ impl<V: VmApi> Service<V> {
         self.options.policy
     }
 
-    /// Puts a policy into force.
-    pub(super) fn apply_policy(&mut self, conduct: EffectivePolicy) {
-        self.options.policy = conduct;
-        self.model.set_policy(conduct.placing, conduct.margin);
-        self.spawns.set_rules(conduct.rules);
+    /// Puts a policy into force and revokes all grants.
+    pub(super) fn apply_policy(&mut self, new_policy: EffectivePolicy) {
+        self.options.policy = new_policy;
+        self.model
+            .set_policy(new_policy.placement, new_policy.gain_margin);
+        self.spawns.set_rules(new_policy.spawn_rules);
         self.revoke_grants();
-        let next = self
+        let next_rebalance = self
             .rebalance_at
             .unwrap_or(self.vm.now() + REBALANCE_INTERVAL);
-        self.rebalance_at = conduct.balance.then_some(next);
-        self.needs_decision = true;
-        self.record_input(|| RecordedInput::Policy(conduct));
+        self.rebalance_at = new_policy.rebalances.then_some(next_rebalance);
+        self.needs_eviction_decision = true;
+        self.record_input(|| RecordedInput::Policy(new_policy));
     }
 
-    /// Handles a change of the policy file. If the new content is invalid, the policy stays in
-    /// force and the error is logged.
-    pub(super) fn policy_changed(&mut self, content: &[u8]) {
-        let conduct = match self.options.policy_from(content) {
-            Ok(conduct) => conduct,
-            Err(wrong) => return self.log_note(self.options.refusal_note(&wrong)),
+    /// Handles a change of the policy file. If the new content is invalid, the current policy stays
+    /// in force and the error is logged.
+    pub(super) fn handle_policy_change(&mut self, content: &[u8]) {
+        let new_policy = match self.options.parse_policy(content) {
+            Ok(new_policy) => new_policy,
+            Err(policy_error) => return self.log_note(self.options.refusal_note(&policy_error)),
         };
         self.options
             .store_policy(&mut self.history.writer.history, content);
-        if conduct != self.options.policy {
-            self.apply_policy(conduct);
+        if new_policy != self.options.policy {
+            self.apply_policy(new_policy);
             self.log_note(format!(
-                "the policy in {} is in force: {conduct}",
+                "the policy in {} is in force: {new_policy}",
                 self.options.policy_file
             ));
         }
@@ -149,10 +154,10 @@ impl<V: VmApi> Service<V> {
 
     /// Starts recording the service's input. The recording begins with the current policy, hosts,
     /// labels and drains.
-    pub fn record_to(&mut self, recorder: Recorder) {
+    pub fn start_recording(&mut self, recorder: Recorder) {
         self.recorder = Some(recorder);
-        let conduct = self.options.policy;
-        self.record_input(|| RecordedInput::Policy(conduct));
+        let current_policy = self.options.policy;
+        self.record_input(|| RecordedInput::Policy(current_policy));
         if let Ok(table) = self.vm.host_table() {
             self.record_input(|| RecordedInput::Hosts(table));
         }
@@ -166,9 +171,9 @@ impl<V: VmApi> Service<V> {
         let Some(recorder) = &mut self.recorder else {
             return;
         };
-        if let Some(why) = recorder.append(self.vm.now(), input()) {
+        if let Some(end_note) = recorder.append(self.vm.now(), input()) {
             self.recorder = None;
-            self.log_note(why);
+            self.log_note(end_note);
         }
     }
 }

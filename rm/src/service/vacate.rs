@@ -1,44 +1,45 @@
-//! Vacates jobs. If a task must leave its host, no other host accepts it, and the owner requests
-//! it, then the whole job is checkpointed and ended. The job is restarted from the checkpoint when
-//! hosts have room for it.
+//! Vacates jobs. A job is vacated if one of its tasks must leave its host, no other host accepts
+//! the task, and the owner requests vacating. The whole job is then checkpointed and ended. The job
+//! is restarted from the checkpoint when hosts have room for it.
 //!
 //! The daemons make and restart the checkpoints, and the event log reports the results. A restarted
 //! resource manager therefore continues from the history.
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{EvictionPlan, assign_hosts, could_ever_fit};
-use crate::store::history::vacated::{VACATED_MAX, VacatedJob};
+use crate::decide::{EvictionPlan, assign_hosts, could_hosts_ever_fit};
+use crate::store::history::vacated::{VACATED_JOBS_MAX, VacatedJob};
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::RmReply;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
 /// Delay before the next attempt after a checkpoint has failed.
-const VACATE_RETRY_DELAY: Micros = Micros::from_secs(60);
+const CHECKPOINT_RETRY_DELAY: Micros = Micros::from_secs(60);
 /// Delay before the next attempt if another checkpoint of the job is in progress.
-const VACATE_BUSY_DELAY: Micros = Micros::from_secs(5);
+const CHECKPOINT_BUSY_DELAY: Micros = Micros::from_secs(5);
 /// Timeout for the result of a checkpoint or of a restart.
-const VACATE_ANSWER_TIMEOUT: Micros = Micros::from_secs(4 * 3600);
-/// Interval between checks whether there is room for a vacated job.
+const CHECKPOINT_RESULT_TIMEOUT: Micros = Micros::from_secs(4 * 3600);
+/// Interval between checks whether hosts have room for a vacated job.
 const VACATED_CHECK_INTERVAL: Micros = Micros::from_secs(5);
-/// Delay before a failed restart is retried. Doubles each time, up to [`RESTART_DELAY_MAX`].
+/// Delay before a failed restart is retried. Doubles after each failure, up to
+/// [`RESTART_DELAY_MAX`].
 const RESTART_DELAY_MIN: Micros = Micros::from_secs(10);
 const RESTART_DELAY_MAX: Micros = Micros::from_secs(600);
-/// Maximum number of failed restarts of a checkpoint. After them, it is not restarted
-/// automatically.
-const RESTART_TRIES_MAX: u32 = 20;
+/// Maximum number of failed restarts of a checkpoint. After these failures, the checkpoint is not
+/// restarted automatically.
+const RESTART_FAILURES_MAX: u32 = 20;
 
-/// Waiting time after which room is reserved for a vacated job, so that smaller jobs cannot be
+/// Waiting time after which hosts are reserved for a vacated job, so that smaller jobs cannot be
 /// restarted before it.
-pub const VACATED_RESERVE_AFTER: Micros = Micros::from_secs(600);
+pub const VACATED_RESERVATION_DELAY: Micros = Micros::from_secs(600);
 
 /// Retry state of the restart of one checkpoint.
 #[derive(Debug, Default)]
 struct RestartBackoff {
-    next_try: Micros,
+    next_attempt_at: Micros,
     delay: Micros,
-    failures: u32,
+    failure_count: u32,
 }
 
 /// State of vacated jobs that the history does not contain.
@@ -46,33 +47,30 @@ struct RestartBackoff {
 pub(super) struct VacateState {
     /// Jobs that must not be vacated before the given time, because their checkpoint is in progress
     /// or has failed.
-    paused_until: BTreeMap<Tid, Micros>,
-    backoffs: BTreeMap<String, RestartBackoff>,
-    /// The checkpoint that is being restarted, and the time until which no other checkpoint is
-    /// restarted.
-    restarting: Option<(String, Micros)>,
-    /// Time at which this resource manager first saw each checkpoint wait.
+    retry_at: BTreeMap<Tid, Micros>,
+    restart_backoffs: BTreeMap<String, RestartBackoff>,
+    /// The checkpoint that is being restarted. The time is the end of the interval in which no
+    /// other checkpoint is restarted.
+    current_restart: Option<(String, Micros)>,
+    /// Time at which this resource manager first saw each checkpoint waiting for its restart.
     waiting_since: BTreeMap<String, Micros>,
-    /// The checkpoint whose reservation was logged last.
-    reserved_for: Option<String>,
+    /// The checkpoint whose reservation was logged most recently.
+    logged_reservation: Option<String>,
     /// Tasks of each job that this resource manager has vacated or is vacating.
     tasks_by_job: BTreeMap<Tid, Vec<Tid>>,
-    /// Jobs whose restart was cancelled while they were being checkpointed, with the requesting
-    /// task.
-    cancelled_by: BTreeMap<Tid, Tid>,
-    next_check: Micros,
+    /// Jobs whose restart was cancelled while they were being checkpointed, each with the task that
+    /// requested this.
+    cancellation_requesters: BTreeMap<Tid, Tid>,
+    next_check_at: Micros,
 }
 
 impl<V: VmApi> Service<V> {
-    /// Vacates the jobs of tasks that should leave their host but stay, if the owner's terms
-    /// request it.
-    pub(super) fn vacate_jobs(&mut self, now: Micros, decided: &EvictionPlan) {
-        let snapshot = self.model.snapshot(now);
-        let staying = decided
-            .staying
-            .iter()
-            .filter(|stay| stay.vacates_job(snapshot));
-        let staying: Vec<_> = staying
+    /// Vacates the jobs of tasks that must leave their host but stay, if the owner's policy
+    /// requests vacating.
+    pub(super) fn vacate_jobs(&mut self, now: Micros, plan: &EvictionPlan) {
+        let snapshot = self.model.update_snapshot(now);
+        let vacating_stays = plan.stays.iter().filter(|stay| stay.vacates_job(snapshot));
+        let vacating_stays: Vec<_> = vacating_stays
             .map(|stay| {
                 (
                     stay.tid,
@@ -81,309 +79,340 @@ impl<V: VmApi> Service<V> {
                 )
             })
             .collect();
-        self.vacating.paused_until.retain(|_, until| *until > now);
-        let books = &self.history.writer.history;
-        let (parking, parked) = (&mut self.vacating, |job| {
-            books.vacated_jobs().any(|parked| parked.job == job)
+        self.vacate_state
+            .retry_at
+            .retain(|_, retry_delay| *retry_delay > now);
+        let stored_history = &self.history.writer.history;
+        let (state, is_job_vacated) = (&mut self.vacate_state, |job| {
+            stored_history
+                .vacated_jobs()
+                .any(|is_job_vacated| is_job_vacated.job == job)
         });
-        parking
-            .cancelled_by
-            .retain(|job, _| parking.paused_until.contains_key(job) || parked(*job));
-        parking
+        state
+            .cancellation_requesters
+            .retain(|job, _| state.retry_at.contains_key(job) || is_job_vacated(*job));
+        state
             .tasks_by_job
-            .retain(|job, _| parking.paused_until.contains_key(job) || parked(*job));
-        for (tid, host, why) in staying {
+            .retain(|job, _| state.retry_at.contains_key(job) || is_job_vacated(*job));
+        for (tid, host, reason) in vacating_stays {
             // If some tasks of the job have ended, the job is not vacated and its tasks stay
-            // paused: a restart from the checkpoint would lose messages between the job's tasks.
+            // paused, because a restart from the checkpoint would lose messages between the job's
+            // tasks.
             let Some(job) = self.model.checkpoint_root(tid) else {
                 continue;
             };
             // The history lists the job until its last tasks have ended.
-            let is_parked = self
+            let is_vacated = self
                 .history
                 .writer
                 .history
                 .vacated_jobs()
-                .any(|parked| parked.job == job);
-            let full = self.history.writer.history.vacated_jobs().count() >= VACATED_MAX;
-            // A job with a migrating task is skipped; the end of the migration is an event that
-            // triggers the next check. A job with suspended tasks is skipped, because its user must
-            // resume it.
-            if is_parked
-                || full
-                || self.vacating.paused_until.contains_key(&job)
+                .any(|is_job_vacated| is_job_vacated.job == job);
+            let is_full = self.history.writer.history.vacated_jobs().count() >= VACATED_JOBS_MAX;
+            // A job with a migrating task is skipped. The end of the migration is an event that
+            // triggers the next check. A job with suspended tasks is skipped too, because its user
+            // must resume it.
+            if is_vacated
+                || is_full
+                || self.vacate_state.retry_at.contains_key(&job)
                 || self.model.is_job_busy(job)
             {
                 continue;
             }
-            let until = match self.vm.checkpoint_and_end(job) {
+            let retry_delay = match self.vm.checkpoint_and_end(job) {
                 Ok(()) => {
                     self.log_note(format!(
-                        "job {job} is checkpointed and ended: {tid} must leave {host}, and {why}"
+                        "job {job} is checkpointed and ended: {tid} must leave {host}, and {reason}"
                     ));
                     self.history.writer.history.record_vacate(
                         self.vm.wall_clock(),
                         job,
                         (tid, host),
-                        why,
+                        reason,
                     );
-                    VACATE_ANSWER_TIMEOUT
+                    CHECKPOINT_RESULT_TIMEOUT
                 }
-                Err(error) if error.code == PvmError::Already => VACATE_BUSY_DELAY,
+                Err(error) if error.code == PvmError::Already => CHECKPOINT_BUSY_DELAY,
                 Err(error) => {
                     self.log_note(format!(
                         "job {job} was not checkpointed ({error}): {tid} stays on {host}"
                     ));
-                    VACATE_RETRY_DELAY
+                    CHECKPOINT_RETRY_DELAY
                 }
             };
-            self.vacating.paused_until.insert(job, now + until);
-            self.vacating
+            self.vacate_state.retry_at.insert(job, now + retry_delay);
+            self.vacate_state
                 .tasks_by_job
-                .insert(job, self.model.tasks_of(self.model.user_and_job(job).1));
+                .insert(job, self.model.job_tasks(self.model.user_and_job(job).1));
         }
-        let again = self.vacating.paused_until.values().copied();
-        self.decide_at = self.decide_at.into_iter().chain(again).min();
+        let retry_times = self.vacate_state.retry_at.values().copied();
+        self.eviction_decision_at = self
+            .eviction_decision_at
+            .into_iter()
+            .chain(retry_times)
+            .min();
     }
 
     /// Updates the retry state after events about checkpoints and restarts.
     pub(super) fn handle_vacate_event(&mut self, kind: &EventKind) {
-        let (now, parking) = (self.vm.now(), &mut self.vacating);
+        let (now, state) = (self.vm.now(), &mut self.vacate_state);
         match kind {
             EventKind::CheckpointFailed { job, .. } => {
-                if let Some(until) = parking.paused_until.get_mut(job) {
-                    *until = now + VACATE_RETRY_DELAY;
+                if let Some(retry_time) = state.retry_at.get_mut(job) {
+                    *retry_time = now + CHECKPOINT_RETRY_DELAY;
                 }
             }
             EventKind::Checkpointed {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 vacated: true,
                 ..
             } => {
-                parking.paused_until.remove(job);
+                state.retry_at.remove(job);
                 // The first restart is delayed until the job's tasks have ended.
-                parking.backoffs.insert(
-                    set.clone(),
+                state.restart_backoffs.insert(
+                    checkpoint_name.clone(),
                     RestartBackoff {
-                        next_try: now + VACATED_CHECK_INTERVAL,
+                        next_attempt_at: now + VACATED_CHECK_INTERVAL,
                         delay: RESTART_DELAY_MIN,
-                        failures: 0,
+                        failure_count: 0,
                     },
                 );
             }
             EventKind::RestartFailed {
-                checkpoint: set, ..
+                checkpoint: checkpoint_name,
+                ..
             } => {
-                parking.restarting.take_if(|(starting, _)| starting == set);
+                state
+                    .current_restart
+                    .take_if(|(restarting_name, _)| restarting_name == checkpoint_name);
                 if let Some(RestartBackoff {
-                    next_try,
+                    next_attempt_at,
                     delay,
-                    failures,
-                }) = parking.backoffs.get_mut(set)
+                    failure_count,
+                }) = state.restart_backoffs.get_mut(checkpoint_name)
                 {
-                    *failures += 1;
-                    (*next_try, *delay) =
+                    *failure_count += 1;
+                    (*next_attempt_at, *delay) =
                         (now + *delay, Micros(delay.0 * 2).min(RESTART_DELAY_MAX));
                 }
             }
             EventKind::Restarted {
-                checkpoint: set, ..
+                checkpoint: checkpoint_name,
+                ..
             } => {
-                parking.restarting.take_if(|(starting, _)| starting == set);
-                parking.backoffs.remove(set);
+                state
+                    .current_restart
+                    .take_if(|(restarting_name, _)| restarting_name == checkpoint_name);
+                state.restart_backoffs.remove(checkpoint_name);
             }
             _ => {}
         }
     }
 
-    /// Returns when [`Service::restart_vacated`] is due.
+    /// Returns the time at which [`Service::restart_next_vacated`] is due; `None` if no job is vacated.
     pub(super) fn vacated_check_due(&self) -> Option<Micros> {
         self.history
             .writer
             .history
             .vacated_jobs()
             .next()
-            .map(|_| self.vacating.next_check)
+            .map(|_| self.vacate_state.next_check_at)
     }
 
-    /// Restarts at most one vacated job: of those for which there is room, the one that has waited
-    /// longest.
-    pub(super) fn restart_vacated(&mut self, now: Micros) {
-        if self.vacating.next_check > now {
+    /// Restarts at most one vacated job: among the jobs for which hosts have room, the job that has
+    /// waited longest.
+    pub(super) fn restart_next_vacated(&mut self, now: Micros) {
+        if self.vacate_state.next_check_at > now {
             return;
         }
-        self.vacating.next_check = now + VACATED_CHECK_INTERVAL;
-        for (job, by) in self.vacating.cancelled_by.clone() {
+        self.vacate_state.next_check_at = now + VACATED_CHECK_INTERVAL;
+        for (job, requester) in self.vacate_state.cancellation_requesters.clone() {
             if let RmReply::VacatedCancelled {
-                starting: false, ..
-            } = self.cancel_restart(by, job)
+                restart_started: false,
+                ..
+            } = self.cancel_restart(requester, job)
             {
-                self.vacating.cancelled_by.remove(&job);
+                self.vacate_state.cancellation_requesters.remove(&job);
             }
         }
         self.drop_failed_restarts();
         if self
-            .vacating
-            .restarting
+            .vacate_state
+            .current_restart
             .as_ref()
-            .is_some_and(|(_, until)| *until > now)
+            .is_some_and(|(_, timeout)| *timeout > now)
         {
             return;
         }
-        let Some((set, on)) = self.next_restartable(now) else {
+        let Some((checkpoint_name, host_names)) = self.next_restartable(now) else {
             return;
         };
-        let tried = self.vacating.backoffs.entry(set.clone());
-        tried
+        let backoff_entry = self
+            .vacate_state
+            .restart_backoffs
+            .entry(checkpoint_name.clone());
+        backoff_entry
             .or_insert(RestartBackoff {
-                next_try: now,
+                next_attempt_at: now,
                 delay: RESTART_DELAY_MIN,
-                failures: 0,
+                failure_count: 0,
             })
-            .next_try = now + RESTART_DELAY_MIN;
-        match self.vm.restart(&set, &on) {
-            // An event reports the result.
-            Ok(()) => self.vacating.restarting = Some((set, now + VACATE_ANSWER_TIMEOUT)),
-            Err(error) => self.log_note(format!("checkpoint {set} was not restarted: {error}")),
+            .next_attempt_at = now + RESTART_DELAY_MIN;
+        match self.vm.restart(&checkpoint_name, &host_names) {
+            // An event reports the result of the restart.
+            Ok(()) => {
+                self.vacate_state.current_restart =
+                    Some((checkpoint_name, now + CHECKPOINT_RESULT_TIMEOUT))
+            }
+            Err(error) => self.log_note(format!(
+                "checkpoint {checkpoint_name} was not restarted: {error}"
+            )),
         }
     }
 
-    /// Returns the checkpoint to restart, with the host of each of its tasks: of those for which
-    /// there is room, the one that has waited longest.
+    /// Returns the checkpoint to restart, with the host name of each of its tasks. Among the
+    /// checkpoints for which hosts have room, this is the one that has waited longest.
     ///
-    /// If a checkpoint has waited for [`VACATED_RESERVE_AFTER`] and room for it is possible, its
-    /// room is reserved: later ones must not use it.
+    /// If a checkpoint has waited for [`VACATED_RESERVATION_DELAY`] and hosts could have room for it,
+    /// the hosts that it could use are reserved: later checkpoints must not use them.
     fn next_restartable(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
-        let (books, parking) = (&self.history.writer.history, &mut self.vacating);
-        parking
-            .waiting_since
-            .retain(|set, _| books.vacated_jobs().any(|parked| parked.checkpoint == *set));
-        let snapshot = self.model.snapshot(now);
-        let (mut reserved, mut found): (Option<&VacatedJob>, _) = (None, None);
-        for parked in books.vacated_jobs() {
-            let since = *parking
+        let (stored_history, state) = (&self.history.writer.history, &mut self.vacate_state);
+        state.waiting_since.retain(|checkpoint_name, _| {
+            stored_history
+                .vacated_jobs()
+                .any(|vacated| vacated.checkpoint == *checkpoint_name)
+        });
+        let snapshot = self.model.update_snapshot(now);
+        let (mut reserved, mut restartable): (Option<&VacatedJob>, _) = (None, None);
+        for vacated in stored_history.vacated_jobs() {
+            let waiting_from = *state
                 .waiting_since
-                .entry(parked.checkpoint.clone())
+                .entry(vacated.checkpoint.clone())
                 .or_insert(now);
-            if found.is_some()
-                || parking
-                    .backoffs
-                    .get(&parked.checkpoint)
-                    .is_some_and(|tried| tried.next_try > now)
+            if restartable.is_some()
+                || state
+                    .restart_backoffs
+                    .get(&vacated.checkpoint)
+                    .is_some_and(|backoff| backoff.next_attempt_at > now)
             {
                 continue;
             }
             let VacatedJob {
-                tasks,
-                programs: kinds,
+                task_count: tasks,
+                programs: task_programs,
                 ..
-            } = parked;
+            } = vacated;
             match assign_hosts(
                 snapshot,
                 *tasks,
-                kinds,
-                reserved.map(|first| &first.programs[..]),
+                task_programs,
+                reserved.map(|reserved_job| &reserved_job.programs[..]),
             ) {
-                Some(places) => {
-                    let hosts = places
+                Some(assigned_hosts) => {
+                    let hosts = assigned_hosts
                         .iter()
                         .map(|host| snapshot.host_name(*host))
                         .collect();
-                    found = Some((parked.checkpoint.clone(), hosts));
+                    restartable = Some((vacated.checkpoint.clone(), hosts));
                 }
                 None if reserved.is_none()
-                    && now.since(since) >= VACATED_RESERVE_AFTER
-                    && could_ever_fit(snapshot, *tasks, kinds) =>
+                    && now.since(waiting_from) >= VACATED_RESERVATION_DELAY
+                    && could_hosts_ever_fit(snapshot, *tasks, task_programs) =>
                 {
-                    reserved = Some(parked);
+                    reserved = Some(vacated);
                 }
                 None => {}
             }
         }
-        let reserved = reserved.map(|first| (first.checkpoint.clone(), first.job));
+        let reserved =
+            reserved.map(|reserved_job| (reserved_job.checkpoint.clone(), reserved_job.job));
         self.log_vacated_reservation(reserved);
-        found
+        restartable
     }
 
-    /// Logs the reservation for a checkpoint, unless the last logged one was for the same
+    /// Logs the reservation for a checkpoint, unless the last logged reservation was for the same
     /// checkpoint.
-    fn log_vacated_reservation(&mut self, kept: Option<(String, Tid)>) {
-        let Some((set, job)) = kept else { return };
-        if self.vacating.reserved_for.as_ref() == Some(&set) {
+    fn log_vacated_reservation(&mut self, reservation: Option<(String, Tid)>) {
+        let Some((checkpoint_name, job)) = reservation else {
+            return;
+        };
+        if self.vacate_state.logged_reservation.as_ref() == Some(&checkpoint_name) {
             return;
         }
-        let minutes = VACATED_RESERVE_AFTER.0 / 60_000_000;
+        let minutes = VACATED_RESERVATION_DELAY.0 / 60_000_000;
         self.log_note(format!(
-            "checkpoint {set} of job {job} has waited {minutes} minutes for room: hosts that it could use are \
+            "checkpoint {checkpoint_name} of job {job} has waited {minutes} minutes for room: hosts that it could use are \
              reserved for it"
         ));
-        self.vacating.reserved_for = Some(set);
+        self.vacate_state.logged_reservation = Some(checkpoint_name);
     }
 
-    /// Handles a request of task `by` not to restart the vacated job that contains task `tid`.
-    pub(super) fn cancel_restart(&mut self, by: Tid, tid: Tid) -> RmReply {
+    /// Handles a request of task `requester` not to restart the vacated job that contains the task `tid`.
+    pub(super) fn cancel_restart(&mut self, requester: Tid, tid: Tid) -> RmReply {
         let job_of_task = self
-            .vacating
+            .vacate_state
             .tasks_by_job
             .iter()
             .find(|(_, tasks)| tasks.contains(&tid))
             .map(|(job, _)| *job);
-        let books = &self.history.writer.history;
-        let parked = books
+        let stored_history = &self.history.writer.history;
+        let vacated = stored_history
             .vacated_job_of(tid)
-            .or_else(|| books.vacated_job_of(job_of_task?));
+            .or_else(|| stored_history.vacated_job_of(job_of_task?));
         let Some(VacatedJob {
             job,
-            checkpoint: set,
+            checkpoint: checkpoint_name,
             ..
-        }) = parked.cloned()
+        }) = vacated.cloned()
         else {
             let being_vacated =
-                job_of_task.filter(|job| self.vacating.paused_until.contains_key(job));
-            self.vacating
-                .cancelled_by
-                .extend(being_vacated.map(|job| (job, by)));
+                job_of_task.filter(|job| self.vacate_state.retry_at.contains_key(job));
+            self.vacate_state
+                .cancellation_requesters
+                .extend(being_vacated.map(|job| (job, requester)));
             return RmReply::NotFound;
         };
-        let (now, starting) = (self.vm.now(), self.vacating.restarting.as_ref());
-        let starting = starting.is_some_and(|(other, until)| *other == set && *until > now);
-        if !starting {
+        let (now, is_restarting) = (self.vm.now(), self.vacate_state.current_restart.as_ref());
+        let is_restarting = is_restarting.is_some_and(|(restarting_name, timeout)| {
+            *restarting_name == checkpoint_name && *timeout > now
+        });
+        if !is_restarting {
             self.history
                 .writer
                 .history
-                .remove_vacated(|parked| parked.checkpoint == set);
-            self.vacating.backoffs.remove(&set);
+                .remove_vacated(|vacated| vacated.checkpoint == checkpoint_name);
+            self.vacate_state.restart_backoffs.remove(&checkpoint_name);
             self.log_note(format!(
-                "job {job} is not restarted ({by} asked for it); its checkpoint {set} remains"
+                "job {job} is not restarted ({requester} asked for it); its checkpoint {checkpoint_name} remains"
             ));
         }
         RmReply::VacatedCancelled {
             job,
-            checkpoint: set,
-            starting,
+            checkpoint: checkpoint_name,
+            restart_started: is_restarting,
         }
     }
 
-    /// Stops restarting checkpoints after [`RESTART_TRIES_MAX`] failures. A user can still restart
-    /// them.
+    /// Removes the checkpoints whose restart has failed [`RESTART_FAILURES_MAX`] times. A user can
+    /// still restart them.
     fn drop_failed_restarts(&mut self) {
-        let hopeless = |tried: &RestartBackoff| tried.failures >= RESTART_TRIES_MAX;
-        let sets: Vec<String> = self
-            .vacating
-            .backoffs
+        let has_failed = |backoff: &RestartBackoff| backoff.failure_count >= RESTART_FAILURES_MAX;
+        let checkpoints: Vec<String> = self
+            .vacate_state
+            .restart_backoffs
             .iter()
-            .filter(|(_, tried)| hopeless(tried))
-            .map(|(set, _)| set.clone())
+            .filter(|(_, backoff)| has_failed(backoff))
+            .map(|(name, _)| name.clone())
             .collect();
-        for set in sets {
-            self.vacating.backoffs.remove(&set);
+        for name in checkpoints {
+            self.vacate_state.restart_backoffs.remove(&name);
             self.history
                 .writer
                 .history
-                .remove_vacated(|parked| parked.checkpoint == set);
+                .remove_vacated(|vacated| vacated.checkpoint == name);
             self.log_note(format!(
-                "checkpoint {set} could not be restarted in {RESTART_TRIES_MAX} attempts and is given up; 'pvm restart {set}' \
+                "checkpoint {name} could not be restarted in {RESTART_FAILURES_MAX} attempts and is given up; 'pvm restart {name}' \
                  restarts it"
             ));
         }

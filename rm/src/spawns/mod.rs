@@ -1,11 +1,11 @@
 //! Spawn requests that are being carried out. A request is placed, its orders are sent to the
-//! hosts, the hosts acknowledge them, and the request is answered. Pure; the service carries out
-//! the output of [`Spawns::poll`].
+//! hosts, the hosts acknowledge the orders, and the request is answered. The module does no input
+//! or output: the service carries out the output of [`Spawns::poll`].
 //!
 //! No request waits forever. If a host is lost or does not acknowledge in time, its tasks are
 //! placed on other hosts, unless the request names the host. Tasks that such a host starts too late
 //! are terminated. A failure on one host is handled as in PVM: if a program is not found there, all
-//! tasks of that host fail.
+//! tasks of the host fail.
 //!
 //! A request that finds no free host, or that exceeds a limit, may wait for a time that the
 //! administrator sets. After every change, waiting requests are retried in the order of the Up-Down
@@ -15,13 +15,13 @@ mod placing;
 pub mod refusals;
 mod wait_queue;
 
-use crate::decide::{Colocation, Constraints, FairShare, Limits};
-use crate::recent::RecentSet;
+use crate::decide::{Colocation, Constraints, FairShare, TaskLimits};
+use crate::recent_set::RecentSet;
 use crate::store::history::ATTEMPTS_MAX;
 use bytes::Bytes;
 use refusals::RefusalLog;
 use sempa_proto::event::EventKind;
-use sempa_proto::owner::GUEST_REFUSED;
+use sempa_proto::owner::GUEST_REFUSED_ERROR;
 use sempa_proto::rm::{DecisionKind, PlacementAttempt};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -36,72 +36,72 @@ pub use crate::decide::SPAWN_TASKS_MAX;
 pub const PENDING_SPAWNS_MAX: usize = 1024;
 /// Timeout for a host's acknowledgement of an order.
 pub const START_ACK_TIMEOUT: Micros = Micros::from_secs(20);
-/// Timeout of a request, in addition to its waiting time. Tasks that have not started by then have
-/// failed.
+/// Timeout of a request, in addition to its waiting time. Tasks that have not started when it
+/// expires have failed.
 pub const SPAWN_TIMEOUT: Micros = Micros::from_secs(60);
 /// Time for which a host that declined tasks of a request gets no other task of that request. The
 /// load watcher's report, which explains the refusal, arrives within this time.
 const DECLINED_WINDOW: Micros = Micros::from_secs(5);
-/// Maximum number of placement attempts that are recorded per request. Beyond it, the second oldest
-/// attempt is dropped, so that the first one is kept.
-const KEPT_ATTEMPTS_MAX: usize = 2 * ATTEMPTS_MAX;
-/// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
+/// Maximum number of placement attempts that are recorded per request. When it is exceeded, the
+/// second oldest attempt is removed, so that the first one remains.
+const RECORDED_ATTEMPTS_MAX: usize = 2 * ATTEMPTS_MAX;
+/// Maximum number of abandoned orders whose wait id is remembered, in order to recognize a late
 /// acknowledgement.
-const LATE_ORDERS_MAX: usize = 4096;
+const ABANDONED_ORDERS_MAX: usize = 4096;
 
-/// Identifies an order to one host.
+/// Id of an order to one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StartOrderId(u64);
 
-/// A spawn request as it arrived.
+/// A spawn request as it arrived at the resource manager.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SpawnIncoming {
+pub struct IncomingSpawn {
     pub requester: Tid,
     /// Wait id of the request.
-    pub wid: i32,
+    pub wait_id: i32,
     /// Host of the requesting task.
-    pub caller: HostId,
+    pub caller_host: HostId,
     pub user: u32,
     pub job: Tid,
     pub request: SpawnRequest,
     /// Time for which the request had already waited at an earlier resource manager.
-    pub waited: Micros,
+    pub earlier_wait: Micros,
 }
 
-impl SpawnIncoming {
+impl IncomingSpawn {
     /// Returns the output that records the result of the request in the history.
     fn decision_output(
         &self,
         started: Vec<(Tid, String)>,
         error: Option<PvmError>,
-        waited: Micros,
+        wait_time: Micros,
         attempts: Vec<PlacementAttempt>,
     ) -> SpawnOutput {
-        let (program, by, count) = (
-            self.request.file.clone(),
+        let (program, requesting_task, count) = (
+            self.request.program.clone(),
             self.requester,
-            self.request.count,
+            self.request.task_count,
         );
         let (job, user) = (self.job, self.user);
         SpawnOutput::RecordDecision(DecisionKind::Spawn {
             program,
-            requested_by: by,
+            requested_by: requesting_task,
             job,
             user,
             count,
             started,
             error,
-            waited,
+            waited: wait_time,
             attempts,
         })
     }
 
     /// Returns the event for a request that failed before any task was started.
-    fn failure_event(&self, error: PvmError, why: &str) -> EventKind {
+    fn failure_event(&self, error: PvmError, reason: &str) -> EventKind {
         EventKind::Note {
             text: format!(
-                "{} was not started for {}: {error} ({why})",
-                self.request.file, self.requester
+                "{} was not started for {}: {error} ({reason})",
+                self.request.program, self.requester
             ),
         }
     }
@@ -117,30 +117,32 @@ pub enum SpawnOutput {
         /// Parent of the new tasks.
         parent: Tid,
         request: SpawnRequest,
-        /// Memory in bytes that all of these tasks need in total.
-        memory: u64,
+        /// Memory in bytes that all tasks of the order need in total; 0 if the request states no
+        /// minimum.
+        memory_bytes: u64,
     },
     /// Notify the requesting task that its request waits for a host, or that it stops waiting. None
-    /// of its tasks has started while it waits, so the task may send the request again to another
-    /// resource manager.
+    /// of the requested tasks has started while the request waits. The requesting task may
+    /// therefore send the request again to another resource manager.
     NotifyWait {
-        to: Tid,
+        requester: Tid,
         /// Wait id of the request.
         wid: i32,
-        /// Time for which the request has waited; `None` if it stops waiting.
+        /// Time for which the request has waited; `None` if the request stops waiting.
         waited: Option<Micros>,
     },
-    /// Send the answer to a request.
+    /// Send the reply to a request.
     Reply {
-        to: Tid,
+        requester: Tid,
         /// Wait id of the request.
         wid: i32,
         body: Bytes,
     },
-    /// All tasks of a request were started by its first placement, without waiting.
-    FullyAnswered(SpawnIncoming),
-    /// A task runs on a host.
-    Started {
+    /// Consider a grant for the requesting task. All tasks of its request were started by the first
+    /// placement, without waiting.
+    ConsiderGrant(IncomingSpawn),
+    /// Report that a task of a request runs on a host.
+    ReportStarted {
         tid: Tid,
         host: HostId,
         /// True if the request named the host.
@@ -149,11 +151,11 @@ pub enum SpawnOutput {
         pinned: bool,
         /// Constraints of the request.
         constraints: Constraints,
-        /// User and job of the requesting task.
-        by: (u32, Tid),
+        /// User and job of the requesting task, as (user, job).
+        user_and_job: (u32, Tid),
         /// True if the requesting task is the new task's parent, so that the new task belongs to
         /// the same job.
-        child: bool,
+        is_child: bool,
     },
     /// Terminate a task that was started too late for its request.
     Terminate { tid: Tid },
@@ -163,34 +165,35 @@ pub enum SpawnOutput {
     RecordDecision(DecisionKind),
 }
 
-/// A task that was started by a grant.
+/// A task that was started under a placement lease (a grant).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GrantedTask {
     pub tid: Tid,
     pub host: HostId,
-    /// Name of the host.
+    /// Name of the task's host.
     pub host_name: String,
 }
 
 #[derive(Debug)]
 struct PendingSpawn {
-    from: SpawnIncoming,
+    incoming: IncomingSpawn,
     deadline: Micros,
-    began_at: Micros,
-    /// When the request was last placed or refused.
+    accepted_at: Micros,
+    /// Time at which the request was last placed or refused.
     placed_at: Micros,
     /// Time until which the request may wait for a host.
     wait_until: Micros,
     /// True if the requesting task was notified that its request waits.
     wait_notified: bool,
-    results: Vec<Option<PvmResult<Tid>>>,
-    hosts: Vec<Option<HostId>>,
-    unplaced: Vec<usize>,
+    task_results: Vec<Option<PvmResult<Tid>>>,
+    task_hosts: Vec<Option<HostId>>,
+    unplaced_tasks: Vec<usize>,
     lost_hosts: Vec<HostId>,
-    /// Hosts that declined tasks of this request, with the time from which they may be used again.
-    declined_until: BTreeMap<HostId, Micros>,
+    /// Hosts that declined tasks of this request, each with the end of the time in which it is not
+    /// used.
+    decline_ends: BTreeMap<HostId, Micros>,
     attempts: Vec<PlacementAttempt>,
-    /// Reason why the request waits, for users.
+    /// Reason why the request waits, as a text for users.
     wait_reason: String,
     /// Names of the hosts chosen for tasks of this request.
     host_names: BTreeMap<HostId, String>,
@@ -198,7 +201,7 @@ struct PendingSpawn {
 
 #[derive(Debug)]
 struct StartOrder {
-    spawn: u64,
+    spawn_number: u64,
     host: HostId,
     tasks: Vec<usize>,
     deadline: Micros,
@@ -209,22 +212,22 @@ struct StartOrder {
 #[derive(Debug)]
 pub struct Spawns {
     last_number: u64,
-    pending: BTreeMap<u64, PendingSpawn>,
-    orders: BTreeMap<StartOrderId, StartOrder>,
+    pending_spawns: BTreeMap<u64, PendingSpawn>,
+    start_orders: BTreeMap<StartOrderId, StartOrder>,
     placement_queue: VecDeque<u64>,
-    late_orders: RecentSet<i32>,
+    abandoned_orders: RecentSet<i32>,
     outputs: VecDeque<SpawnOutput>,
     rules: SpawnRules,
-    fair: FairShare,
+    fair_share: FairShare,
     /// Requests that wait for a host.
-    waiting: BTreeSet<u64>,
+    waiting_numbers: BTreeSet<u64>,
     /// Reservation for a waiting request, if there is one.
     reservation: Option<Reservation>,
     /// User and job of each running task that counts against the limits.
-    tasks: BTreeMap<Tid, (u32, Tid)>,
-    jobs: BTreeMap<Tid, u32>,
+    counted_tasks: BTreeMap<Tid, (u32, Tid)>,
+    tasks_per_job: BTreeMap<Tid, u32>,
     /// Suspended tasks with their users. They count against limits but hold no processor.
-    suspended: BTreeMap<Tid, u32>,
+    suspended_tasks: BTreeMap<Tid, u32>,
     refusals: RefusalLog,
 }
 
@@ -233,32 +236,32 @@ pub struct Spawns {
 pub struct SpawnRules {
     /// Maximum time for which a request may wait for a free host. Zero: a request that finds no
     /// host is refused immediately.
-    pub wait: Micros,
-    pub limits: Limits,
+    pub wait_max: Micros,
+    pub task_limits: TaskLimits,
 }
 
 impl Default for Spawns {
-    fn default() -> Spawns {
-        Spawns::new(SpawnRules::default())
+    fn default() -> Self {
+        Self::new(SpawnRules::default())
     }
 }
 
 impl Spawns {
-    pub fn new(rules: SpawnRules) -> Spawns {
-        Spawns {
+    pub fn new(rules: SpawnRules) -> Self {
+        Self {
             last_number: 0,
-            pending: BTreeMap::new(),
-            orders: BTreeMap::new(),
+            pending_spawns: BTreeMap::new(),
+            start_orders: BTreeMap::new(),
             placement_queue: VecDeque::new(),
-            late_orders: RecentSet::new(LATE_ORDERS_MAX),
+            abandoned_orders: RecentSet::new(ABANDONED_ORDERS_MAX),
             outputs: VecDeque::new(),
             rules,
-            fair: FairShare::default(),
-            waiting: BTreeSet::new(),
+            fair_share: FairShare::default(),
+            waiting_numbers: BTreeSet::new(),
             reservation: None,
-            tasks: BTreeMap::new(),
-            jobs: BTreeMap::new(),
-            suspended: BTreeMap::new(),
+            counted_tasks: BTreeMap::new(),
+            tasks_per_job: BTreeMap::new(),
+            suspended_tasks: BTreeMap::new(),
             refusals: RefusalLog::default(),
         }
     }
@@ -269,264 +272,286 @@ impl Spawns {
         self.rules = rules;
     }
 
-    /// Accepts a request. The next [`Spawns::place_next`] places it, unless it is refused
+    /// Accepts a request. [`Spawns::place_next_request`] places the request later, unless it is refused
     /// immediately.
-    pub fn accept(&mut self, now: Micros, from: SpawnIncoming) {
-        let count = from.request.count;
-        let refusal = match count {
+    pub fn accept_request(&mut self, now: Micros, incoming: IncomingSpawn) {
+        let task_count = incoming.request.task_count;
+        let refusal = match task_count {
             0 => Some((PvmError::BadParam, "it requests no tasks".to_string())),
             n if n > SPAWN_TASKS_MAX => Some((
                 PvmError::OutOfRes,
                 format!("a spawn may request at most {SPAWN_TASKS_MAX} tasks"),
             )),
-            _ if self.pending.len() >= PENDING_SPAWNS_MAX => Some((
+            _ if self.pending_spawns.len() >= PENDING_SPAWNS_MAX => Some((
                 PvmError::OutOfRes,
                 format!("{PENDING_SPAWNS_MAX} spawns are in progress or waiting already"),
             )),
             _ => None,
         };
-        if let Some((error, why)) = refusal {
-            return self.refuse_and_log(now, &from, error, why);
+        if let Some((error, refusal_reason)) = refusal {
+            return self.reply_error_and_log(now, &incoming, error, refusal_reason);
         }
-        let count = count as usize;
+        let task_count = task_count as usize;
         self.last_number += 1;
         self.placement_queue.push_back(self.last_number);
-        let wait = Micros(self.rules.wait.0.saturating_sub(from.waited.0));
+        let remaining_wait = Micros(
+            self.rules
+                .wait_max
+                .0
+                .saturating_sub(incoming.earlier_wait.0),
+        );
         let spawn = PendingSpawn {
-            from,
-            deadline: now + wait + SPAWN_TIMEOUT,
-            began_at: now,
+            incoming,
+            deadline: now + remaining_wait + SPAWN_TIMEOUT,
+            accepted_at: now,
             placed_at: now,
-            wait_until: now + wait,
+            wait_until: now + remaining_wait,
             wait_notified: false,
-            results: vec![None; count],
-            hosts: vec![None; count],
-            unplaced: (0..count).collect(),
+            task_results: vec![None; task_count],
+            task_hosts: vec![None; task_count],
+            unplaced_tasks: (0..task_count).collect(),
             lost_hosts: Vec::new(),
-            declined_until: BTreeMap::new(),
+            decline_ends: BTreeMap::new(),
             attempts: Vec::new(),
             wait_reason: String::new(),
             host_names: BTreeMap::new(),
         };
-        self.pending.insert(self.last_number, spawn);
+        self.pending_spawns.insert(self.last_number, spawn);
     }
 
-    /// True if a request is queued for [`Spawns::place_next`].
-    pub fn has_unplaced(&self) -> bool {
+    /// True if at least one request is queued for [`Spawns::place_next_request`].
+    pub fn has_unplaced_requests(&self) -> bool {
         !self.placement_queue.is_empty()
     }
 
     /// Counts a running task for its user and job.
-    pub fn task_started(&mut self, now: Micros, tid: Tid, by: (u32, Tid)) {
-        if self.tasks.insert(tid, by).is_none() {
-            self.fair.acquire(now, by.0, 1);
-            *self.jobs.entry(by.1).or_default() += 1;
+    pub fn count_task(&mut self, now: Micros, tid: Tid, user_and_job: (u32, Tid)) {
+        if self.counted_tasks.insert(tid, user_and_job).is_none() {
+            self.fair_share.add_processors(now, user_and_job.0, 1);
+            *self.tasks_per_job.entry(user_and_job.1).or_default() += 1;
         }
     }
 
-    /// Records that a task was suspended or resumed. A suspended task holds no processor.
-    pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
-        let Some((user, _)) = self.tasks.get(&tid) else {
+    /// Records that a task was suspended (`is_suspended` is true) or resumed. A suspended task holds no
+    /// processor.
+    pub fn record_suspension(&mut self, now: Micros, tid: Tid, is_suspended: bool) {
+        let Some((user, _)) = self.counted_tasks.get(&tid) else {
             return;
         };
-        if suspend && self.suspended.insert(tid, *user).is_none() {
-            self.fair.release(now, *user, 1);
-        } else if !suspend && self.suspended.remove(&tid).is_some() {
-            self.fair.acquire(now, *user, 1);
+        if is_suspended && self.suspended_tasks.insert(tid, *user).is_none() {
+            self.fair_share.remove_processors(now, *user, 1);
+        } else if !is_suspended && self.suspended_tasks.remove(&tid).is_some() {
+            self.fair_share.add_processors(now, *user, 1);
         }
     }
 
-    /// Returns the number of pending requests of a job. Requests of the task `except` do not count.
-    pub fn pending_spawns_of(&self, job: Tid, except: Tid) -> usize {
-        self.pending
+    /// Returns the number of pending requests of a job, without those of the task `excluded_requester`.
+    pub fn pending_spawn_count(&self, job: Tid, excluded_requester: Tid) -> usize {
+        self.pending_spawns
             .values()
-            .filter(|spawn| spawn.from.job == job && spawn.from.requester != except)
+            .filter(|spawn| {
+                spawn.incoming.job == job && spawn.incoming.requester != excluded_requester
+            })
             .count()
     }
 
     /// Returns the hosts on which tasks are being started.
     pub fn hosts_starting_tasks(&self) -> BTreeSet<HostId> {
-        self.orders.values().map(|order| order.host).collect()
+        self.start_orders.values().map(|order| order.host).collect()
     }
 
     /// Returns the number of tasks that are being started, by host. Pinned tasks do not count.
-    pub fn starting_tasks(&self) -> BTreeMap<HostId, u32> {
-        let mut starting = BTreeMap::new();
-        let is_load = |order: &&StartOrder| {
-            self.pending
-                .get(&order.spawn)
-                .is_some_and(|spawn| spawn.from.request.flags & SPAWN_PINNED == 0)
+    pub fn starting_task_counts(&self) -> BTreeMap<HostId, u32> {
+        let mut counts = BTreeMap::new();
+        let counts_as_load = |order: &&StartOrder| {
+            self.pending_spawns
+                .get(&order.spawn_number)
+                .is_some_and(|spawn| spawn.incoming.request.flags & SPAWN_PINNED == 0)
         };
-        for order in self.orders.values().filter(is_load) {
-            *starting.entry(order.host).or_default() += order.tasks.len() as u32;
+        for order in self.start_orders.values().filter(counts_as_load) {
+            *counts.entry(order.host).or_default() += order.tasks.len() as u32;
         }
-        starting
+        counts
     }
 
-    /// True if the task counts against the limits.
+    /// True if the task is running and counts against the limits.
     pub fn is_counted(&self, tid: Tid) -> bool {
-        self.tasks.contains_key(&tid)
+        self.counted_tasks.contains_key(&tid)
     }
 
-    /// Returns the indices and holdings of the users.
+    /// Returns the Up-Down state: the indices and held processors of the users.
     pub fn fair_share(&self) -> &FairShare {
-        &self.fair
+        &self.fair_share
     }
 
-    /// Restores a user's index from the history. `ago`: time since it was stored.
-    pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
-        self.fair.restore_index(now, user, index, ago);
+    /// Restores a user's index from the history. `stored_age`: time since the index was stored.
+    pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, stored_age: Micros) {
+        self.fair_share.restore_index(now, user, index, stored_age);
     }
 
-    /// Removes tasks for which `is_known` is false from the limits. Their end may have been missed.
-    pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
-        let gone: Vec<Tid> = self
-            .tasks
+    /// Removes tasks for which `is_known` is false from the limits. The resource manager may have
+    /// missed the events of their end.
+    pub fn remove_unknown_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
+        let unknown_tids: Vec<Tid> = self
+            .counted_tasks
             .keys()
             .copied()
             .filter(|tid| !is_known(*tid))
             .collect();
-        gone.into_iter().for_each(|tid| self.task_ended(now, tid));
+        unknown_tids
+            .into_iter()
+            .for_each(|tid| self.record_task_end(now, tid));
     }
 
-    /// Records the end of a task: releases its processor, and drops its waiting requests.
-    pub fn task_ended(&mut self, now: Micros, tid: Tid) {
-        if let Some((user, job)) = self.tasks.remove(&tid) {
-            if self.suspended.remove(&tid).is_none() {
-                self.fair.release(now, user, 1);
+    /// Records the end of a task. Releases its processor and removes its waiting requests.
+    pub fn record_task_end(&mut self, now: Micros, tid: Tid) {
+        if let Some((user, job)) = self.counted_tasks.remove(&tid) {
+            if self.suspended_tasks.remove(&tid).is_none() {
+                self.fair_share.remove_processors(now, user, 1);
             }
-            if let Some(count) = self.jobs.get_mut(&job) {
+            if let Some(count) = self.tasks_per_job.get_mut(&job) {
                 *count -= 1;
                 if *count == 0 {
-                    self.jobs.remove(&job);
+                    self.tasks_per_job.remove(&job);
                 }
             }
         }
-        let asked = |n: &u64| {
-            self.pending
+        let waiting_request = |n: &u64| {
+            self.pending_spawns
                 .get(n)
-                .filter(|s| s.from.requester == tid)
-                .map(|s| (*n, s.from.user))
+                .filter(|s| s.incoming.requester == tid)
+                .map(|s| (*n, s.incoming.user))
         };
-        let gone: Vec<(u64, u32)> = self.waiting.iter().filter_map(asked).collect();
-        for (number, user) in gone {
+        let withdrawn: Vec<(u64, u32)> = self
+            .waiting_numbers
+            .iter()
+            .filter_map(waiting_request)
+            .collect();
+        for (number, user) in withdrawn {
             self.stop_waiting(now, user, number);
-            self.pending.remove(&number);
+            self.pending_spawns.remove(&number);
         }
     }
 
     /// Records the wait id of an order that was sent; `None` if it could not be sent.
-    pub fn order_sent(&mut self, order: StartOrderId, wid: Option<i32>) {
-        match (self.orders.get_mut(&order), wid) {
+    pub fn record_order_sent(&mut self, order: StartOrderId, wid: Option<i32>) {
+        match (self.start_orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
             (Some(_), None) => self.abandon_order(order),
-            // The order was abandoned before it was sent. The tasks that it starts must be
+            // The order was abandoned before it was sent. The tasks that the host starts must be
             // terminated.
-            (None, Some(wid)) => self.late_orders.insert(wid),
+            (None, Some(wid)) => self.abandoned_orders.insert(wid),
             (None, None) => {}
         }
     }
 
-    /// Handles a host's acknowledgement of an order. False if no order has this wait id.
-    pub fn order_acknowledged(
+    /// Handles a host's acknowledgement of an order. Returns false if no order has this wait id.
+    pub fn handle_acknowledgement(
         &mut self,
         now: Micros,
         wid: i32,
-        started: PvmResult<Vec<PvmResult<Tid>>>,
+        start_results: PvmResult<Vec<PvmResult<Tid>>>,
     ) -> bool {
-        let found = self
-            .orders
+        let matching_order = self
+            .start_orders
             .iter()
             .find(|(_, o)| o.wid == Some(wid))
             .map(|(id, _)| *id);
-        let Some(id) = found else {
-            if !self.late_orders.contains(wid) {
+        let Some(id) = matching_order else {
+            if !self.abandoned_orders.contains(wid) {
                 return false;
             }
-            let tids = started.into_iter().flatten().flatten();
+            let tids = start_results.into_iter().flatten().flatten();
             self.outputs
                 .extend(tids.map(|tid| SpawnOutput::Terminate { tid }));
             return true;
         };
-        let order = self.orders.remove(&id).expect("found a moment ago");
-        let Some(spawn) = self.pending.get_mut(&order.spawn) else {
+        let order = self.start_orders.remove(&id).expect("found a moment ago");
+        let Some(spawn) = self.pending_spawns.get_mut(&order.spawn_number) else {
             return true;
         };
-        let missing_error = match &started {
+        let missing_error = match &start_results {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
-        let results = started
+        let results = start_results
             .unwrap_or_default()
             .into_iter()
             .chain(std::iter::repeat(Err(missing_error)));
         let results: Vec<PvmResult<Tid>> = results.take(order.tasks.len()).collect();
-        let (may_retry, mut declined_tasks) = (spawn.may_retry_elsewhere(&results), Vec::new());
+        let (may_retry, mut declined_tasks) = (spawn.may_use_other_hosts(&results), Vec::new());
         for (task, result) in order.tasks.into_iter().zip(results) {
-            if may_retry && result == Err(GUEST_REFUSED) {
+            if may_retry && result == Err(GUEST_REFUSED_ERROR) {
                 declined_tasks.push(task);
                 continue;
             }
-            spawn.results[task] = Some(result);
-            spawn.hosts[task] = result.is_ok().then_some(order.host);
+            spawn.task_results[task] = Some(result);
+            spawn.task_hosts[task] = result.is_ok().then_some(order.host);
             self.outputs.extend(
                 result
                     .ok()
-                    .map(|tid| started_output(&spawn.from, tid, order.host)),
+                    .map(|tid| started_output(&spawn.incoming, tid, order.host)),
             );
         }
         if declined_tasks.is_empty() {
-            self.finish_if_complete(order.spawn);
+            self.finish_if_complete(order.spawn_number);
         } else {
-            spawn
-                .declined_until
-                .insert(order.host, now + DECLINED_WINDOW);
-            self.queue_for_placement(order.spawn, declined_tasks);
+            spawn.decline_ends.insert(order.host, now + DECLINED_WINDOW);
+            self.queue_for_placement(order.spawn_number, declined_tasks);
         }
         true
     }
 
-    /// Handles the loss of a host: tasks that were to start there are placed on other hosts.
-    pub fn host_gone(&mut self, host: HostId) {
-        let lost: Vec<StartOrderId> = self
-            .orders
+    /// Handles the loss of a host. The tasks of its unacknowledged orders are placed on other
+    /// hosts.
+    pub fn handle_host_loss(&mut self, host: HostId) {
+        let affected_orders: Vec<StartOrderId> = self
+            .start_orders
             .iter()
             .filter(|(_, o)| o.host == host)
             .map(|(id, _)| *id)
             .collect();
-        lost.into_iter().for_each(|order| self.abandon_order(order));
+        affected_orders
+            .into_iter()
+            .for_each(|order| self.abandon_order(order));
     }
 
-    /// Abandons orders and requests whose timeout has expired.
-    pub fn tick(&mut self, now: Micros) {
-        let slow: Vec<StartOrderId> = self
-            .orders
+    /// Abandons orders, ends waiting times, and fails requests whose timeout has expired.
+    pub fn handle_timeouts(&mut self, now: Micros) {
+        let overdue_orders: Vec<StartOrderId> = self
+            .start_orders
             .iter()
             .filter(|(_, o)| o.deadline <= now)
             .map(|(id, _)| *id)
             .collect();
-        slow.into_iter().for_each(|order| self.abandon_order(order));
-        let waited = |n: &u64| {
-            self.pending
+        overdue_orders
+            .into_iter()
+            .for_each(|order| self.abandon_order(order));
+        let expired_wait = |n: &u64| {
+            self.pending_spawns
                 .get(n)
                 .filter(|s| s.wait_until <= now)
-                .map(|s| (*n, s.from.user))
+                .map(|s| (*n, s.incoming.user))
         };
-        let waited: Vec<(u64, u32)> = self.waiting.iter().filter_map(waited).collect();
-        for (number, user) in waited {
+        let expired_wait: Vec<(u64, u32)> = self
+            .waiting_numbers
+            .iter()
+            .filter_map(expired_wait)
+            .collect();
+        for (number, user) in expired_wait {
             self.stop_waiting(now, user, number);
             self.placement_queue.push_back(number);
         }
-        let out_of_time: Vec<u64> = self
-            .pending
+        let expired_requests: Vec<u64> = self
+            .pending_spawns
             .iter()
             .filter(|(_, s)| s.deadline <= now)
             .map(|(n, _)| *n)
             .collect();
-        for number in out_of_time {
-            if let Some(spawn) = self.pending.get_mut(&number) {
-                spawn.unplaced.clear();
-                for result in spawn.results.iter_mut().filter(|r| r.is_none()) {
+        for number in expired_requests {
+            if let Some(spawn) = self.pending_spawns.get_mut(&number) {
+                spawn.unplaced_tasks.clear();
+                for result in spawn.task_results.iter_mut().filter(|r| r.is_none()) {
                     *result = Some(Err(PvmError::HostFail));
                 }
             }
@@ -535,91 +560,93 @@ impl Spawns {
         }
     }
 
-    /// Returns when [`Spawns::tick`] is due.
+    /// Returns the time at which [`Spawns::tick`] is due; `None` if nothing is pending.
     pub fn next_deadline(&self) -> Option<Micros> {
-        let waits = self
-            .waiting
+        let wait_ends = self
+            .waiting_numbers
             .iter()
-            .filter_map(|n| self.pending.get(n))
+            .filter_map(|n| self.pending_spawns.get(n))
             .map(|s| s.wait_until);
-        self.orders
+        self.start_orders
             .values()
             .map(|o| o.deadline)
-            .chain(self.pending.values().map(|s| s.deadline))
-            .chain(waits)
+            .chain(self.pending_spawns.values().map(|s| s.deadline))
+            .chain(wait_ends)
             .min()
     }
 
-    /// Returns the next action.
+    /// Removes the next action from the queue of outputs and returns it; `None` if the queue is
+    /// empty.
     pub fn poll(&mut self) -> Option<SpawnOutput> {
         self.outputs.pop_front()
     }
 
-    /// Abandons an order that its host has not acknowledged in time. Its tasks are placed on other
-    /// hosts, or fail if the request names the host.
+    /// Abandons an order that its host has not acknowledged in time. The tasks of the order are
+    /// placed on other hosts, or fail if the request names the host.
     fn abandon_order(&mut self, order: StartOrderId) {
-        let Some(order) = self.orders.remove(&order) else {
+        let Some(order) = self.start_orders.remove(&order) else {
             return;
         };
         if let Some(wid) = order.wid {
-            self.late_orders.insert(wid);
+            self.abandoned_orders.insert(wid);
         }
-        let Some(spawn) = self.pending.get_mut(&order.spawn) else {
+        let Some(spawn) = self.pending_spawns.get_mut(&order.spawn_number) else {
             return;
         };
         spawn.lost_hosts.push(order.host);
-        if spawn.from.request.has_fixed_place() {
+        if spawn.incoming.request.names_host_or_arch() {
             for task in order.tasks {
-                spawn.results[task] = Some(Err(PvmError::HostFail));
+                spawn.task_results[task] = Some(Err(PvmError::HostFail));
             }
-            return self.finish_if_complete(order.spawn);
+            return self.finish_if_complete(order.spawn_number);
         }
-        self.queue_for_placement(order.spawn, order.tasks);
+        self.queue_for_placement(order.spawn_number, order.tasks);
     }
 
     /// Queues tasks of a request for another placement.
     fn queue_for_placement(&mut self, number: u64, tasks: Vec<usize>) {
-        let Some(spawn) = self.pending.get_mut(&number) else {
+        let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return;
         };
-        if spawn.unplaced.is_empty() {
+        if spawn.unplaced_tasks.is_empty() {
             self.placement_queue.push_back(number);
         }
-        spawn.unplaced.extend(tasks);
+        spawn.unplaced_tasks.extend(tasks);
     }
 
-    /// Answers and records a request if all its tasks have a result.
+    /// Replies to a request and records it if all its tasks have a result. Otherwise has no effect.
     fn finish_if_complete(&mut self, number: u64) {
         if self
-            .pending
+            .pending_spawns
             .get(&number)
-            .is_none_or(|s| s.results.contains(&None))
+            .is_none_or(|s| s.task_results.contains(&None))
         {
             return;
         }
-        let Some(spawn) = self.pending.remove(&number) else {
+        let Some(spawn) = self.pending_spawns.remove(&number) else {
             return;
         };
-        let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
-        let at_once =
-            !spawn.wait_notified && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
-        let whole = at_once && results.iter().all(Result::is_ok);
-        let answered = whole.then(|| SpawnOutput::FullyAnswered(spawn.from.clone()));
-        let from = spawn.from;
+        let results: Vec<PvmResult<Tid>> = spawn.task_results.into_iter().flatten().collect();
+        let placed_at_once = !spawn.wait_notified
+            && spawn.incoming.earlier_wait == Micros(0)
+            && spawn.attempts.len() == 1;
+        let all_started = placed_at_once && results.iter().all(Result::is_ok);
+        let grant_output = all_started.then(|| SpawnOutput::ConsiderGrant(spawn.incoming.clone()));
+        let incoming = spawn.incoming;
         self.outputs.push_back(SpawnOutput::Reply {
-            to: from.requester,
-            wid: from.wid,
+            requester: incoming.requester,
+            wid: incoming.wait_id,
             body: pack_tids(&results),
         });
-        let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
-        let why = spawn
+        let hosts: Vec<HostId> = spawn.task_hosts.into_iter().flatten().collect();
+        let reasons = spawn
             .attempts
             .iter()
             .map(|a| a.reason.as_str())
             .collect::<Vec<_>>()
             .join("; then ");
-        let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
-        let with_tids = results.iter().filter_map(|r| r.ok()).zip(&hosts);
+        let first_error = results.iter().filter_map(|r| r.as_ref().err()).next();
+        let started_tasks = results.iter().filter_map(|r| r.ok()).zip(&hosts);
         let name = |host: &HostId| {
             spawn
                 .host_names
@@ -627,65 +654,68 @@ impl Spawns {
                 .cloned()
                 .unwrap_or_else(|| host.to_string())
         };
-        let started = with_tids.map(|(tid, host)| (tid, name(host))).collect();
-        let waited = from.waited + spawn.placed_at.since(spawn.began_at);
-        self.outputs.push_back(from.decision_output(
-            started,
-            failed.copied(),
-            waited,
+        let started_hosts = started_tasks.map(|(tid, host)| (tid, name(host))).collect();
+        let total_wait = incoming.earlier_wait + spawn.placed_at.since(spawn.accepted_at);
+        self.outputs.push_back(incoming.decision_output(
+            started_hosts,
+            first_error.copied(),
+            total_wait,
             spawn.attempts,
         ));
-        let event = match (failed, hosts.is_empty()) {
-            (Some(error), true) => from.failure_event(*error, &why),
+        let event = match (first_error, hosts.is_empty()) {
+            (Some(error), true) => incoming.failure_event(*error, &reasons),
             (Some(error), false) => {
-                let missing = results.len() - hosts.len();
-                let why = format!("{why}; {missing} of {} failed: {error}", results.len());
+                let failed_count = results.len() - hosts.len();
+                let reasons = format!(
+                    "{reasons}; {failed_count} of {} failed: {error}",
+                    results.len()
+                );
                 EventKind::Placed {
-                    name: from.request.file,
+                    name: incoming.request.program,
                     hosts,
-                    why,
+                    why: reasons,
                 }
             }
             (None, _) => EventKind::Placed {
-                name: from.request.file,
+                name: incoming.request.program,
                 hosts,
-                why,
+                why: reasons,
             },
         };
         self.outputs.push_back(SpawnOutput::LogEvent(event));
-        self.outputs.extend(answered);
+        self.outputs.extend(grant_output);
     }
 
-    /// Records tasks that were started by a grant, for which no request arrived here. Their daemon
-    /// has reported their start to the event log.
+    /// Records tasks that were started by a grant. The resource manager has received no request for
+    /// them. Their daemon has reported their start to the event log.
     pub fn record_granted(
         &mut self,
-        from: SpawnIncoming,
-        started: Vec<GrantedTask>,
+        incoming: IncomingSpawn,
+        granted_tasks: Vec<GrantedTask>,
         attempt: PlacementAttempt,
     ) {
         self.outputs.extend(
-            started
+            granted_tasks
                 .iter()
-                .map(|one| started_output(&from, one.tid, one.host)),
+                .map(|granted| started_output(&incoming, granted.tid, granted.host)),
         );
-        let SpawnIncoming {
-            requester: src,
+        let IncomingSpawn {
+            requester: spawner,
             request,
             job,
             user,
             ..
-        } = from;
+        } = incoming;
         self.outputs
             .push_back(SpawnOutput::RecordDecision(DecisionKind::Spawn {
-                program: request.file,
-                requested_by: src,
+                program: request.program,
+                requested_by: spawner,
                 job,
                 user,
-                count: started.len() as u32,
-                started: started
+                count: granted_tasks.len() as u32,
+                started: granted_tasks
                     .into_iter()
-                    .map(|one| (one.tid, one.host_name))
+                    .map(|granted| (granted.tid, granted.host_name))
                     .collect(),
                 error: None,
                 waited: Micros(0),
@@ -695,59 +725,67 @@ impl Spawns {
 }
 
 impl PendingSpawn {
-    /// True if tasks that a host declined may be placed on other hosts. Tasks that must share a
-    /// host, or whose number per host is limited, may be only if all tasks of the request were
-    /// declined.
-    fn may_retry_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
-        if self.from.request.has_fixed_place() || !results.contains(&Err(GUEST_REFUSED)) {
+    /// True if tasks that a host declined may be placed on other hosts. Some tasks must share a
+    /// host, or their number per host is limited. They may be placed on other hosts only if all
+    /// tasks of the request were declined.
+    fn may_use_other_hosts(&self, results: &[PvmResult<Tid>]) -> bool {
+        if self.incoming.request.names_host_or_arch()
+            || !results.contains(&Err(GUEST_REFUSED_ERROR))
+        {
             return false;
         }
-        let apart = Constraints::from_request(&self.from.request)
+        let places_separately = Constraints::from_request(&self.incoming.request)
             .is_ok_and(|constraints| constraints.colocation == Colocation::Any);
-        apart
-            || (results.len() == self.results.len()
-                && results.iter().all(|one| *one == Err(GUEST_REFUSED)))
+        places_separately
+            || (results.len() == self.task_results.len()
+                && results
+                    .iter()
+                    .all(|result| *result == Err(GUEST_REFUSED_ERROR)))
     }
 }
 
-/// Adds an attempt. If there are too many, drops the second oldest one.
+/// Adds an attempt. If there are more than [`RECORDED_ATTEMPTS_MAX`], removes the second oldest one.
 fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
-    if attempts.len() > KEPT_ATTEMPTS_MAX {
+    if attempts.len() > RECORDED_ATTEMPTS_MAX {
         attempts.remove(1);
     }
 }
 
 /// Returns the output that reports a task of this request as started.
-fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
-    let constraints = Constraints::from_request(&from.request).unwrap_or_default();
-    let (named, pinned) = (
-        from.request.names_one_host(),
-        from.request.flags & SPAWN_PINNED != 0,
+fn started_output(incoming: &IncomingSpawn, tid: Tid, host: HostId) -> SpawnOutput {
+    let constraints = Constraints::from_request(&incoming.request).unwrap_or_default();
+    let (names_host, pinned) = (
+        incoming.request.names_one_host(),
+        incoming.request.flags & SPAWN_PINNED != 0,
     );
-    let child = from.request.flags & SPAWN_NO_PARENT == 0;
-    SpawnOutput::Started {
+    let has_parent = incoming.request.flags & SPAWN_NO_PARENT == 0;
+    SpawnOutput::ReportStarted {
         tid,
         host,
-        host_named: named,
+        host_named: names_host,
         pinned,
         constraints,
-        by: (from.user, from.job),
-        child,
+        user_and_job: (incoming.user, incoming.job),
+        is_child: has_parent,
     }
 }
 
-/// Returns the number of tasks of a user, and the number of tasks of a job. Suspended tasks count.
-fn tasks_held(
-    fair: &FairShare,
+/// Returns the number of tasks of a user and the number of tasks of a job, including suspended
+/// tasks.
+fn task_counts(
+    fair_share: &FairShare,
     suspended: &BTreeMap<Tid, u32>,
     jobs: &BTreeMap<Tid, u32>,
     (user, job): (u32, Tid),
 ) -> (u32, u32) {
-    let suspended = suspended.values().filter(|of| **of == user).count();
+    let suspended = suspended
+        .values()
+        .filter(|owner_uid| **owner_uid == user)
+        .count();
     let suspended = u32::try_from(suspended).unwrap_or(u32::MAX);
     (
-        fair.held(user).saturating_add(suspended),
+        fair_share.held_processors(user).saturating_add(suspended),
         jobs.get(&job).copied().unwrap_or(0),
     )
 }

@@ -1,7 +1,7 @@
 //! Places the tasks of a request and creates the orders to their hosts.
 
 use super::{
-    PendingSpawn, START_ACK_TIMEOUT, SpawnIncoming, SpawnOutput, Spawns, StartOrder, StartOrderId,
+    IncomingSpawn, PendingSpawn, START_ACK_TIMEOUT, SpawnOutput, Spawns, StartOrder, StartOrderId,
     add_attempt,
 };
 use crate::decide::{
@@ -13,13 +13,13 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, PvmError};
 use std::collections::BTreeMap;
 
-/// Tasks of a request, as indices, by the host where each must start.
+/// Indices of the tasks of a request, by the host on which each task is to start.
 type TasksByHost = BTreeMap<HostId, Vec<usize>>;
 
 impl Spawns {
     /// Places the first request in the queue. `chooser`: external chooser, if the policy names one.
     /// Returns the host after which the next round-robin placement starts.
-    pub fn place_next(
+    pub fn place_next_request(
         &mut self,
         now: Micros,
         snapshot: &Snapshot,
@@ -30,33 +30,33 @@ impl Spawns {
             .pop_front()
             .filter(|n| !self.check_limits(now, *n))
         else {
-            return snapshot.round_robin_last;
+            return snapshot.last_round_robin_host;
         };
-        let Some(spawn) = self.pending.get_mut(&number) else {
-            return snapshot.round_robin_last;
+        let Some(spawn) = self.pending_spawns.get_mut(&number) else {
+            return snapshot.last_round_robin_host;
         };
-        let tasks = std::mem::take(&mut spawn.unplaced);
-        let SpawnIncoming {
-            caller,
+        let tasks = std::mem::take(&mut spawn.unplaced_tasks);
+        let IncomingSpawn {
+            caller_host,
             request,
             user,
             job,
             ..
-        } = &spawn.from;
+        } = &spawn.incoming;
         let other_reservation = self
             .reservation
             .as_ref()
-            .filter(|reservation| reservation.excludes(now, &self.fair, (number, *user)));
-        spawn.declined_until.retain(|_, until| now < *until);
-        let declined_by: Vec<HostId> = spawn.declined_until.keys().copied().collect();
+            .filter(|reservation| reservation.applies_to(now, &self.fair_share, (number, *user)));
+        spawn.decline_ends.retain(|_, retry_at| now < *retry_at);
+        let declining_hosts: Vec<HostId> = spawn.decline_ends.keys().copied().collect();
         let placement_request = PlacementRequest {
             user: *user,
-            request,
-            count: tasks.len() as u32,
-            caller: *caller,
-            peers: &snapshot.peer_hosts(*caller, *job),
+            spawn_request: request,
+            task_count: tasks.len() as u32,
+            caller_host: *caller_host,
+            peer_hosts: &snapshot.peer_hosts(*caller_host, *job),
             lost_hosts: &spawn.lost_hosts,
-            declined_by: &declined_by,
+            declining_hosts: &declining_hosts,
             reserved_hosts: other_reservation.map_or(&[][..], |reservation| &reservation.hosts),
         };
         let chooser = chooser.filter(|_| !request.names_one_host());
@@ -64,57 +64,57 @@ impl Spawns {
         let none_available = placement.reason == PlacementReason::NoneAvailable
             && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
         if none_available && now < spawn.wait_until {
-            let before = self
+            let previous_hosts = self
                 .reservation
                 .as_ref()
-                .filter(|reservation| reservation.number == number)
+                .filter(|reservation| reservation.request_number == number)
                 .map_or(&[][..], |reservation| &reservation.hosts);
-            let hosts = hosts_to_reserve(snapshot, &placement_request, before);
-            self.enqueue(now, number, tasks, placement.sentence(snapshot));
-            self.reserve_for(now, number, None, || hosts);
-            return snapshot.round_robin_last;
+            let hosts = hosts_to_reserve(snapshot, &placement_request, previous_hosts);
+            self.enqueue(now, number, tasks, placement.describe(snapshot));
+            self.reserve_if_overdue(now, number, None, || hosts);
+            return snapshot.last_round_robin_host;
         }
         self.reservation
-            .take_if(|reservation| reservation.number == number);
+            .take_if(|reservation| reservation.request_number == number);
         let tasks_by_host = spawn.record_placement(now, snapshot, &placement, tasks);
-        self.order_starts(now, snapshot, number, tasks_by_host);
+        self.queue_start_orders(now, snapshot, number, tasks_by_host);
         self.finish_if_complete(number);
-        placement.round_robin_last
+        placement.last_round_robin_host
     }
 
-    /// Creates one order for each host. A requesting task that waits is notified before that its
-    /// request stops waiting.
-    fn order_starts(
+    /// Creates one order for each host. If the requesting task was notified that its request waits,
+    /// it is first notified that the request stops waiting.
+    fn queue_start_orders(
         &mut self,
         now: Micros,
         snapshot: &Snapshot,
         number: u64,
         tasks_by_host: TasksByHost,
     ) {
-        let Some(spawn) = self.pending.get_mut(&number) else {
+        let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return;
         };
-        let SpawnIncoming {
+        let IncomingSpawn {
             requester,
-            wid,
+            wait_id,
             request,
             ..
-        } = &spawn.from;
+        } = &spawn.incoming;
         if std::mem::take(&mut spawn.wait_notified) && !tasks_by_host.is_empty() {
             self.outputs.push_back(SpawnOutput::NotifyWait {
-                to: *requester,
-                wid: *wid,
+                requester: *requester,
+                wid: *wait_id,
                 waited: None,
             });
         }
         let memory_per_task = Constraints::from_request(request)
             .ok()
-            .and_then(|constraints| constraints.memory_bytes())
+            .and_then(|constraints| constraints.min_memory_bytes())
             .unwrap_or(0);
         let directory = request
-            .place
+            .where_arg
             .find(':')
-            .map_or("", |at| &request.place[at..]);
+            .map_or("", |colon| &request.where_arg[colon..]);
         for (host, tasks) in tasks_by_host {
             spawn.host_names.insert(host, snapshot.host_name(host));
             self.last_number += 1;
@@ -124,16 +124,16 @@ impl Spawns {
                 host,
                 parent: *requester,
                 request: SpawnRequest {
-                    count: tasks.len() as u32,
-                    place: directory.to_string(),
+                    task_count: tasks.len() as u32,
+                    where_arg: directory.to_string(),
                     ..request.clone()
                 },
-                memory: memory_per_task.saturating_mul(tasks.len() as u64),
+                memory_bytes: memory_per_task.saturating_mul(tasks.len() as u64),
             });
-            self.orders.insert(
+            self.start_orders.insert(
                 order,
                 StartOrder {
-                    spawn: number,
+                    spawn_number: number,
                     host,
                     tasks,
                     deadline: (now + START_ACK_TIMEOUT).min(spawn.deadline),
@@ -145,8 +145,8 @@ impl Spawns {
 }
 
 impl PendingSpawn {
-    /// Records an attempt to place these tasks. Tasks that got no host have failed. Returns the
-    /// others.
+    /// Records an attempt to place these tasks. A task without a host in the placement has failed.
+    /// Returns the tasks that got a host.
     fn record_placement(
         &mut self,
         now: Micros,
@@ -163,7 +163,7 @@ impl PendingSpawn {
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
             match host {
                 Ok(host) => tasks_by_host.entry(*host).or_default().push(task),
-                Err(error) => self.results[task] = Some(Err(*error)),
+                Err(error) => self.task_results[task] = Some(Err(*error)),
             }
         }
         tasks_by_host

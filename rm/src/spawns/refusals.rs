@@ -1,8 +1,8 @@
-//! Requests that are refused when they arrive, and the log entries about them. So that a program
-//! that repeats its request cannot flood the event log, the same refusal is logged once per
-//! interval, and the total number of logged refusals is limited.
+//! Requests that are refused when they arrive, and the log entries about them. A program that
+//! repeats its request must not flood the event log. The same refusal is therefore logged once per
+//! interval, and the number of refusals that are logged per interval is limited.
 
-use super::{SpawnIncoming, SpawnOutput, Spawns};
+use super::{IncomingSpawn, SpawnOutput, Spawns};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::rm::{PlacementAttempt, PlacementRule};
@@ -12,70 +12,71 @@ use std::collections::BTreeMap;
 /// Interval in which the same refusal of the same task is logged only once.
 pub const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(60);
 /// Maximum number of refusals that are logged within [`REFUSAL_LOG_INTERVAL`].
-pub const REFUSALS_LOGGED_MAX: usize = 64;
+pub const LOGGED_REFUSALS_MAX: usize = 64;
 
 /// Time of recently logged refusals, by task and error code.
 #[derive(Debug, Default)]
 pub(super) struct RefusalLog(BTreeMap<(Tid, i32), Micros>);
 
 impl RefusalLog {
-    fn should_log(&mut self, now: Micros, of: (Tid, i32)) -> bool {
+    fn should_log(&mut self, now: Micros, refusal_key: (Tid, i32)) -> bool {
         self.0
-            .retain(|_, told| now.since(*told) < REFUSAL_LOG_INTERVAL);
-        let is_news = self.0.len() < REFUSALS_LOGGED_MAX && !self.0.contains_key(&of);
-        if is_news {
-            self.0.insert(of, now);
+            .retain(|_, logged_at| now.since(*logged_at) < REFUSAL_LOG_INTERVAL);
+        let is_new = self.0.len() < LOGGED_REFUSALS_MAX && !self.0.contains_key(&refusal_key);
+        if is_new {
+            self.0.insert(refusal_key, now);
         }
-        is_news
+        is_new
     }
 }
 
 /// Returns the record of an attempt that failed because of a limit.
-pub(super) fn limit_attempt(sentence: String) -> PlacementAttempt {
+pub(super) fn limit_attempt(reason_text: String) -> PlacementAttempt {
     PlacementAttempt {
         rule: PlacementRule::Limit,
-        reason: sentence,
-        rejected: Vec::new(),
+        reason: reason_text,
+        rejected_hosts: Vec::new(),
     }
 }
 
 fn error_body(error: PvmError) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(error.code());
+    body.pack_int(error.code());
     body.finish()
 }
 
 impl Spawns {
-    /// Answers a request with an error. Nothing is logged.
-    pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
+    /// Replies to a request with an error. Nothing is logged.
+    pub fn reply_error(&mut self, requester: Tid, wid: i32, error: PvmError) {
         self.outputs.push_back(SpawnOutput::Reply {
-            to,
+            requester,
             wid,
             body: error_body(error),
         });
     }
 
-    /// Answers a request with an error and logs why.
-    pub fn refuse_and_log(
+    /// Replies to a request with an error and logs the reason, unless [`RefusalLog`] prevents the
+    /// log entry.
+    pub fn reply_error_and_log(
         &mut self,
         now: Micros,
-        from: &SpawnIncoming,
+        incoming: &IncomingSpawn,
         error: PvmError,
-        why: String,
+        reason: String,
     ) {
-        self.refuse(from.requester, from.wid, error);
+        self.reply_error(incoming.requester, incoming.wait_id, error);
         if !self
             .refusals
-            .should_log(now, (from.requester, error.code()))
+            .should_log(now, (incoming.requester, error.code()))
         {
             return;
         }
-        let note = from.failure_event(error, &why);
-        self.outputs.push_back(from.decision_output(
+        let note = incoming.failure_event(error, &reason);
+        self.outputs.push_back(incoming.decision_output(
             Vec::new(),
             Some(error),
-            from.waited,
-            vec![limit_attempt(why)],
+            incoming.earlier_wait,
+            vec![limit_attempt(reason)],
         ));
         self.outputs.push_back(SpawnOutput::LogEvent(note));
     }

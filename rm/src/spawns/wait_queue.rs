@@ -1,8 +1,8 @@
-//! Requests that wait for a host, and the reservation for one of them.
+//! Requests that wait for a host, and the reservation of hosts for one of these requests.
 
 use super::refusals::limit_attempt;
-use super::{SpawnIncoming, SpawnOutput, Spawns, add_attempt, tasks_held};
-use crate::decide::{FairShare, QueuedRequest, RESERVE_AFTER};
+use super::{IncomingSpawn, SpawnOutput, Spawns, add_attempt, task_counts};
+use crate::decide::{FairShare, QueuedRequest, RESERVATION_DELAY};
 use crate::store::history::PROGRAM_BYTES_MAX;
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::WaitingSpawn;
@@ -15,78 +15,102 @@ const WAIT_REASON_BYTES_MAX: usize = 1024;
 /// Reservation for a request that has waited for a long time.
 #[derive(Debug)]
 pub(super) struct Reservation {
-    pub(super) number: u64,
+    pub(super) request_number: u64,
     pub(super) user: u32,
-    /// User and job of the request, if it waits because one of them has reached its limit.
-    limited_by: Option<(u32, Tid)>,
-    /// Reserved hosts, which other requests do not get.
+    /// User and job of the request if it waits because one of them has reached its task limit;
+    /// otherwise `None`.
+    limited_user_and_job: Option<(u32, Tid)>,
+    /// Reserved hosts. Other requests do not get these hosts.
     pub(super) hosts: Vec<HostId>,
 }
 
 impl Reservation {
-    /// True if `default_user` has a lower index than the user of the reservation. Requests of
-    /// `default_user` ignore the reservation then. Otherwise a user with a high index could reserve
-    /// every host that becomes free for users with lower ones.
-    fn yields_to(&self, now: Micros, fair: &FairShare, user: u32) -> bool {
-        user != self.user && fair.index(now, user) < fair.index(now, self.user)
+    /// True if `user` has a lower index than the user of the reservation. In this case requests of
+    /// `user` ignore the reservation. Otherwise a user with a high index could reserve every host
+    /// that becomes free for users with lower indices.
+    fn is_ignored_by(&self, now: Micros, fair_share: &FairShare, user: u32) -> bool {
+        user != self.user
+            && fair_share.user_index(now, user) < fair_share.user_index(now, self.user)
     }
 
-    /// True if the reservation applies to request `number` of `user`, so that this request
-    /// must not use the reserved hosts.
-    pub(super) fn excludes(
+    /// True if the reservation applies to the request `number` of `user`, so that this request must
+    /// not use the reserved hosts.
+    pub(super) fn applies_to(
         &self,
         now: Micros,
-        fair: &FairShare,
+        fair_share: &FairShare,
         (number, user): (u64, u32),
     ) -> bool {
-        self.number != number && !self.yields_to(now, fair, user)
+        self.request_number != number && !self.is_ignored_by(now, fair_share, user)
     }
 
-    /// True if a request of this user or job must wait because the reserved request waits for a
-    /// limit of the same user or job.
-    fn blocks_others_of(&self, user: u32, job: Tid) -> bool {
-        self.limited_by
-            .is_some_and(|by| by.0 == user || by.1 == job)
+    /// True if a request of this user or job must wait. The reserved request then waits because of
+    /// a limit of the same user or job.
+    fn blocks_user_or_job(&self, user: u32, job: Tid) -> bool {
+        self.limited_user_and_job
+            .is_some_and(|user_and_job| user_and_job.0 == user || user_and_job.1 == job)
     }
 }
 
 impl Spawns {
-    /// Checks the limits before a placement. Returns true if a limit prevents it. In that case the
-    /// request waits or, if its waiting time is over or it could never be allowed, is refused.
+    /// Checks the limits before a placement. Returns true if a limit prevents the placement. In
+    /// this case the request waits. It is refused if its waiting time has ended or if the limits
+    /// could never allow it.
     pub(super) fn check_limits(&mut self, now: Micros, number: u64) -> bool {
-        let Some(spawn) = self.pending.get_mut(&number) else {
+        let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return false;
         };
-        let (user, job, count) = (spawn.from.user, spawn.from.job, spawn.unplaced.len() as u32);
-        let has = tasks_held(&self.fair, &self.suspended, &self.jobs, (user, job));
-        let could = self.rules.limits.could_allow(has.0, has.1, count);
-        let waits = could.is_ok() && now < spawn.wait_until;
-        let kept = self
-            .reservation
-            .as_ref()
-            .filter(|kept| kept.excludes(now, &self.fair, (number, user)));
-        if waits && kept.is_some_and(|kept| kept.blocks_others_of(user, job)) {
-            let tasks = std::mem::take(&mut spawn.unplaced);
-            let why = "it waits for an earlier request of its user or job that has waited long"
-                .to_string();
-            self.enqueue(now, number, tasks, why);
+        let (user, job, new_task_count) = (
+            spawn.incoming.user,
+            spawn.incoming.job,
+            spawn.unplaced_tasks.len() as u32,
+        );
+        let current_counts = task_counts(
+            &self.fair_share,
+            &self.suspended_tasks,
+            &self.tasks_per_job,
+            (user, job),
+        );
+        let later_allowed =
+            self.rules
+                .task_limits
+                .could_allow(current_counts.0, current_counts.1, new_task_count);
+        let may_wait = later_allowed.is_ok() && now < spawn.wait_until;
+        let current_reservation = self.reservation.as_ref().filter(|current_reservation| {
+            current_reservation.applies_to(now, &self.fair_share, (number, user))
+        });
+        if may_wait
+            && current_reservation.is_some_and(|current_reservation| {
+                current_reservation.blocks_user_or_job(user, job)
+            })
+        {
+            let tasks = std::mem::take(&mut spawn.unplaced_tasks);
+            let wait_reason =
+                "it waits for an earlier request of its user or job that has waited long"
+                    .to_string();
+            self.enqueue(now, number, tasks, wait_reason);
             return true;
         }
-        let Err(limited) = could.and_then(|()| self.rules.limits.allow(has.0, has.1, count)) else {
+        let Err(limit_error) = later_allowed.and_then(|()| {
+            self.rules
+                .task_limits
+                .allow(current_counts.0, current_counts.1, new_task_count)
+        }) else {
             return false;
         };
-        let tasks = std::mem::take(&mut spawn.unplaced);
-        if waits {
-            self.enqueue(now, number, tasks, limited.to_string());
-            self.reserve_for(now, number, Some((user, job)), Vec::new);
+        let tasks = std::mem::take(&mut spawn.unplaced_tasks);
+        if may_wait {
+            self.enqueue(now, number, tasks, limit_error.to_string());
+            self.reserve_if_overdue(now, number, Some((user, job)), Vec::new);
             return true;
         }
-        add_attempt(&mut spawn.attempts, limit_attempt(limited.to_string()));
+        add_attempt(&mut spawn.attempts, limit_attempt(limit_error.to_string()));
         spawn.placed_at = now;
         tasks
             .into_iter()
-            .for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
-        self.reservation.take_if(|kept| kept.number == number);
+            .for_each(|task| spawn.task_results[task] = Some(Err(PvmError::OutOfRes)));
+        self.reservation
+            .take_if(|current_reservation| current_reservation.request_number == number);
         self.finish_if_complete(number);
         true
     }
@@ -94,125 +118,130 @@ impl Spawns {
     /// Returns a sentence that describes the reservation of this host; `None` if the host is not
     /// reserved.
     pub fn describe_reservation(&self, host: HostId) -> Option<String> {
-        let kept = self
+        let current = self
             .reservation
             .as_ref()
-            .filter(|kept| kept.hosts.contains(&host))?;
-        let spawn = self.pending.get(&kept.number)?;
-        let (count, file, src) = (
-            spawn.unplaced.len(),
-            &spawn.from.request.file,
-            spawn.from.requester,
+            .filter(|current| current.hosts.contains(&host))?;
+        let spawn = self.pending_spawns.get(&current.request_number)?;
+        let (count, file, requesting_task) = (
+            spawn.unplaced_tasks.len(),
+            &spawn.incoming.request.program,
+            spawn.incoming.requester,
         );
         Some(format!(
-            "it is reserved for {count} {file} for {src}, which have waited long"
+            "it is reserved for {count} {file} for {requesting_task}, which have waited long"
         ))
     }
 
-    /// Makes the reservation for a request that has waited for a long time. It ends when the
-    /// request is placed or stops waiting. There is at most one reservation.
-    pub(super) fn reserve_for(
+    /// Makes the reservation for a request that has waited for a long time. There is at most one
+    /// reservation, which ends when the request is placed or stops waiting. `hosts` returns the
+    /// hosts to reserve.
+    pub(super) fn reserve_if_overdue(
         &mut self,
         now: Micros,
         number: u64,
-        limited: Option<(u32, Tid)>,
+        limited_user_and_job: Option<(u32, Tid)>,
         hosts: impl FnOnce() -> Vec<HostId>,
     ) {
         let Some(spawn) = self
-            .pending
+            .pending_spawns
             .get(&number)
-            .filter(|_| self.waiting.contains(&number))
+            .filter(|_| self.waiting_numbers.contains(&number))
         else {
             return;
         };
-        let SpawnIncoming {
-            waited,
+        let IncomingSpawn {
+            earlier_wait: waited,
             ref request,
-            requester: src,
+            requester: requesting_task,
             ..
-        } = spawn.from;
-        let kept = self
+        } = spawn.incoming;
+        let current = self
             .reservation
             .as_ref()
-            .filter(|kept| kept.number != number);
-        let is_for_another =
-            kept.is_some_and(|kept| !kept.yields_to(now, &self.fair, spawn.from.user));
-        if now.since(spawn.began_at) + waited < RESERVE_AFTER || is_for_another {
+            .filter(|current| current.request_number != number);
+        let is_taken = current.is_some_and(|current| {
+            !current.is_ignored_by(now, &self.fair_share, spawn.incoming.user)
+        });
+        if now.since(spawn.accepted_at) + waited < RESERVATION_DELAY || is_taken {
             return;
         }
         let hosts = hosts();
-        if hosts.is_empty() && limited.is_none() {
-            // All hosts together have too little room for the request, even without other tasks.
+        if hosts.is_empty() && limited_user_and_job.is_none() {
+            // All hosts together have too few slots for the request, even if no other task runs.
             self.reservation = None;
             return;
         }
         if self
             .reservation
             .as_ref()
-            .is_none_or(|kept| kept.number != number)
+            .is_none_or(|current| current.request_number != number)
         {
-            let (count, file) = (spawn.unplaced.len(), &request.file);
-            let what = if limited.is_some() {
+            let (count, file) = (spawn.unplaced_tasks.len(), &request.program);
+            let consequence = if limited_user_and_job.is_some() {
                 "other requests of its user and its job wait for it"
             } else {
                 "hosts are reserved for it"
             };
             let text = format!(
-                "{count} {file} for {src} have waited {} s for hosts: {what}",
-                RESERVE_AFTER.0 / 1_000_000
+                "{count} {file} for {requesting_task} have waited {} s for hosts: {consequence}",
+                RESERVATION_DELAY.0 / 1_000_000
             );
             self.outputs
                 .push_back(SpawnOutput::LogEvent(EventKind::Note { text }));
         }
         self.reservation = Some(Reservation {
-            number,
-            user: spawn.from.user,
-            limited_by: limited,
+            request_number: number,
+            user: spawn.incoming.user,
+            limited_user_and_job,
             hosts,
         });
     }
 
-    /// Queues a request until a host is free. If the queue is full, ends its waiting time, so that
-    /// the next placement refuses it.
-    pub(super) fn enqueue(&mut self, now: Micros, number: u64, tasks: Vec<usize>, why: String) {
-        let Some(spawn) = self.pending.get_mut(&number) else {
+    /// Queues a request until a host is free. If the queue is full, ends the waiting time of the
+    /// request, so that the next placement refuses it.
+    pub(super) fn enqueue(&mut self, now: Micros, number: u64, tasks: Vec<usize>, reason: String) {
+        let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return;
         };
-        (spawn.unplaced, spawn.wait_reason) =
-            (tasks, truncate(&why, WAIT_REASON_BYTES_MAX).to_string());
-        let SpawnIncoming {
+        (spawn.unplaced_tasks, spawn.wait_reason) =
+            (tasks, truncate(&reason, WAIT_REASON_BYTES_MAX).to_string());
+        let IncomingSpawn {
             user,
             job,
-            requester: src,
-            wid,
-            waited,
+            requester: requesting_task,
+            wait_id: wid,
+            earlier_wait: waited,
             ..
-        } = spawn.from;
-        let since = Micros(now.0.saturating_sub(waited.0));
-        match self.fair.enqueue(
+        } = spawn.incoming;
+        let arrived_at = Micros(now.0.saturating_sub(waited.0));
+        match self.fair_share.enqueue(
             now,
             QueuedRequest {
                 number,
                 user,
                 job,
-                since,
+                enqueued_at: arrived_at,
             },
         ) {
             Ok(()) => {
-                self.waiting.insert(number);
-                // The task may send the request again to another resource manager, which would
-                // start all of its tasks. So it is notified only if none of them can have been
-                // started, which includes tasks on lost hosts.
-                let under_way = self.orders.values().any(|order| order.spawn == number);
+                self.waiting_numbers.insert(number);
+                // The requesting task may send the request again to another resource manager, which
+                // would start all of its tasks. The requesting task is therefore notified only if
+                // none of the tasks can have started, not even on a lost host.
+                let has_open_orders = self
+                    .start_orders
+                    .values()
+                    .any(|order| order.spawn_number == number);
                 if !spawn.wait_notified
-                    && !under_way
+                    && !has_open_orders
                     && spawn.lost_hosts.is_empty()
-                    && spawn.hosts.iter().all(Option::is_none)
+                    && spawn.task_hosts.iter().all(Option::is_none)
                 {
                     spawn.wait_notified = true;
-                    let waited = Some(waited + now.since(spawn.began_at));
+                    let waited = Some(waited + now.since(spawn.accepted_at));
                     self.outputs.push_back(SpawnOutput::NotifyWait {
-                        to: src,
+                        requester: requesting_task,
                         wid,
                         waited,
                     });
@@ -225,86 +254,112 @@ impl Spawns {
         }
     }
 
-    /// After a change, queues all waiting requests for placement, in the order of service.
+    /// Queues all waiting requests for placement, in the order of service. Must be called after
+    /// every change that may help a request.
     pub fn retry_waiting(&mut self, now: Micros) {
-        for QueuedRequest { number, .. } in self.fair.drain_queue(now) {
-            self.waiting.remove(&number);
+        for QueuedRequest { number, .. } in self.fair_share.drain_queue(now) {
+            self.waiting_numbers.remove(&number);
             self.placement_queue.push_back(number);
         }
     }
 
     pub(super) fn stop_waiting(&mut self, now: Micros, user: u32, number: u64) {
-        self.reservation.take_if(|kept| kept.number == number);
-        self.fair.dequeue(now, user, number);
-        self.waiting.remove(&number);
+        self.reservation
+            .take_if(|current| current.request_number == number);
+        self.fair_share.dequeue(now, user, number);
+        self.waiting_numbers.remove(&number);
     }
 
     /// Returns the number of waiting requests.
     pub fn waiting_count(&self) -> usize {
-        self.waiting.len()
+        self.waiting_numbers.len()
     }
 
-    /// Returns requests that wait for free hosts: the oldest one of each user, in the order of
-    /// service. Each comes with the number of tasks without a host, and the hosts that are reserved
-    /// for other requests. Requests that wait for a limit are not included.
-    pub fn waiting_for_hosts(
+    /// Returns requests that wait for free hosts: the oldest request of each user, in the order of
+    /// service. Each entry contains the request, the number of its tasks without a host, and the
+    /// hosts that are reserved for other requests. Requests that wait because of a limit are not
+    /// included.
+    pub fn requests_waiting_for_hosts(
         &self,
         now: Micros,
-    ) -> impl Iterator<Item = (&SpawnIncoming, u32, &[HostId])> {
-        self.fair.next_per_user(now).into_iter().filter_map(
+    ) -> impl Iterator<Item = (&IncomingSpawn, u32, &[HostId])> {
+        self.fair_share.next_requests(now).into_iter().filter_map(
             move |(
                 _,
                 QueuedRequest {
                     number, user, job, ..
                 },
             )| {
-                let spawn = self.pending.get(&number)?;
-                let count = spawn.unplaced.len() as u32;
-                let has = tasks_held(&self.fair, &self.suspended, &self.jobs, (user, job));
-                self.rules.limits.allow(has.0, has.1, count).ok()?;
-                let kept = self
-                    .reservation
-                    .as_ref()
-                    .filter(|kept| kept.excludes(now, &self.fair, (number, user)));
-                let is_free = kept.is_none_or(|kept| !kept.blocks_others_of(user, job));
-                is_free.then(|| (&spawn.from, count, kept.map_or(&[][..], |kept| &kept.hosts)))
+                let spawn = self.pending_spawns.get(&number)?;
+                let new_task_count = spawn.unplaced_tasks.len() as u32;
+                let current_counts = task_counts(
+                    &self.fair_share,
+                    &self.suspended_tasks,
+                    &self.tasks_per_job,
+                    (user, job),
+                );
+                self.rules
+                    .task_limits
+                    .allow(current_counts.0, current_counts.1, new_task_count)
+                    .ok()?;
+                let other_reservation = self.reservation.as_ref().filter(|other_reservation| {
+                    other_reservation.applies_to(now, &self.fair_share, (number, user))
+                });
+                let is_unblocked = other_reservation.is_none_or(|other_reservation| {
+                    !other_reservation.blocks_user_or_job(user, job)
+                });
+                is_unblocked.then(|| {
+                    (
+                        &spawn.incoming,
+                        new_task_count,
+                        other_reservation
+                            .map_or(&[][..], |other_reservation| &other_reservation.hosts),
+                    )
+                })
             },
         )
     }
 
-    /// Lists the waiting requests in the order of service.
-    pub fn list_waiting(&self, now: Micros, wall: Micros) -> impl Iterator<Item = WaitingSpawn> {
-        let one = move |(
-            turn,
+    /// Returns the waiting requests in the order of service, as entries for users. `wall_time`: the
+    /// current time of day.
+    pub fn waiting_entries(
+        &self,
+        now: Micros,
+        wall_time: Micros,
+    ) -> impl Iterator<Item = WaitingSpawn> {
+        let to_entry = move |(
+            position,
             QueuedRequest {
                 number, user, job, ..
             },
         ): (u32, QueuedRequest)| {
-            let spawn = self.pending.get(&number)?;
-            let SpawnIncoming {
-                requester: by,
+            let spawn = self.pending_spawns.get(&number)?;
+            let IncomingSpawn {
+                requester: requesting_task,
                 ref request,
-                waited,
+                earlier_wait: waited,
                 ..
-            } = spawn.from;
-            let waited = waited + now.since(spawn.began_at);
-            let program = truncate(&request.file, PROGRAM_BYTES_MAX).to_string();
-            let why = spawn.wait_reason.clone();
+            } = spawn.incoming;
+            let waited = waited + now.since(spawn.accepted_at);
+            let program = truncate(&request.program, PROGRAM_BYTES_MAX).to_string();
+            let reason = spawn.wait_reason.clone();
             let (count, since) = (
-                spawn.unplaced.len() as u32,
-                Micros(wall.0.saturating_sub(waited.0)),
+                spawn.unplaced_tasks.len() as u32,
+                Micros(wall_time.0.saturating_sub(waited.0)),
             );
             Some(WaitingSpawn {
                 program,
-                count,
-                requested_by: by,
+                task_count: count,
+                requested_by: requesting_task,
                 job,
                 user,
                 since,
-                queue_position: turn,
-                why,
+                queue_position: position,
+                last_result: reason,
             })
         };
-        (1..).zip(self.fair.queue_in_order(now)).filter_map(one)
+        (1..)
+            .zip(self.fair_share.requests_in_order(now))
+            .filter_map(to_entry)
     }
 }

@@ -12,10 +12,13 @@ use sempa_proto::{HostId, Tid};
 
 /// Converts the result of a placement to its stored form.
 pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> PlacementAttempt {
-    let choice = match &placement.reason {
+    let placement_rule = match &placement.reason {
         PlacementReason::HostNamed { .. } => PlacementRule::HostRequested,
         PlacementReason::RoundRobin { .. } => PlacementRule::RoundRobin,
-        PlacementReason::LargestShare { host, usable } => PlacementRule::Load {
+        PlacementReason::LargestShare {
+            host,
+            usable_permille: usable,
+        } => PlacementRule::Load {
             host: host.clone(),
             permille: *usable,
         },
@@ -28,31 +31,42 @@ pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> Placemen
         PlacementReason::NoSuchHost => PlacementRule::NoSuchHost,
         PlacementReason::NoneAvailable => PlacementRule::NoHostFree,
     };
-    let not_used = unused_hosts(&placement.excluded, snapshot);
+    let rejections = rejected_hosts(&placement.exclusions, snapshot);
     PlacementAttempt {
-        rule: choice,
-        reason: placement.sentence(snapshot),
-        rejected: not_used,
+        rule: placement_rule,
+        reason: placement.describe(snapshot),
+        rejected_hosts: rejections,
     }
 }
 
-/// Converts excluded hosts to their stored form. Only the first ones are included.
-pub fn unused_hosts(excluded: &decide::Exclusions, snapshot: &Snapshot) -> Vec<RejectedHost> {
-    let one = |(host, why): &(HostId, ExclusionReason)| RejectedHost {
+/// Converts excluded hosts to their stored form, at most the first [`REJECTED_HOSTS_MAX`].
+pub fn rejected_hosts(excluded: &decide::Exclusions, snapshot: &Snapshot) -> Vec<RejectedHost> {
+    let to_rejected_host = |(host, why): &(HostId, ExclusionReason)| RejectedHost {
         host: snapshot.host_name(*host),
-        why: exclusion(why),
+        why: rejection_reason(why),
     };
-    excluded.iter().take(REJECTED_HOSTS_MAX).map(one).collect()
+    excluded
+        .iter()
+        .take(REJECTED_HOSTS_MAX)
+        .map(to_rejected_host)
+        .collect()
 }
 
-fn exclusion(why: &ExclusionReason) -> RejectionReason {
-    match why {
+fn rejection_reason(exclusion_reason: &ExclusionReason) -> RejectionReason {
+    match exclusion_reason {
         ExclusionReason::OtherHost | ExclusionReason::Complement => {
             RejectionReason::OtherHostRequested
         }
-        ExclusionReason::OtherArch { has } => RejectionReason::Arch { has: has.clone() },
-        ExclusionReason::OwnerPresent { why } => RejectionReason::Owner { why: why.clone() },
-        ExclusionReason::Unmet { condition, has } => RejectionReason::ConstraintViolated {
+        ExclusionReason::OtherArch { arch: has } => RejectionReason::Arch { has: has.clone() },
+        ExclusionReason::OwnerPresent {
+            why: exclusion_reason,
+        } => RejectionReason::Owner {
+            why: exclusion_reason.clone(),
+        },
+        ExclusionReason::UnmetCondition {
+            condition,
+            actual: has,
+        } => RejectionReason::ConstraintViolated {
             condition: condition.to_string(),
             has: has.to_string(),
         },
@@ -63,17 +77,22 @@ fn exclusion(why: &ExclusionReason) -> RejectionReason {
     }
 }
 
-/// Returns the current state of a host for a reply. `drained`: task that requested its drain.
-pub fn host_state(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostState {
+/// Returns the current state of a host for a reply. `drain_requester`: task that requested the drain of the
+/// host; `None` if the host is not being drained.
+pub fn host_state(
+    snapshot: &Snapshot,
+    id: Option<HostId>,
+    drain_requester: Option<Tid>,
+) -> HostState {
     let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
         return HostState::Gone;
     };
     let why = decide::general_exclusion(snapshot, id)
         .filter(|why| !matches!(why, ExclusionReason::Drained { .. }));
-    if why.is_some() || drained.is_some() {
+    if why.is_some() || drain_requester.is_some() {
         return HostState::Excluded {
-            why: why.as_ref().map(exclusion),
-            drain_requested_by: drained,
+            why: why.as_ref().map(rejection_reason),
+            drain_requested_by: drain_requester,
         };
     }
     HostState::Used(decide::host_restrictions(snapshot, id))
@@ -81,44 +100,47 @@ pub fn host_state(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>)
 
 /// Converts the decision that a guest stays to its stored form.
 pub fn stay_decision(stay: &StayDecision, snapshot: &Snapshot) -> DecisionKind {
-    let not_used = match &stay.reason {
-        StayReason::NoHost { excluded } => unused_hosts(excluded, snapshot),
+    let rejections = match &stay.reason {
+        StayReason::NoTargetHost {
+            exclusions: excluded,
+        } => rejected_hosts(excluded, snapshot),
         _ => Vec::new(),
     };
     DecisionKind::CannotLeave {
         tid: stay.tid,
         host: snapshot.host_name(stay.host),
         why: stay.reason.to_string(),
-        rejected: not_used,
+        rejected_hosts: rejections,
     }
 }
 
-/// Converts the result of a rebalancing migration to its stored form.
+/// Converts the outcome of a rebalancing migration to its stored form. `host_name` returns the name of a
+/// host.
 pub fn rebalance_outcome(
     outcome: &PredictionOutcome,
-    name: impl Fn(HostId) -> String,
+    host_name: impl Fn(HostId) -> String,
 ) -> DecisionKind {
-    let pair = |(gain, cost)| MigrationBenefit { gain, cost };
+    let to_benefit = |(gain, cost)| MigrationBenefit { gain, cost };
     let PredictionOutcome {
         tid,
-        from,
-        to,
-        predicted: expected,
-        actual: came,
+        source,
+        target,
+        predicted_gain_and_cost: predicted_values,
+        actual_gain_and_cost: actual_values,
     } = *outcome;
     DecisionKind::BenefitMeasured {
         tid,
-        from: name(from),
-        to: name(to),
-        expected: pair(expected),
-        actual: pair(came),
+        from: host_name(source),
+        to: host_name(target),
+        expected: to_benefit(predicted_values),
+        actual_benefit: to_benefit(actual_values),
     }
 }
 
-/// Returns the predicted gain and cost of a rebalancing migration.
-pub fn predicted_gain(shift: &Rebalance) -> MigrationBenefit {
+/// Returns the predicted gain and cost of a rebalancing migration in their stored form.
+pub fn predicted_benefit(rebalance: &Rebalance) -> MigrationBenefit {
     MigrationBenefit {
-        gain: shift.reason.gain,
-        cost: shift.reason.cost,
+        gain: rebalance.reason.gain,
+        cost: rebalance.reason.cost,
     }
 }

@@ -1,12 +1,12 @@
 //! The history file: a database that a separate thread writes, so that no decision waits for a
 //! disk.
 //!
-//! A batch is one transaction. While one is being written, further changes accumulate in the
+//! A batch is one transaction. While a batch is being written, further changes accumulate in the
 //! history. The queue to the thread therefore has one slot, and the limits of the history bound the
 //! amount of unwritten changes.
 //!
-//! A file that cannot be read is renamed and reported, and the history starts empty: the resource
-//! manager must start in any case.
+//! A file that cannot be read is renamed and reported. The history then starts empty, because the
+//! resource manager must start in any case.
 
 use super::history::{Batch, Table};
 use redb::{Database, DatabaseError, ReadableTable, TableDefinition};
@@ -23,10 +23,10 @@ use thiserror::Error;
 pub const SCHEMA_VERSION: u64 = 6;
 /// Maximum size of the database's page cache in bytes.
 const CACHE_BYTES_MAX: usize = 8 << 20;
-/// Minimum size in bytes at which the writer thread compacts the file.
-const COMPACT_BYTES_MIN: u64 = 64 << 20;
-/// Size in bytes at which the file is compacted at the latest. The content of the history is a
-/// fraction of it.
+/// Minimum size in bytes above which the writer thread compacts the file.
+const COMPACTION_BYTES_MIN: u64 = 64 << 20;
+/// Size in bytes above which the file is compacted in any case. The content of the history is a
+/// fraction of this size.
 pub const FILE_BYTES_MAX: u64 = 256 << 20;
 /// Timeout for another process to close the file. The previous resource manager may have been
 /// killed shortly before.
@@ -36,10 +36,10 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Timeout for the last batch when the store is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-const META: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
-const VERSION: &str = "version";
+const META_TABLE: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
+const VERSION_KEY: &str = "version";
 
-/// Why the history cannot be stored.
+/// Reason why the history cannot be stored.
 #[derive(Debug, Error)]
 pub enum StoreError {
     /// The directory cannot be created or used.
@@ -53,15 +53,15 @@ pub enum StoreError {
     /// Another process has the file open.
     #[error("{0} is in use by another resource manager; no history is kept")]
     InUse(PathBuf),
-    /// The file cannot be read, and cannot be renamed either.
+    /// The file cannot be read, and renaming it failed.
     #[error(
         "{path} cannot be read ({why}) and cannot be moved aside: {source}; no history is kept"
     )]
-    CannotMoveAside {
+    CannotRename {
         path: PathBuf,
-        /// Why the file cannot be read.
+        /// Reason why the file cannot be read.
         why: String,
-        /// Why the file cannot be renamed.
+        /// Reason why the file cannot be renamed.
         source: std::io::Error,
     },
     /// A new file cannot be created.
@@ -73,108 +73,115 @@ pub enum StoreError {
 #[derive(Debug)]
 pub struct OpenedHistory {
     /// Handle for writing to the file.
-    pub store: HistoryFile,
+    pub file: HistoryFile,
     /// Stored entries as (table, key, value).
     pub entries: Vec<(Table, u64, Vec<u8>)>,
-    /// Note that an unreadable file was renamed, with the reason.
-    pub moved_aside: Option<String>,
+    /// Note for the event log that an unreadable file was renamed, with the reason; `None` if the
+    /// file was read.
+    pub rename_note: Option<String>,
 }
 
-/// Handle of the thread that writes the file.
+/// Handle of the writer thread, which writes the file.
 #[derive(Debug)]
 pub struct HistoryFile {
-    batches: Option<SyncSender<Batch>>,
-    errors: Receiver<String>,
+    batch_sender: Option<SyncSender<Batch>>,
+    error_receiver: Receiver<String>,
     thread: Option<JoinHandle<()>>,
 }
 
-fn table_definition(sheet: Table) -> TableDefinition<'static, u64, &'static [u8]> {
-    TableDefinition::new(match sheet {
+fn table_definition(table_id: Table) -> TableDefinition<'static, u64, &'static [u8]> {
+    TableDefinition::new(match table_id {
         Table::LogPosition => "place",
         Table::Users => "users",
         Table::Jobs => "jobs",
         Table::Tasks => "tasks",
         Table::Decisions => "decisions",
-        Table::Learned => "learned",
+        Table::LearnedValues => "learned",
         Table::Hosts => "hosts",
-        Table::Childless => "loners",
+        Table::ChildlessTasks => "loners",
         Table::Drains => "drains",
-        Table::Vacated => "parked",
+        Table::VacatedJobs => "parked",
     })
 }
 
-/// Why an existing file cannot be used.
-enum OpenFailure {
+/// Reason why an existing file cannot be used.
+enum OpenError {
     InUse,
     Unusable(String),
 }
 
-impl From<DatabaseError> for OpenFailure {
-    fn from(error: DatabaseError) -> OpenFailure {
+impl From<DatabaseError> for OpenError {
+    fn from(error: DatabaseError) -> Self {
         match error {
-            DatabaseError::DatabaseAlreadyOpen => OpenFailure::InUse,
-            other => OpenFailure::Unusable(other.to_string()),
+            DatabaseError::DatabaseAlreadyOpen => Self::InUse,
+            other => Self::Unusable(other.to_string()),
         }
     }
 }
 
-fn unusable<E: std::fmt::Display>(error: E) -> OpenFailure {
-    OpenFailure::Unusable(error.to_string())
+fn unusable_file<E: std::fmt::Display>(error: E) -> OpenError {
+    OpenError::Unusable(error.to_string())
 }
 
-type Entries = Vec<(Table, u64, Vec<u8>)>;
+type StoredEntries = Vec<(Table, u64, Vec<u8>)>;
 
 /// Opens or creates the database and reads all its entries.
-fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
-    // The file is created here with private permissions, because the database would create it
-    // readable for everyone.
+fn open_and_read(path: &Path) -> Result<(Database, StoredEntries), OpenError> {
+    // The file is created before the database opens it, because the database would create a file
+    // that everyone can read.
     OpenOptions::new()
         .create(true)
         .append(true)
         .mode(0o600)
         .open(path)
-        .map_err(unusable)?;
-    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(unusable)?;
+        .map_err(unusable_file)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(unusable_file)?;
     let db = Database::builder()
         .set_cache_size(CACHE_BYTES_MAX)
         .create(path)?;
-    let begin = db.begin_write().map_err(unusable)?;
+    let transaction = db.begin_write().map_err(unusable_file)?;
     {
-        let mut meta = begin.open_table(META).map_err(unusable)?;
-        let version = meta.get(VERSION).map_err(unusable)?.map(|v| v.value());
+        let mut meta = transaction.open_table(META_TABLE).map_err(unusable_file)?;
+        let version = meta
+            .get(VERSION_KEY)
+            .map_err(unusable_file)?
+            .map(|v| v.value());
         match version {
             Some(SCHEMA_VERSION) => {}
             Some(other) => {
-                return Err(OpenFailure::Unusable(format!(
+                return Err(OpenError::Unusable(format!(
                     "it is of version {other}, and this is {SCHEMA_VERSION}"
                 )));
             }
-            None => drop(meta.insert(VERSION, SCHEMA_VERSION).map_err(unusable)?),
+            None => drop(
+                meta.insert(VERSION_KEY, SCHEMA_VERSION)
+                    .map_err(unusable_file)?,
+            ),
         }
     }
     let mut entries = Vec::new();
-    for sheet in Table::ALL {
-        let table = begin
-            .open_table(table_definition(sheet))
-            .map_err(unusable)?;
-        for entry in table.iter().map_err(unusable)? {
-            let (key, value) = entry.map_err(unusable)?;
-            entries.push((sheet, key.value(), value.value().to_vec()));
+    for table_id in Table::ALL {
+        let table = transaction
+            .open_table(table_definition(table_id))
+            .map_err(unusable_file)?;
+        for entry in table.iter().map_err(unusable_file)? {
+            let (key, value) = entry.map_err(unusable_file)?;
+            entries.push((table_id, key.value(), value.value().to_vec()));
         }
     }
-    begin.commit().map_err(unusable)?;
+    transaction.commit().map_err(unusable_file)?;
     Ok((db, entries))
 }
 
-/// Opens the database. Waits while another process uses it, up to [`IN_USE_TIMEOUT`]. If the
-/// database code panics on a damaged file, that counts as an error.
-fn open_and_read_guarded(path: &Path) -> Result<(Database, Entries), OpenFailure> {
-    let until = Instant::now() + IN_USE_TIMEOUT;
+/// Opens the database. Waits while another process uses it, at most for [`IN_USE_TIMEOUT`]. A panic
+/// of the database code on a damaged file counts as an error.
+fn open_and_read_guarded(path: &Path) -> Result<(Database, StoredEntries), OpenError> {
+    let deadline = Instant::now() + IN_USE_TIMEOUT;
     loop {
-        let read = std::panic::catch_unwind(|| open_and_read(path))
-            .unwrap_or_else(|_| Err(unusable("it is damaged")));
-        match read {
-            Err(OpenFailure::InUse) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
+        let open_result = std::panic::catch_unwind(|| open_and_read(path))
+            .unwrap_or_else(|_| Err(unusable_file("it is damaged")));
+        match open_result {
+            Err(OpenError::InUse) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
             other => return other,
         }
     }
@@ -189,57 +196,58 @@ impl HistoryFile {
     pub fn open(dir: &Path, name: &str) -> Result<OpenedHistory, StoreError> {
         let path = dir.join(name);
         if !dir.is_dir() {
-            let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-            made.map_err(|source| StoreError::Directory {
+            let create_result = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            create_result.map_err(|source| StoreError::Directory {
                 path: dir.to_path_buf(),
                 source,
             })?;
         }
-        let mut moved_aside = None;
+        let mut note = None;
         let (db, entries) = match open_and_read_guarded(&path) {
-            Ok(read) => read,
-            Err(OpenFailure::InUse) => return Err(StoreError::InUse(path)),
-            Err(OpenFailure::Unusable(why)) => {
-                let aside = aside_path(&path);
-                if let Err(source) = std::fs::rename(&path, &aside) {
-                    return Err(StoreError::CannotMoveAside { path, why, source });
+            Ok(opened) => opened,
+            Err(OpenError::InUse) => return Err(StoreError::InUse(path)),
+            Err(OpenError::Unusable(why)) => {
+                let new_path = renamed_path(&path);
+                if let Err(source) = std::fs::rename(&path, &new_path) {
+                    return Err(StoreError::CannotRename { path, why, source });
                 }
-                moved_aside = Some(format!(
+                note = Some(format!(
                     "the resource manager's history in {} cannot be read ({why}); the file was renamed to {}, and the \
                      history starts empty",
                     path.display(),
-                    aside.display()
+                    new_path.display()
                 ));
                 match open_and_read_guarded(&path) {
-                    Ok(read) => read,
-                    Err(OpenFailure::InUse) => return Err(StoreError::InUse(path)),
-                    Err(OpenFailure::Unusable(why)) => {
+                    Ok(opened) => opened,
+                    Err(OpenError::InUse) => return Err(StoreError::InUse(path)),
+                    Err(OpenError::Unusable(why)) => {
                         return Err(StoreError::CannotCreate { path, why });
                     }
                 }
             }
         };
         let (batches, queue) = sync_channel(1);
-        let (complain, errors) = sync_channel(1);
-        let thread = std::thread::spawn(move || run_writer(db, &path, &queue, &complain));
+        let (error_sender, errors) = sync_channel(1);
+        let thread = std::thread::spawn(move || run_writer(db, &path, &queue, &error_sender));
         Ok(OpenedHistory {
-            store: HistoryFile {
-                batches: Some(batches),
-                errors,
+            file: Self {
+                batch_sender: Some(batches),
+                error_receiver: errors,
                 thread: Some(thread),
             },
             entries,
-            moved_aside,
+            rename_note: note,
         })
     }
 
-    /// Passes a batch to the writer thread.
+    /// Sends a batch to the writer thread.
     ///
     /// # Errors
-    /// Returns the batch if the thread has not accepted the previous one. The caller must try
-    /// again.
-    pub fn write(&self, batch: Batch) -> Result<(), Batch> {
-        let Some(batches) = &self.batches else {
+    ///
+    /// Returns the batch if the thread has not accepted the previous one. The caller must try again
+    /// later.
+    pub fn try_send_batch(&self, batch: Batch) -> Result<(), Batch> {
+        let Some(batches) = &self.batch_sender else {
             return Ok(());
         };
         match batches.try_send(batch) {
@@ -248,28 +256,31 @@ impl HistoryFile {
         }
     }
 
-    /// Returns an error of the writer thread that was not returned before.
+    /// Returns an error of the writer thread that was not returned before; `None` if there is none.
     pub fn take_error(&self) -> Option<String> {
-        self.errors.try_recv().ok()
+        self.error_receiver.try_recv().ok()
     }
 
-    /// Passes the last batch to the writer thread and waits until it is written, at most two
-    /// seconds.
-    pub fn close(mut self, last: Batch) {
-        if let Some(batches) = self.batches.take()
-            && batches.send(last).is_ok()
+    /// Sends the last batch to the writer thread. Waits until it is written, at most for
+    /// [`CLOSE_TIMEOUT`].
+    pub fn write_and_close(mut self, final_batch: Batch) {
+        if let Some(batches) = self.batch_sender.take()
+            && batches.send(final_batch).is_ok()
         {
             drop(batches);
-            let until = Instant::now() + CLOSE_TIMEOUT;
-            while self.thread.as_ref().is_some_and(|t| !t.is_finished()) && Instant::now() < until {
+            let deadline = Instant::now() + CLOSE_TIMEOUT;
+            while self.thread.as_ref().is_some_and(|t| !t.is_finished())
+                && Instant::now() < deadline
+            {
                 std::thread::sleep(POLL_INTERVAL);
             }
         }
     }
 }
 
-/// Returns the new path of a file that cannot be read. It contains the current time.
-fn aside_path(path: &Path) -> PathBuf {
+/// Returns the path to which a file that cannot be read is renamed. The path contains the current
+/// time.
+fn renamed_path(path: &Path) -> PathBuf {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -278,41 +289,41 @@ fn aside_path(path: &Path) -> PathBuf {
     path.with_file_name(format!("{name}.broken-{now}"))
 }
 
-/// Runs in the writer thread: writes each batch in one transaction, until the handle is closed.
+/// Runs in the writer thread: writes each batch in one transaction until the handle is closed.
 fn run_writer(
     mut db: Database,
     path: &Path,
     queue: &Receiver<Batch>,
     report_error: &SyncSender<String>,
 ) {
-    let (mut told, mut compact_at) = (false, COMPACT_BYTES_MIN);
+    let (mut error_reported, mut compact_at) = (false, COMPACTION_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
         match write(&db, &batch) {
             Ok(()) => {
-                told = false;
+                error_reported = false;
                 compact_at = compact_if_large(&mut db, path, compact_at);
             }
-            // An error that follows another one is not reported. Writing continues with the next
-            // batch.
-            Err(_) if told => {}
+            // Of several errors in a row, only the first is reported. Writing continues with the
+            // next batch.
+            Err(_) if error_reported => {}
             Err(error) => {
-                told = true;
+                error_reported = true;
                 drop(report_error.try_send(error.to_string()));
             }
         }
     }
 }
 
-/// Compacts the file if it is larger than `at` bytes. Returns the size at which the next compaction
-/// is due.
-fn compact_if_large(db: &mut Database, path: &Path, at: u64) -> u64 {
-    let length = || path.metadata().map_or(0, |meta| meta.len());
-    if length() <= at {
-        return at;
+/// Compacts the file if it is larger than `size_limit_bytes` bytes. Returns the size in bytes above which the
+/// next compaction is due.
+fn compact_if_large(db: &mut Database, path: &Path, size_limit_bytes: u64) -> u64 {
+    let file_bytes = || path.metadata().map_or(0, |meta| meta.len());
+    if file_bytes() <= size_limit_bytes {
+        return size_limit_bytes;
     }
-    // A failed compaction is ignored, because the file can be written without it.
+    // An error of the compaction is ignored, because the file can be written without it.
     drop(db.compact());
-    (length() / 2 * 3).clamp(COMPACT_BYTES_MIN, FILE_BYTES_MAX)
+    (file_bytes() / 2 * 3).clamp(COMPACTION_BYTES_MIN, FILE_BYTES_MAX)
 }
 
 #[expect(

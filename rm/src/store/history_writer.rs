@@ -1,4 +1,4 @@
-//! Connects the history with its file, if there is one: decides when changes are written, and
+//! Connects the history with its file, if there is a file. Decides when changes are written, and
 //! stores a batch that the writer thread has not accepted.
 
 use super::file::{HistoryFile, OpenedHistory};
@@ -24,58 +24,54 @@ impl StoreLocation {
     }
 }
 
-/// The history and, if it is stored, its file.
+/// The history and its file. Without a file the history is not stored.
 #[derive(Debug, Default)]
 pub struct HistoryWriter {
     pub history: History,
-    store: Option<HistoryFile>,
+    history_file: Option<HistoryFile>,
     /// A batch that the writer thread has not accepted yet.
     pending_batch: Option<Batch>,
-    write_at: Option<Micros>,
+    next_write_at: Option<Micros>,
 }
 
 impl HistoryWriter {
-    /// Opens the history. Without a location, or if the file cannot be used, the history exists in
-    /// memory only. Also returns notes about problems for the event log.
-    pub fn open(
-        shelf: Option<&StoreLocation>,
-        user: u32,
-        task: Tid,
-    ) -> (HistoryWriter, Vec<String>) {
-        let Some(shelf) = shelf else {
+    /// Opens the history. Without a location, or if the file cannot be used, the history exists
+    /// only in memory. Also returns notes about problems, for the event log.
+    pub fn open(location: Option<&StoreLocation>, user: u32, task: Tid) -> (Self, Vec<String>) {
+        let Some(location) = location else {
             return (
-                HistoryWriter {
+                Self {
                     history: History::new(user, task),
-                    ..HistoryWriter::default()
+                    ..Self::default()
                 },
                 Vec::new(),
             );
         };
-        match HistoryFile::open(&shelf.dir, &shelf.file_name) {
+        match HistoryFile::open(&location.dir, &location.file_name) {
             Err(error) => (
-                HistoryWriter {
+                Self {
                     history: History::new(user, task),
-                    ..HistoryWriter::default()
+                    ..Self::default()
                 },
                 vec![error.to_string()],
             ),
             Ok(OpenedHistory {
-                store,
+                file: opened_file,
                 entries,
-                moved_aside,
+                rename_note: moved_aside,
             }) => {
-                let (books, bad) = History::read(user, task, entries);
+                let (stored_history, invalid_count) = History::from_entries(user, task, entries);
                 let mut notes: Vec<String> = moved_aside.into_iter().collect();
-                if bad > 0 {
+                if invalid_count > 0 {
                     notes.push(format!(
-                        "{bad} entries of the resource manager's history could not be read"
+                        "{invalid_count} entries of the resource manager's history could not be read"
                     ));
                 }
                 (
-                    HistoryWriter {
-                        history: books,
-                        store: Some(store),
-                        ..HistoryWriter::default()
+                    Self {
+                        history: stored_history,
+                        history_file: Some(opened_file),
+                        ..Self::default()
                     },
                     notes,
                 )
@@ -83,54 +79,55 @@ impl HistoryWriter {
         }
     }
 
-    /// Returns when [`HistoryWriter::write`] is due.
+    /// Returns the time at which [`HistoryWriter::write`] is due; `None` if no write is scheduled.
     pub fn next_deadline(&self) -> Option<Micros> {
-        self.write_at
+        self.next_write_at
     }
 
     /// True if changes must be written now.
     pub fn is_due(&self, now: Micros) -> bool {
-        self.write_at.is_some_and(|at| at <= now)
+        self.next_write_at.is_some_and(|at| at <= now)
     }
 
     /// Schedules a write after [`WRITE_DELAY`] if there are changes and no write is scheduled.
     pub fn schedule_write(&mut self, now: Micros) {
-        if self.write_at.is_none() && self.history.is_dirty() {
-            self.write_at = Some(now + WRITE_DELAY);
+        if self.next_write_at.is_none() && self.history.has_changes() {
+            self.next_write_at = Some(now + WRITE_DELAY);
         }
     }
 
-    /// Passes the changes to the writer thread. Returns the text of an earlier write error, if
-    /// there is one.
-    pub fn write(&mut self, now: Micros) -> Option<String> {
-        self.write_at = None;
-        let Some(store) = &self.store else {
+    /// Sends the changes to the writer thread. Returns a note about an earlier write error that was
+    /// not reported yet.
+    pub fn send_changes(&mut self, now: Micros) -> Option<String> {
+        self.next_write_at = None;
+        let Some(open_file) = &self.history_file else {
             self.history.take_batch();
             return None;
         };
-        // A batch that the writer thread has not accepted is passed first, because a later batch
-        // may change the same entries.
+        // A batch that the writer thread has not accepted is sent first, because a later batch may
+        // change the same entries.
         let batch = self
             .pending_batch
             .take()
             .unwrap_or_else(|| self.history.take_batch());
-        if let Err(batch) = store.write(batch) {
+        if let Err(batch) = open_file.try_send_batch(batch) {
             self.pending_batch = Some(batch);
-            self.write_at = Some(now + WRITE_DELAY);
+            self.next_write_at = Some(now + WRITE_DELAY);
         }
-        let error = store.take_error()?;
+        let error = open_file.take_error()?;
         Some(format!(
             "the history of the resource manager cannot be written: {error}; it continues without"
         ))
     }
 
-    /// Writes the remaining changes and closes the file.
+    /// Writes the remaining changes and closes the file. Waits for the write, but not longer than
+    /// [`HistoryFile::close`] does.
     pub fn close(&mut self) {
-        let Some(store) = self.store.take() else {
+        let Some(open_file) = self.history_file.take() else {
             return;
         };
-        let mut last = self.pending_batch.take().unwrap_or_default();
-        last.extend(self.history.take_batch());
-        store.close(last);
+        let mut final_batch = self.pending_batch.take().unwrap_or_default();
+        final_batch.extend(self.history.take_batch());
+        open_file.write_and_close(final_batch);
     }
 }

@@ -5,7 +5,7 @@
 //!   and returns the changes that must be written.
 //! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm`].
 //! * [`mod@file`]: the database file. A separate thread writes it in batches, so that no decision
-//!   waits for it.
+//!   waits for a disk.
 //! * [`history_writer`]: connects the history with its file.
 
 pub mod decision_records;

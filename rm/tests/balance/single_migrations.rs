@@ -1,4 +1,4 @@
-//! Which tasks migrate, and what their migrations depend on.
+//! Conditions under which rebalancing migrates a task.
 
 use crate::{JobSim, SimHost, host_id};
 use pvm_rm::decide::{
@@ -7,10 +7,11 @@ use pvm_rm::decide::{
 };
 use sempa_proto::Micros;
 
-/// A task that has declared much work migrates to the fast host, with the reason in the log.
+/// A task that has declared much work migrates to the fast host. The reason contains the rate, the
+/// earlier end of the job and the time that tasks save.
 #[test]
 fn declared_large_task_goes_to_fast_host() {
-    let machines = [
+    let hosts = [
         SimHost {
             cores: 1,
             speed: 500,
@@ -20,33 +21,37 @@ fn declared_large_task_goes_to_fast_host() {
             speed: 2000,
         },
     ];
-    let mut farm =
-        JobSim::new(&machines, &[1000.0, 400.0, 400.0], PlacementPolicy::Load).with_declared_work();
-    for (work, host) in farm.tasks.iter_mut().zip([1, 2, 2]) {
-        work.host = host_id(host);
+    let mut sim =
+        JobSim::new(&hosts, &[1000.0, 400.0, 400.0], PlacementPolicy::Load).with_declared_work();
+    for (task, host) in sim.tasks.iter_mut().zip([1, 2, 2]) {
+        task.host = host_id(host);
     }
     for _ in 0..30 {
-        farm.advance_second(&[0.0, 0.0]);
+        sim.advance_second(&[0.0, 0.0]);
     }
-    farm.update_snapshot(&[0.0, 0.0]);
-    let shifts = plan_rebalances(&farm.snapshot);
-    let giant = shifts
+    sim.update_snapshot(&[0.0, 0.0]);
+    let rebalances = plan_rebalances(&sim.snapshot);
+    let large_task_rebalance = rebalances
         .iter()
-        .find(|s| s.tid == farm.tasks[0].tid)
+        .find(|s| s.tid == sim.tasks[0].tid)
         .expect("the giant goes");
-    assert_eq!((giant.from, giant.to), (host_id(1), host_id(2)));
-    let why = giant.reason.to_string();
+    assert_eq!(
+        (large_task_rebalance.source, large_task_rebalance.target),
+        (host_id(1), host_id(2))
+    );
+    let reason = large_task_rebalance.reason.to_string();
     assert!(
-        why.contains(" of a processor instead of 0.50 lets its job end ")
-            && why.contains(" s sooner, saves its tasks "),
-        "{why}"
+        reason.contains(" of a processor instead of 0.50 lets its job end ")
+            && reason.contains(" s sooner, saves its tasks "),
+        "{reason}"
     );
 }
 
-/// A task on a slow host migrates to a free one, and the decision contains the reason.
+/// A task on a slow host migrates to a faster host without tasks, and the decision contains the
+/// reason.
 #[test]
 fn task_leaves_slow_host_with_reason() {
-    let machines = [
+    let hosts = [
         SimHost {
             cores: 1,
             speed: 500,
@@ -56,26 +61,26 @@ fn task_leaves_slow_host_with_reason() {
             speed: 1000,
         },
     ];
-    let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
-    farm.tasks[0].host = host_id(1);
+    let mut sim = JobSim::new(&hosts, &[1000.0], PlacementPolicy::Load);
+    sim.tasks[0].host = host_id(1);
     for _ in 0..100 {
-        farm.advance_second(&[0.0, 0.0]);
+        sim.advance_second(&[0.0, 0.0]);
     }
-    farm.update_snapshot(&[0.0, 0.0]);
-    let shifts = plan_rebalances(&farm.snapshot);
-    assert_eq!(shifts.len(), 1);
-    let why = shifts[0].reason.to_string();
+    sim.update_snapshot(&[0.0, 0.0]);
+    let rebalances = plan_rebalances(&sim.snapshot);
+    assert_eq!(rebalances.len(), 1);
+    let reason = rebalances[0].reason.to_string();
     assert_eq!(
-        why,
+        reason,
         "1.00 of a processor instead of 0.50 saves tasks 50.0 s and costs 0.7 s"
     );
 }
 
-/// A task does not migrate if it has just started, if its spawn named the host, or if it has
-/// migrated often.
+/// A task does not migrate if it has just started, if its spawn named the host, if it is pinned, or
+/// if it has migrated often. It does not migrate either if the migration costs more than it gains.
 #[test]
 fn young_named_and_often_migrated_tasks_stay() {
-    let machines = [
+    let hosts = [
         SimHost {
             cores: 1,
             speed: 500,
@@ -85,36 +90,41 @@ fn young_named_and_often_migrated_tasks_stay() {
             speed: 1000,
         },
     ];
-    let with = |change: &dyn Fn(&mut TaskView)| {
-        let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
-        farm.tasks[0].host = host_id(1);
+    let count_rebalances = |change_task: &dyn Fn(&mut TaskView)| {
+        let mut sim = JobSim::new(&hosts, &[1000.0], PlacementPolicy::Load);
+        sim.tasks[0].host = host_id(1);
         for _ in 0..100 {
-            farm.advance_second(&[0.0, 0.0]);
+            sim.advance_second(&[0.0, 0.0]);
         }
-        farm.update_snapshot(&[0.0, 0.0]);
-        change(&mut farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
-        plan_rebalances(&farm.snapshot).len()
+        sim.update_snapshot(&[0.0, 0.0]);
+        change_task(&mut sim.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
+        plan_rebalances(&sim.snapshot).len()
     };
     let now = Micros::from_secs(100);
-    assert_eq!(with(&|_| ()), 1);
-    assert_eq!(with(&|t| t.host_named = true), 0);
-    assert_eq!(with(&|t| t.pinned = true), 0);
-    assert_eq!(with(&|t| t.started_at = Micros(now.0 - COOLDOWN.0 + 1)), 0);
+    assert_eq!(count_rebalances(&|_| ()), 1);
+    assert_eq!(count_rebalances(&|t| t.host_named = true), 0);
+    assert_eq!(count_rebalances(&|t| t.pinned = true), 0);
     assert_eq!(
-        with(&|t| t.recent_migrations = vec![Micros(now.0 - IDLE_TARGET_COOLDOWN.0 + 1)]),
+        count_rebalances(&|t| t.started_at = Micros(now.0 - COOLDOWN.0 + 1)),
         0
     );
     assert_eq!(
-        with(&|t| t.recent_rebalances = vec![Micros(1); REBALANCES_MAX]),
+        count_rebalances(
+            &|t| t.recent_migrations = vec![Micros(now.0 - IDLE_TARGET_COOLDOWN.0 + 1)]
+        ),
         0
     );
     assert_eq!(
-        with(&|t| t.work_done = Micros::from_millis(500)),
+        count_rebalances(&|t| t.recent_rebalances = vec![Micros(1); REBALANCES_MAX]),
+        0
+    );
+    assert_eq!(
+        count_rebalances(&|t| t.work_done = Micros::from_millis(500)),
         0,
         "it ends before the move has paid off"
     );
     assert_eq!(
-        with(&|t| t.memory_bytes = 100 << 30),
+        count_rebalances(&|t| t.memory_bytes = 100 << 30),
         0,
         "the move takes longer than the rest of its life"
     );
@@ -123,231 +133,265 @@ fn young_named_and_often_migrated_tasks_stay() {
 /// The cooldown after a migration is shorter if the target has no tasks.
 #[test]
 fn cooldown_is_shorter_for_empty_target() {
-    let machines = [500, 4000].map(|speed| SimHost { cores: 1, speed });
-    let goes = |sizes: &[f64], change: &dyn Fn(&mut TaskView)| {
-        let mut farm = JobSim::new(&machines, sizes, PlacementPolicy::Load);
-        farm.tasks
+    let hosts = [500, 4000].map(|speed| SimHost { cores: 1, speed });
+    let is_rebalanced = |works_s: &[f64], change_task: &dyn Fn(&mut TaskView)| {
+        let mut sim = JobSim::new(&hosts, works_s, PlacementPolicy::Load);
+        sim.tasks
             .iter_mut()
             .zip([1, 2])
-            .for_each(|(work, host)| work.host = host_id(host));
+            .for_each(|(sim_task, host)| sim_task.host = host_id(host));
         for _ in 0..100 {
-            farm.advance_second(&[0.0, 0.0]);
+            sim.advance_second(&[0.0, 0.0]);
         }
-        farm.update_snapshot(&[0.0, 0.0]);
-        change(&mut farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
-        !plan_rebalances(&farm.snapshot).is_empty()
+        sim.update_snapshot(&[0.0, 0.0]);
+        change_task(&mut sim.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
+        !plan_rebalances(&sim.snapshot).is_empty()
     };
-    let shifted = |ago: u64| {
-        move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - ago)]
+    let rebalanced_before = |age_s: u64| {
+        move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - age_s)]
     };
-    let (alone, beside): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
+    let (one_task, two_tasks): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
     assert_eq!(
-        [goes(alone, &shifted(9)), goes(alone, &shifted(10))],
+        [
+            is_rebalanced(one_task, &rebalanced_before(9)),
+            is_rebalanced(one_task, &rebalanced_before(10))
+        ],
         [false, true]
     );
     assert_eq!(
-        [goes(beside, &shifted(29)), goes(beside, &shifted(30))],
+        [
+            is_rebalanced(two_tasks, &rebalanced_before(29)),
+            is_rebalanced(two_tasks, &rebalanced_before(30))
+        ],
         [false, true],
         "it holds up the other one there"
     );
     let now = Micros::from_secs(100);
     assert!(
-        !goes(beside, &|t| t.recent_migrations =
+        !is_rebalanced(two_tasks, &|t| t.recent_migrations =
             vec![Micros(now.0 - COOLDOWN.0 + 1)]),
         "nor after a move for another reason"
     );
-    assert!(goes(beside, &|t| t.recent_migrations =
+    assert!(is_rebalanced(two_tasks, &|t| t.recent_migrations =
         vec![Micros(now.0 - COOLDOWN.0)]));
 }
 
-/// If a link is slow, fewer migrations use it; migrations over other links are not affected.
+/// A slow link raises the cost of migrations over this link only.
 #[test]
 fn slow_link_affects_only_its_own_migrations() {
     // Two free hosts are possible targets for the task on the slow host.
-    let machines = [500, 1000, 900].map(|speed| SimHost { cores: 1, speed });
-    let with = |moves: &[(u16, u64)]| {
-        let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
-        farm.tasks[0].host = host_id(1);
+    let hosts = [500, 1000, 900].map(|speed| SimHost { cores: 1, speed });
+    let target_after = |measured_migrations: &[(u16, u64)]| {
+        let mut sim = JobSim::new(&hosts, &[1000.0], PlacementPolicy::Load);
+        sim.tasks[0].host = host_id(1);
         for _ in 0..100 {
-            farm.advance_second(&[0.0; 3]);
+            sim.advance_second(&[0.0; 3]);
         }
-        farm.update_snapshot(&[0.0; 3]);
-        let host = |i: u16| farm.snapshot.host(host_id(i)).expect("a host").clone();
-        let journey = |(to, seconds): &(u16, u64)| MigrationSample {
-            pair: Some(HostPair::between(&host(1), &host(*to))),
+        sim.update_snapshot(&[0.0; 3]);
+        let host = |i: u16| sim.snapshot.host(host_id(i)).expect("a host").clone();
+        let sample = |(target, duration_s): &(u16, u64)| MigrationSample {
+            pair: Some(HostPair::between(&host(1), &host(*target))),
             slowness: 1.0,
             image_bytes: 200_000,
             resident_bytes: 1 << 30,
-            frozen: Micros::from_millis(300),
-            complete_after: Micros::from_secs(*seconds),
+            freeze_time: Micros::from_millis(300),
+            time_until_complete: Micros::from_secs(*duration_s),
         };
-        let journeys: Vec<MigrationSample> = moves.iter().map(journey).collect();
-        journeys
+        let samples: Vec<MigrationSample> = measured_migrations.iter().map(sample).collect();
+        samples
             .iter()
-            .for_each(|journey| farm.snapshot.estimates.record_migration(journey));
-        farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = 1 << 30;
-        farm.snapshot.hosts.refresh(farm.snapshot.now);
-        plan_rebalances(&farm.snapshot)
+            .for_each(|sample| sim.snapshot.estimates.record_migration(sample));
+        sim.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = 1 << 30;
+        sim.snapshot.hosts.refresh(sim.snapshot.now);
+        plan_rebalances(&sim.snapshot)
             .first()
-            .map(|shift| shift.to)
+            .map(|rebalance| rebalance.target)
     };
-    assert_eq!(with(&[]), Some(host_id(2)), "the fastest one");
+    assert_eq!(target_after(&[]), Some(host_id(2)), "the fastest one");
     assert_eq!(
-        with(&[(2, 10), (3, 10)]),
+        target_after(&[(2, 10), (3, 10)]),
         Some(host_id(2)),
         "it is worth ten seconds"
     );
-    assert_eq!(with(&[(2, 60), (3, 60)]), None, "it is not worth a minute");
     assert_eq!(
-        with(&[(2, 60), (3, 2)]),
+        target_after(&[(2, 60), (3, 60)]),
+        None,
+        "it is not worth a minute"
+    );
+    assert_eq!(
+        target_after(&[(2, 60), (3, 2)]),
         Some(host_id(3)),
         "the other link is as it was seen"
     );
 }
 
-/// If the actual gain of migrations is a third of the prediction, unprofitable migrations stop
-/// until that observation is old.
+/// If the actual gain of migrations is a third of the prediction, a migration must have a larger
+/// predicted gain. This lasts until the observation is old.
 #[test]
 fn overestimated_gains_reduce_confidence_for_a_while() {
-    let machines = [500, 1000].map(|speed| SimHost { cores: 1, speed });
-    let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
-    farm.tasks[0].host = host_id(1);
+    let hosts = [500, 1000].map(|speed| SimHost { cores: 1, speed });
+    let mut sim = JobSim::new(&hosts, &[1000.0], PlacementPolicy::Load);
+    sim.tasks[0].host = host_id(1);
     for _ in 0..100 {
-        farm.advance_second(&[0.0; 2]);
+        sim.advance_second(&[0.0; 2]);
     }
-    farm.update_snapshot(&[0.0; 2]);
-    let bytes = |farm: &mut JobSim, bytes| {
-        farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = bytes;
-        farm.snapshot.hosts.refresh(farm.snapshot.now);
-        plan_rebalances(&farm.snapshot)
+    sim.update_snapshot(&[0.0; 2]);
+    let bytes = |sim: &mut JobSim, bytes| {
+        sim.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = bytes;
+        sim.snapshot.hosts.refresh(sim.snapshot.now);
+        plan_rebalances(&sim.snapshot)
     };
-    let shift = bytes(&mut farm, 2 << 30)
+    let large_rebalance = bytes(&mut sim, 2 << 30)
         .pop()
         .expect("it saves fifty seconds and costs thirteen");
     // Tasks end after a third of the work that was predicted for them.
     for n in 0..40 {
-        let (mut promises, at) = (
+        let (mut predictions, arrival) = (
             PendingPredictions::default(),
-            Micros(farm.snapshot.now.0 - 40_000_000 + n),
+            Micros(sim.snapshot.now.0 - 40_000_000 + n),
         );
-        promises.follow(&shift);
-        promises.record_arrival(at, shift.tid, shift.to, (Micros(0), Micros::from_secs(1)));
-        let done = Micros(shift.reason.work_left.0 / 3);
+        predictions.track(&large_rebalance);
+        predictions.record_arrival(
+            arrival,
+            large_rebalance.tid,
+            large_rebalance.target,
+            (Micros(0), Micros::from_secs(1)),
+        );
+        let work_done = Micros(large_rebalance.reason.work_left.0 / 3);
         assert!(
-            promises
-                .conclude(at + done, shift.tid, done, &mut farm.snapshot.estimates)
+            predictions
+                .end_tracking(
+                    arrival + work_done,
+                    large_rebalance.tid,
+                    work_done,
+                    &mut sim.snapshot.estimates
+                )
                 .is_some()
         );
     }
     assert_eq!(
-        bytes(&mut farm, 2 << 30),
+        bytes(&mut sim, 2 << 30),
         [],
         "a third of fifty seconds is not worth it"
     );
-    let small = bytes(&mut farm, 1 << 20)
+    let small_rebalance = bytes(&mut sim, 1 << 20)
         .pop()
         .expect("of a small one it still is");
     assert!(
-        small.reason.gain.0 * 2 < shift.reason.gain.0
-            && small.reason.computed_gain == shift.reason.computed_gain,
-        "{small:?}"
+        small_rebalance.reason.gain.0 * 2 < large_rebalance.reason.gain.0
+            && small_rebalance.reason.computed_gain == large_rebalance.reason.computed_gain,
+        "{small_rebalance:?}"
     );
-    // No task migrates in this period. Only the tested times are simulated, because samples would
-    // expire.
-    let later = farm.snapshot.now + Micros(6 * CONFIDENCE_HALF_LIFE.0);
-    let host = |farm: &mut JobSim, id| {
-        let host = farm.snapshot.hosts.edit(host_id(id)).expect("a host");
-        host.sample.as_mut().expect("sampled").received_at = later;
+    // The seconds of this period are not simulated. The receive times of the samples are set to its
+    // end, because the samples would have expired.
+    let period_end = sim.snapshot.now + Micros(6 * CONFIDENCE_HALF_LIFE.0);
+    let renew_sample = |sim: &mut JobSim, id| {
+        let renew_sample = sim.snapshot.hosts.edit(host_id(id)).expect("a host");
+        renew_sample.sample.as_mut().expect("sampled").received_at = period_end;
     };
-    (1..=2).for_each(|id| host(&mut farm, id));
-    farm.snapshot.hosts.refresh(later);
-    farm.snapshot.now = later;
-    assert_eq!(bytes(&mut farm, 2 << 30).len(), 1, "it is tried once more");
+    (1..=2).for_each(|id| renew_sample(&mut sim, id));
+    sim.snapshot.hosts.refresh(period_end);
+    sim.snapshot.now = period_end;
+    assert_eq!(bytes(&mut sim, 2 << 30).len(), 1, "it is tried once more");
 }
 
-/// A task does not migrate to another network than that of its peers for a small gain.
+/// For a small gain, a task does not migrate to another network than that of its peers.
 #[test]
 fn task_stays_near_its_peers_for_small_gain() {
-    // The task has half a processor. Two free hosts offer slightly more. The better of them is in
-    // another network in one of the cases.
-    let machines = [1000, 1000, 630, 680].map(|speed| SimHost { cores: 1, speed });
-    let with = |far: &[u16], alone: bool| {
-        let mut farm = JobSim::new(&machines, &[1000.0; 3], PlacementPolicy::Load);
-        for (work, host) in farm.tasks.iter_mut().zip([1, 1, 2]) {
-            work.host = host_id(host);
+    // The task has half a processor. Two free hosts offer slightly more. The cases differ in which
+    // of these hosts are in another network.
+    let hosts = [1000, 1000, 630, 680].map(|speed| SimHost { cores: 1, speed });
+    let select_target = |far_hosts: &[u16], without_peers: bool| {
+        let mut sim = JobSim::new(&hosts, &[1000.0; 3], PlacementPolicy::Load);
+        for (task, host) in sim.tasks.iter_mut().zip([1, 1, 2]) {
+            task.host = host_id(host);
         }
         for _ in 0..200 {
-            farm.advance_second(&[0.0; 4]);
+            sim.advance_second(&[0.0; 4]);
         }
-        farm.update_snapshot(&[0.0; 4]);
-        for id in far {
-            farm.snapshot.hosts.edit(host_id(*id)).expect("a host").zone = 7;
+        sim.update_snapshot(&[0.0; 4]);
+        for id in far_hosts {
+            sim.snapshot.hosts.edit(host_id(*id)).expect("a host").zone = 7;
         }
-        if alone {
-            farm.snapshot
+        if without_peers {
+            sim.snapshot
                 .hosts
                 .edit(host_id(2))
                 .expect("a host")
                 .tasks
                 .clear();
-            farm.snapshot.hosts.edit(host_id(2)).expect("a host").speed = 1;
+            sim.snapshot.hosts.edit(host_id(2)).expect("a host").speed = 1;
         }
-        farm.snapshot.hosts.refresh(farm.snapshot.now);
-        plan_rebalances(&farm.snapshot)
+        sim.snapshot.hosts.refresh(sim.snapshot.now);
+        plan_rebalances(&sim.snapshot)
             .first()
-            .map(|shift| shift.to)
+            .map(|rebalance| rebalance.target)
     };
-    assert_eq!(with(&[], false), Some(host_id(4)), "the best one");
-    assert_eq!(with(&[4], false), Some(host_id(3)), "the best one nearby");
+    assert_eq!(select_target(&[], false), Some(host_id(4)), "the best one");
     assert_eq!(
-        with(&[3, 4], false),
+        select_target(&[4], false),
+        Some(host_id(3)),
+        "the best one nearby"
+    );
+    assert_eq!(
+        select_target(&[3, 4], false),
         Some(host_id(4)),
         "a tenth less is still a fifth more"
     );
     assert_eq!(
-        with(&[4], true),
+        select_target(&[4], true),
         Some(host_id(4)),
         "who talks to nobody elsewhere goes anywhere"
     );
 }
 
-/// The gain of a job with barriers is that of its slowest task.
+/// The gain of a migration in a job with barriers is the gain of the job's slowest task.
 #[test]
-fn barrier_job_is_judged_by_slowest_task() {
+fn barrier_job_gain_is_that_of_slowest_task() {
     // Two hosts of half speed run one task each. A third host of full speed is free.
-    let slow = SimHost {
+    let slow_host = SimHost {
         cores: 1,
         speed: 500,
     };
-    let barrier = |machines: &[SimHost], tasks_on: &[u16]| {
-        let mut farm = JobSim::new(
-            machines,
-            &vec![1000.0; tasks_on.len()],
-            PlacementPolicy::Load,
-        );
-        farm.barrier = true;
-        for (work, host) in farm.tasks.iter_mut().zip(tasks_on) {
-            work.host = host_id(*host);
+    let plan_with_barriers = |hosts: &[SimHost], tasks_on: &[u16]| {
+        let mut sim = JobSim::new(hosts, &vec![1000.0; tasks_on.len()], PlacementPolicy::Load);
+        sim.has_barriers = true;
+        for (task, host) in sim.tasks.iter_mut().zip(tasks_on) {
+            task.host = host_id(*host);
         }
         for _ in 0..100 {
-            farm.advance_second(&vec![0.0; machines.len()]);
+            sim.advance_second(&vec![0.0; hosts.len()]);
         }
-        farm.update_snapshot(&vec![0.0; machines.len()]);
-        plan_rebalances(&farm.snapshot)
+        sim.update_snapshot(&vec![0.0; hosts.len()]);
+        plan_rebalances(&sim.snapshot)
     };
-    let fast = SimHost {
+    let fast_host = SimHost {
         cores: 1,
         speed: 1000,
     };
     assert!(
-        barrier(&[slow, slow, fast], &[1, 2]).is_empty(),
+        plan_with_barriers(&[slow_host, slow_host, fast_host], &[1, 2]).is_empty(),
         "the other one stays as slow"
     );
-    let both = barrier(&[slow, slow, SimHost { cores: 2, ..fast }], &[1, 2]);
-    assert_eq!(both.len(), 2, "together they gain");
-    assert!(both.iter().all(|s| s.reason.barrier && s.to == host_id(3)));
+    let rebalances = plan_with_barriers(
+        &[
+            slow_host,
+            slow_host,
+            SimHost {
+                cores: 2,
+                ..fast_host
+            },
+        ],
+        &[1, 2],
+    );
+    assert_eq!(rebalances.len(), 2, "together they gain");
+    assert!(
+        rebalances
+            .iter()
+            .all(|s| s.reason.for_barrier_job && s.target == host_id(3))
+    );
     assert_eq!(
-        barrier(&[slow, fast, fast], &[1, 2]).len(),
+        plan_with_barriers(&[slow_host, fast_host, fast_host], &[1, 2]).len(),
         1,
         "the slowest one holds the other up"
     );

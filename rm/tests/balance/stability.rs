@@ -1,6 +1,6 @@
-//! Noise and periodic load cause no migrations back and forth.
+//! Noise in the measurements and periodic load cause no repeated migrations.
 
-use crate::{DECISION_INTERVAL, JobSim, SimHost, random};
+use crate::{DECISION_INTERVAL_S, JobSim, SimHost, next_random};
 use proptest::prelude::*;
 use pvm_rm::decide::{IDLE_TARGET_COOLDOWN, PlacementPolicy, REBALANCES_MAX};
 use sempa_proto::{Micros, Tid};
@@ -9,58 +9,59 @@ use std::collections::BTreeMap;
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Tasks of one size that were placed by load never migrate, on any hosts.
+    /// Tasks with equal amounts of work that were placed by load never migrate, whatever the
+    /// numbers and speeds of processors are.
     #[test]
-    fn balanced_hosts_are_not_disturbed(
-        machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8), tasks in 1_usize..30,
+    fn balanced_hosts_get_no_migrations(
+        hosts in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8), task_count in 1_usize..30,
     ) {
-        let machines: Vec<SimHost> = machines.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
-        let mut farm = JobSim::new(&machines, &vec![1e9; tasks], PlacementPolicy::Load);
-        let foreign = vec![0.0; machines.len()];
+        let hosts: Vec<SimHost> = hosts.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
+        let mut sim = JobSim::new(&hosts, &vec![1e9; task_count], PlacementPolicy::Load);
+        let external_threads = vec![0.0; hosts.len()];
         for _ in 0..600 {
-            if farm.now.is_multiple_of(DECISION_INTERVAL) {
-                farm.rebalance(&foreign);
+            if sim.now_s.is_multiple_of(DECISION_INTERVAL_S) {
+                sim.rebalance(&external_threads);
             }
-            farm.advance_second(&foreign);
+            sim.advance_second(&external_threads);
         }
-        prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
+        prop_assert!(sim.rebalances.is_empty(), "{:?}", sim.rebalances);
     }
 
-    /// Noise in the measurements causes no migration: external load uses a part of a processor
+    /// Noise in the measurements causes no migration. The external load uses a part of a processor
     /// constantly, and a whole processor briefly from time to time.
     #[test]
-    fn noise_does_not_disturb_balanced_hosts(
-        machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
-        sizes in prop::collection::vec(1e8_f64..1e9, 1..30), seed in any::<u64>(),
+    fn noise_causes_no_migration(
+        hosts in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
+        works_s in prop::collection::vec(1e8_f64..1e9, 1..30), seed in any::<u64>(),
     ) {
-        let machines: Vec<SimHost> = machines.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
-        let (mut farm, mut seed) = (JobSim::new(&machines, &sizes, PlacementPolicy::Load), seed | 1);
+        let hosts: Vec<SimHost> = hosts.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
+        let (mut sim, mut seed) = (JobSim::new(&hosts, &works_s, PlacementPolicy::Load), seed | 1);
         for _ in 0..600 {
-            let mut noise = || if random(&mut seed) < 0.05 { 1.0 } else { 0.2 * random(&mut seed) };
-            let foreign: Vec<f64> = machines.iter().map(|_| noise()).collect();
-            if farm.now.is_multiple_of(DECISION_INTERVAL) {
-                farm.rebalance(&foreign);
+            let mut noise = || if next_random(&mut seed) < 0.05 { 1.0 } else { 0.2 * next_random(&mut seed) };
+            let external_threads: Vec<f64> = hosts.iter().map(|_| noise()).collect();
+            if sim.now_s.is_multiple_of(DECISION_INTERVAL_S) {
+                sim.rebalance(&external_threads);
             }
-            farm.advance_second(&foreign);
+            sim.advance_second(&external_threads);
         }
-        prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
+        prop_assert!(sim.rebalances.is_empty(), "{:?}", sim.rebalances);
     }
 
     /// External load that starts and stops periodically for two hours causes no repeated
     /// migrations, whether it has the same or opposite phase on the hosts.
     #[test]
     fn oscillating_load_does_not_make_tasks_flap(
-        period in 5_u64..600, phase in 0_u64..600, threads in 1_u32..6, hosts in 2_usize..5, declared in any::<bool>(),
+        period_s in 5_u64..600, phase_s in 0_u64..600, thread_count in 1_u32..6, host_count in 2_usize..5, is_work_declared in any::<bool>(),
     ) {
-        assert_no_flapping(period, phase, threads, hosts, declared)?;
+        assert_no_flapping(period_s, phase_s, thread_count, host_count, is_work_declared)?;
     }
 }
 
-/// Parameters that caused repeated migrations in earlier versions: the load was sampled only
+/// These parameters caused repeated migrations in earlier versions. The load was sampled only
 /// briefly, always in the same phase, or when it differed most from the mean.
 #[test]
-fn known_rhythms_do_not_cause_flapping() {
-    let seeds = [
+fn known_load_periods_cause_no_flapping() {
+    let cases = [
         (15, 40, 4, 4),
         (26, 470, 4, 3),
         (5, 4, 5, 4),
@@ -70,57 +71,74 @@ fn known_rhythms_do_not_cause_flapping() {
         (22, 0, 5, 4),
         (27, 2, 5, 4),
     ];
-    for (period, phase, threads, hosts) in seeds {
-        for declared in [false, true] {
-            assert_no_flapping(period, phase, threads, hosts, declared)
-                .unwrap_or_else(|error| panic!("{error}"));
+    for (period_s, phase_s, thread_count, host_count) in cases {
+        for is_work_declared in [false, true] {
+            assert_no_flapping(
+                period_s,
+                phase_s,
+                thread_count,
+                host_count,
+                is_work_declared,
+            )
+            .unwrap_or_else(|error| panic!("{error}"));
         }
     }
 }
 
-/// Asserts that periodic external load, alternating between hosts, causes no repeated migrations of
-/// a task.
+/// Asserts that external load that alternates between hosts causes no repeated migrations of a
+/// task.
 fn assert_no_flapping(
-    period: u64,
-    phase: u64,
-    threads: u32,
-    hosts: usize,
-    declared: bool,
+    period_s: u64,
+    phase_s: u64,
+    thread_count: u32,
+    host_count: usize,
+    is_work_declared: bool,
 ) -> Result<(), TestCaseError> {
-    let machines = vec![
+    let sim_hosts = vec![
         SimHost {
             cores: 2,
             speed: 1000
         };
-        hosts
+        host_count
     ];
-    let mut farm = JobSim::new(&machines, &vec![1e9; hosts], PlacementPolicy::Load);
-    if declared {
-        farm = farm.with_declared_work();
+    let mut sim = JobSim::new(&sim_hosts, &vec![1e9; host_count], PlacementPolicy::Load);
+    if is_work_declared {
+        sim = sim.with_declared_work();
     }
     for _ in 0..7200 {
-        let busy = |i: usize| (farm.now + phase * i as u64) / period % 2 == i as u64 % 2;
-        let foreign: Vec<f64> = (0..hosts)
-            .map(|i| if busy(i) { f64::from(threads) } else { 0.0 })
+        let has_load = |i: usize| (sim.now_s + phase_s * i as u64) / period_s % 2 == i as u64 % 2;
+        let external_threads: Vec<f64> = (0..host_count)
+            .map(|i| {
+                if has_load(i) {
+                    f64::from(thread_count)
+                } else {
+                    0.0
+                }
+            })
             .collect();
-        if farm.now.is_multiple_of(DECISION_INTERVAL) {
-            farm.rebalance(&foreign);
+        if sim.now_s.is_multiple_of(DECISION_INTERVAL_S) {
+            sim.rebalance(&external_threads);
         }
-        farm.advance_second(&foreign);
+        sim.advance_second(&external_threads);
     }
-    let mut per_task = BTreeMap::<Tid, Vec<u64>>::new();
-    for (at, shift) in &farm.rebalances {
-        per_task.entry(shift.tid).or_default().push(*at);
+    let mut times_by_task = BTreeMap::<Tid, Vec<u64>>::new();
+    for (time_s, rebalance) in &sim.rebalances {
+        times_by_task
+            .entry(rebalance.tid)
+            .or_default()
+            .push(*time_s);
     }
-    for times in per_task.values() {
-        let within_hour = |at: &u64| {
+    for times in times_by_task.values() {
+        let count_in_hour = |time_s: &u64| {
             times
                 .iter()
-                .filter(|t| (*at..*at + 3600).contains(t))
+                .filter(|t| (*time_s..*time_s + 3600).contains(t))
                 .count()
         };
         prop_assert!(
-            times.iter().all(|at| within_hour(at) <= REBALANCES_MAX),
+            times
+                .iter()
+                .all(|time_s| count_in_hour(time_s) <= REBALANCES_MAX),
             "{:?}",
             times
         );
@@ -132,12 +150,12 @@ fn assert_no_flapping(
             times
         );
     }
-    if period <= 60 {
+    if period_s <= 60 {
         prop_assert!(
-            farm.rebalances.len() <= hosts,
+            sim.rebalances.len() <= host_count,
             "{} moves: {:?}",
-            farm.rebalances.len(),
-            per_task
+            sim.rebalances.len(),
+            times_by_task
         );
     }
     Ok(())

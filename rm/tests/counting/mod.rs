@@ -9,25 +9,26 @@ struct CountingAllocator;
 
 thread_local! {
     static LIVE_BYTES: Cell<isize> = const { Cell::new(0) };
-    static ALLOCATED: Cell<Allocations> = const { Cell::new(Allocations { blocks: 0, bytes: 0 }) };
+    static ALLOCATION_TOTALS: Cell<Allocations> = const { Cell::new(Allocations { block_count: 0, bytes: 0 }) };
 }
 
-/// Number and size of allocations, including memory that was freed again.
+/// Number and total size of allocations, including memory that was freed again.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allocations {
-    pub(crate) blocks: usize,
+    pub(crate) block_count: usize,
     pub(crate) bytes: usize,
 }
 
-/// The cast is lossless: a block has at most `isize::MAX` bytes.
+/// Adds the size of an allocated block, or subtracts the size of a freed one (negative `bytes`).
+/// The callers convert sizes without loss, because a block has at most `isize::MAX` bytes.
 fn add_live_bytes(bytes: isize) {
     LIVE_BYTES.with(|sum| sum.set(sum.get() + bytes));
 }
 
-fn count_block(size: usize) {
-    ALLOCATED.with(|sum| {
+fn count_allocation(size: usize) {
+    ALLOCATION_TOTALS.with(|sum| {
         sum.set(Allocations {
-            blocks: sum.get().blocks + 1,
+            block_count: sum.get().block_count + 1,
             bytes: sum.get().bytes + size,
         })
     });
@@ -37,7 +38,7 @@ fn count_block(size: usize) {
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         add_live_bytes(layout.size() as isize);
-        count_block(layout.size());
+        count_allocation(layout.size());
         // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
@@ -50,32 +51,32 @@ unsafe impl GlobalAlloc for CountingAllocator {
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         add_live_bytes(size as isize - layout.size() as isize);
-        count_block(size);
+        count_allocation(size);
         // SAFETY: the caller upholds the contract of `realloc`.
         unsafe { System.realloc(block, layout, size) }
     }
 }
 
 #[global_allocator]
-static COUNTING: CountingAllocator = CountingAllocator;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Returns the result of `make` and the number of heap bytes that the result occupies.
-pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
-    let before = LIVE_BYTES.with(Cell::get);
-    let made = make();
+/// Returns the result of `build` and the number of heap bytes that the result still occupies.
+pub(crate) fn measure_live_bytes<T>(build: impl FnOnce() -> T) -> (T, usize) {
+    let bytes_before = LIVE_BYTES.with(Cell::get);
+    let result = build();
     (
-        made,
-        usize::try_from(LIVE_BYTES.with(Cell::get) - before).unwrap_or(0),
+        result,
+        usize::try_from(LIVE_BYTES.with(Cell::get) - bytes_before).unwrap_or(0),
     )
 }
 
-/// Returns the number and size of the allocations that `act` makes.
-pub(crate) fn count_allocations(act: impl FnOnce()) -> Allocations {
-    let before = ALLOCATED.with(Cell::get);
-    act();
-    let after = ALLOCATED.with(Cell::get);
+/// Returns the number and size of the allocations that `action` makes.
+pub(crate) fn count_allocations(action: impl FnOnce()) -> Allocations {
+    let totals_before = ALLOCATION_TOTALS.with(Cell::get);
+    action();
+    let totals_after = ALLOCATION_TOTALS.with(Cell::get);
     Allocations {
-        blocks: after.blocks - before.blocks,
-        bytes: after.bytes - before.bytes,
+        block_count: totals_after.block_count - totals_before.block_count,
+        bytes: totals_after.bytes - totals_before.bytes,
     }
 }

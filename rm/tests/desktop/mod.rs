@@ -1,4 +1,4 @@
-//! A host of a simulated pool of desktop machines.
+//! A host of a simulated pool of desktop machines. Each host has one processor.
 
 use pvm_rm::decide::{GuestPolicy, HostView, OwnerState, TimedSample};
 use sempa_proto::load::LoadSample;
@@ -6,12 +6,12 @@ use sempa_proto::{HostId, Micros};
 use std::sync::Arc;
 
 pub(crate) fn host_id(index: u16) -> HostId {
-    HostId::simulated(index).expect("an index")
+    HostId::new_simulated(index).expect("an index")
 }
 
-/// Returns an idle host whose sample never expires. In the simulation, all load other than tasks
-/// comes from owners, whose presence is simulated separately.
-pub(crate) fn desktop(index: u16, owner: OwnerState) -> HostView {
+/// Returns an idle host with one processor, whose sample never expires. Tasks are the only load:
+/// the presence of owners is simulated separately.
+pub(crate) fn desktop_host(index: u16, owner: OwnerState) -> HostView {
     let sample = LoadSample {
         cores: 1,
         available_bytes: 8 << 30,
@@ -28,13 +28,13 @@ pub(crate) fn desktop(index: u16, owner: OwnerState) -> HostView {
         sample: Some(TimedSample {
             sample,
             received_at: Micros(u64::MAX),
-            own_tasks: 0,
+            vm_task_count: 0,
         }),
         external_mean: None,
         promised_bytes: 0,
         owner,
         migration_obstacle: None,
-        starting_tasks: 0,
+        starting_task_count: 0,
         guest_policy: GuestPolicy::default(),
         tasks: Vec::new(),
     }

@@ -12,7 +12,8 @@ pub(crate) fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// Returns the load sample of an idle host.
+/// Returns the load sample of an idle host, received at [`NOW`]. Always `Some`, as
+/// [`HostView::sample`] requires.
 pub(crate) fn idle_sample(cores: u32, available_bytes: u64) -> Option<TimedSample> {
     Some(TimedSample {
         sample: LoadSample {
@@ -21,7 +22,7 @@ pub(crate) fn idle_sample(cores: u32, available_bytes: u64) -> Option<TimedSampl
             ..LoadSample::default()
         },
         received_at: NOW,
-        own_tasks: 0,
+        vm_task_count: 0,
     })
 }
 
@@ -40,7 +41,7 @@ pub(crate) fn idle_host(index: u16, cores: u32, available_bytes: u64) -> HostVie
         promised_bytes: 0,
         owner: OwnerState::Absent { left_at: None },
         migration_obstacle: None,
-        starting_tasks: 0,
+        starting_task_count: 0,
         guest_policy: GuestPolicy::default(),
         tasks: Vec::new(),
     }

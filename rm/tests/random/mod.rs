@@ -1,14 +1,14 @@
-//! A random number generator; a seed determines its sequence.
+//! An xorshift random number generator. The seed determines its sequence.
 
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    pub(crate) fn new(seed: u64) -> Rng {
-        Rng(seed | 1)
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed | 1)
     }
 
     /// Returns a number that is uniformly distributed in [0, 1).
-    pub(crate) fn uniform(&mut self) -> f64 {
+    pub(crate) fn next_uniform(&mut self) -> f64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -16,7 +16,7 @@ impl Rng {
     }
 
     /// Returns a number that is exponentially distributed with this mean.
-    pub(crate) fn exponential(&mut self, mean: f64) -> f64 {
-        -mean * (1.0 - self.uniform()).ln()
+    pub(crate) fn next_exponential(&mut self, mean: f64) -> f64 {
+        -mean * (1.0 - self.next_uniform()).ln()
     }
 }

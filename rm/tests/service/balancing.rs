@@ -1,6 +1,6 @@
-//! Rebalancing migrations by the service, and the comparison of their results with the prediction.
+//! Rebalancing migrations, and the comparison of their results with the predictions.
 
-use crate::common::{TestBed, host_id, request, spawned_task_info, task_id, world};
+use crate::common::{TestBed, fake_vm, host_id, request, spawned_task_info, task_id};
 use crate::{options_with_policy, query};
 use pvm_rm::policy::EffectivePolicy;
 use sempa_proto::event::EventKind;
@@ -9,31 +9,32 @@ use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
-/// With rebalancing, tasks of a crowded host migrate to free hosts. Without it they stay.
+/// If the policy enables rebalancing, tasks of a crowded host migrate to free hosts. Otherwise they
+/// stay.
 #[test]
 fn balancing_spreads_tasks_of_crowded_host() {
     for balance in [false, true] {
-        let vm = world(3);
+        let vm = fake_vm(3);
         vm.0.borrow_mut()
             .tasks
             .extend((1..=6).map(|n| spawned_task_info(task_id(2, n), 2)));
         let options = options_with_policy(EffectivePolicy {
-            balance,
+            rebalances: balance,
             ..EffectivePolicy::default()
         });
-        let mut bed = TestBed::quiet_with(&vm, options);
+        let mut bed = TestBed::start_with_options(&vm, options);
         for _ in 0..6 {
             bed.advance(Micros::from_secs(10));
             bed.report_absent_owners(&[1, 2, 3]);
         }
         let causes: Vec<String> = bed
-            .world()
+            .state()
             .migrations
             .iter()
             .map(|(_, _, cause)| cause.to_string())
             .collect();
         assert_eq!(
-            bed.world().take_migrations().len(),
+            bed.state().take_migrations().len(),
             if balance { 4 } else { 0 },
             "{causes:?}"
         );
@@ -41,36 +42,36 @@ fn balancing_spreads_tasks_of_crowded_host() {
     }
 }
 
-/// A task whose spawn named its host is not rebalanced.
+/// A task is not rebalanced if its spawn named its host.
 #[test]
 fn task_on_named_host_is_not_balanced() {
-    let vm = world(3);
+    let vm = fake_vm(3);
     let options = options_with_policy(EffectivePolicy {
-        balance: true,
+        rebalances: true,
         ..EffectivePolicy::default()
     });
-    let mut bed = TestBed::quiet_with(&vm, options);
-    bed.world().spawn(
+    let mut bed = TestBed::start_with_options(&vm, options);
+    bed.state().request_spawn(
         1,
         &SpawnRequest {
             flags: SPAWN_HOST,
-            place: "h2".into(),
+            where_arg: "h2".into(),
             ..request(6)
         },
     );
-    bed.settle();
-    let exec = bed.world().take_start_orders().pop().expect("placed");
-    bed.world().ack(&exec);
+    bed.process_inbox();
+    let order = bed.state().take_start_orders().pop().expect("placed");
+    bed.state().acknowledge(&order);
     for _ in 0..6 {
         bed.advance(Micros::from_secs(10));
         bed.report_absent_owners(&[1, 2, 3]);
     }
-    assert!(bed.world().take_migrations().is_empty());
+    assert!(bed.state().take_migrations().is_empty());
 }
 
-/// Returns the recorded result of a task's migration as (predicted, actual, text); `None` if there
-/// is none yet.
-fn migration_result(
+/// Returns the recorded result of a task's migration as (predicted benefit, actual benefit, text).
+/// `None`: there is no result yet.
+fn query_migration_result(
     bed: &mut TestBed,
     tid: Tid,
 ) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
@@ -80,9 +81,9 @@ fn migration_result(
     decisions.iter().find_map(|decision| match &decision.kind {
         DecisionKind::BenefitMeasured {
             expected,
-            actual: came,
+            actual_benefit: actual,
             ..
-        } => Some((*expected, *came, decision.kind.to_string())),
+        } => Some((*expected, *actual, decision.kind.to_string())),
         _ => None,
     })
 }
@@ -90,73 +91,75 @@ fn migration_result(
 /// The history compares the result of a migration with its predicted gain.
 #[test]
 fn predicted_gain_is_compared_with_result() {
-    let vm = world(3);
+    let vm = fake_vm(3);
     vm.0.borrow_mut()
         .tasks
         .extend((1..=6).map(|n| spawned_task_info(task_id(2, n), 2)));
-    let mut bed = TestBed::quiet_with(
+    let mut bed = TestBed::start_with_options(
         &vm,
         options_with_policy(EffectivePolicy {
-            balance: true,
+            rebalances: true,
             ..EffectivePolicy::default()
         }),
     );
-    let round = |bed: &mut TestBed| {
+    let advance_and_report = |bed: &mut TestBed| {
         bed.advance(Micros::from_secs(10));
         bed.report_absent_owners(&[1, 2, 3]);
     };
-    let mut moved = Vec::new();
-    while moved.len() < 4 {
-        round(&mut bed);
-        let begun = std::mem::take(&mut bed.world().migrations);
-        for (tid, to, cause) in begun {
-            let mut world = bed.world();
-            world
+    let mut migrated_tids = Vec::new();
+    while migrated_tids.len() < 4 {
+        advance_and_report(&mut bed);
+        let migrations = std::mem::take(&mut bed.state().migrations);
+        for (tid, target, cause) in migrations {
+            let mut state = bed.state();
+            state
                 .tasks
                 .iter_mut()
                 .filter(|task| task.tid == tid)
-                .for_each(|task| task.host = to);
-            world.migrated(tid, 2, to.index(), cause);
-            moved.push(tid);
+                .for_each(|task| task.host = target);
+            state.report_migrated(tid, 2, target.index(), cause);
+            migrated_tids.push(tid);
         }
-        bed.settle();
+        bed.process_inbox();
     }
-    let (first, second) = (moved[0], moved[3]);
-    round(&mut bed);
+    let (first_task, last_task) = (migrated_tids[0], migrated_tids[3]);
+    advance_and_report(&mut bed);
     assert_eq!(
-        migration_result(&mut bed, first),
+        query_migration_result(&mut bed, first_task),
         None,
         "it is too early to tell"
     );
-    // One of the tasks ends early; the other one runs longer than predicted.
-    bed.world().event(
+    // One of the tasks ends early; another one runs longer than predicted.
+    bed.state().log_event(
         host_id(1),
         EventKind::TaskEnded {
-            tid: first,
+            tid: first_task,
             status: 0,
             used: Usage::default(),
         },
     );
-    bed.settle();
-    let (expected, came, sentence) = migration_result(&mut bed, first).expect("it is known");
+    bed.process_inbox();
+    let (predicted, actual, text) =
+        query_migration_result(&mut bed, first_task).expect("it is known");
     assert!(
-        expected.gain > Micros::from_secs(1) && expected.cost > Micros(0),
-        "{sentence}"
+        predicted.gain > Micros::from_secs(1) && predicted.cost > Micros(0),
+        "{text}"
     );
-    assert!(came.gain > Micros(0) && came.cost > Micros(0), "{sentence}");
+    assert!(actual.gain > Micros(0) && actual.cost > Micros(0), "{text}");
     assert!(
-        sentence.starts_with(&format!("the migration of {first} from h2 to h")),
-        "{sentence}"
+        text.starts_with(&format!("the migration of {first_task} from h2 to h")),
+        "{text}"
     );
     assert_eq!(
-        migration_result(&mut bed, second),
+        query_migration_result(&mut bed, last_task),
         None,
         "nothing is known of that one yet"
     );
-    (0..30).for_each(|_| round(&mut bed));
-    let (expected, came, sentence) = migration_result(&mut bed, second).expect("it is known");
+    (0..30).for_each(|_| advance_and_report(&mut bed));
+    let (predicted, actual, text) =
+        query_migration_result(&mut bed, last_task).expect("it is known");
     assert!(
-        came.gain > expected.gain,
-        "it has worked there for longer than it was expected to: {sentence}"
+        actual.gain > predicted.gain,
+        "it has worked there for longer than it was expected to: {text}"
     );
 }

@@ -1,10 +1,10 @@
 //! A fake virtual machine for tests of the resource manager. It records the requests of the
-//! resource manager. Its clock advances only when no message is left to receive.
+//! resource manager. Its clock advances only when the inbox is empty.
 
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use pvm_rm::api::VmApi;
-use pvm_rm::service::{Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
+use pvm_rm::service::{Options, Service, ServiceError, TAG_EVENT, TAG_LOAD_REPORT};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
@@ -27,17 +27,17 @@ pub(crate) fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-pub(crate) fn task_id(host: u16, local: u32) -> Tid {
-    Tid::task(host_id(host), local).expect("a task")
+pub(crate) fn task_id(host: u16, local_number: u32) -> Tid {
+    Tid::for_task(host_id(host), local_number).expect("a task")
 }
 
-/// The tid of the resource manager.
+/// Returns the tid of the resource manager.
 pub(crate) fn rm_tid() -> Tid {
     task_id(1, 1)
 }
 
-/// The tid of a task from a command line that spawns.
-pub(crate) fn client() -> Tid {
+/// Returns the tid of the task from a command line that sends the spawns of most tests.
+pub(crate) fn client_tid() -> Tid {
     task_id(1, 2)
 }
 
@@ -50,40 +50,46 @@ pub(crate) struct StartOrder {
 }
 
 #[derive(Default)]
-pub(crate) struct FakeWorld {
+pub(crate) struct FakeVmState {
     now: Micros,
-    wait_limit: Micros,
+    clock_limit: Micros,
     pub(crate) inbox: VecDeque<Message>,
-    pub(crate) hosts: Vec<u16>,
+    pub(crate) host_indices: Vec<u16>,
     pub(crate) tasks: Vec<TaskInfo>,
     pub(crate) previous_rm: Tid,
-    pub(crate) list_count: usize,
-    pub(crate) sent: Vec<(Tid, i32, i32, Bytes)>,
-    pub(crate) answers: Vec<(Tid, i32, i32, Bytes)>,
+    /// Number of task lists that the resource manager has requested.
+    pub(crate) task_list_count: usize,
+    /// Messages in the base context, as (receiver, tag, wait id, body).
+    pub(crate) base_messages: Vec<(Tid, i32, i32, Bytes)>,
+    /// Messages in the context of the resource manager, as (receiver, tag, wait id, body).
+    pub(crate) rm_messages: Vec<(Tid, i32, i32, Bytes)>,
     pub(crate) event_log: Vec<Event>,
-    pub(crate) execs: Vec<StartOrder>,
+    pub(crate) start_orders: Vec<StartOrder>,
     pub(crate) migrations: Vec<(Tid, HostId, MigrationCause)>,
     pub(crate) refused_migrations: HashMap<(Tid, HostId), MigrationError>,
-    pub(crate) records: Vec<EventKind>,
-    pub(crate) killed: Vec<Tid>,
+    /// Events that the resource manager has recorded in the event log.
+    pub(crate) recorded_events: Vec<EventKind>,
+    pub(crate) signalled_tids: Vec<Tid>,
     pub(crate) signals: Vec<(Tid, i32)>,
     pub(crate) refused_signals: HashMap<Tid, PvmError>,
-    pub(crate) suspends: Vec<(Tid, bool, suspend::SuspendCause)>,
+    /// Orders to suspend (true) or resume (false) a task, with their causes.
+    pub(crate) suspend_orders: Vec<(Tid, bool, suspend::SuspendCause)>,
     /// Active causes of suspension of each task.
     suspensions: HashMap<Tid, suspend::Suspensions>,
     pub(crate) refused_suspensions: HashMap<Tid, PvmError>,
-    pub(crate) watched: Vec<Tid>,
-    pub(crate) checkpoints: Vec<Tid>,
-    pub(crate) restarts: Vec<(String, Vec<String>)>,
-    /// Limits that all owners set.
-    pub(crate) limits: GuestLimits,
-    /// What happens to guests when an owner arrives.
-    pub(crate) leave_mode: EvictionMode,
+    pub(crate) exit_watched_tids: Vec<Tid>,
+    pub(crate) checkpointed_jobs: Vec<Tid>,
+    /// Requested restarts, as (checkpoint, host names).
+    pub(crate) restart_requests: Vec<(String, Vec<String>)>,
+    /// Limits of all owners, as load watchers report them.
+    pub(crate) guest_limits: GuestLimits,
+    /// Eviction mode of all owners, as load watchers report it.
+    pub(crate) eviction_mode: EvictionMode,
     /// Reason for which the owners' rules exclude guests; `None` if they accept guests.
-    pub(crate) closed_reason: Option<String>,
-    /// Busy fraction of the processors, and number of runnable threads, as the load watcher of each
-    /// host reports them.
-    pub(crate) load: (f32, u32),
+    pub(crate) closing_reason: Option<String>,
+    /// Busy fraction of the processors, and number of runnable threads of each host, as its load
+    /// watcher reports them.
+    pub(crate) reported_load: (f32, u32),
     /// Available memory of each host in bytes, as load watchers report it.
     pub(crate) available_bytes: u64,
     event_count: u64,
@@ -93,7 +99,7 @@ pub(crate) struct FakeWorld {
 }
 
 #[derive(Clone, Default)]
-pub(crate) struct FakeVm(pub(crate) Rc<RefCell<FakeWorld>>);
+pub(crate) struct FakeVm(pub(crate) Rc<RefCell<FakeVmState>>);
 
 impl VmApi for FakeVm {
     fn tid(&self) -> Tid {
@@ -108,26 +114,26 @@ impl VmApi for FakeVm {
     fn wall_clock(&self) -> Micros {
         Micros::from_secs(1_700_000_000) + self.0.borrow().now
     }
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
-        let mut world = self.0.borrow_mut();
-        let message = world.inbox.pop_front();
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error> {
+        let mut state = self.0.borrow_mut();
+        let message = state.inbox.pop_front();
         if message.is_none() {
-            let later = world.now + Micros(span.as_micros() as u64);
-            world.now = later.min(world.wait_limit.max(world.now));
+            let timeout_end = state.now + Micros(timeout.as_micros() as u64);
+            state.now = timeout_end.min(state.clock_limit.max(state.now));
         }
         Ok(message)
     }
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.0.borrow_mut().sent.push((to, tag, wid, body));
+        self.0.borrow_mut().base_messages.push((to, tag, wid, body));
         Ok(())
     }
     fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.0.borrow_mut().answers.push((to, tag, wid, body));
+        self.0.borrow_mut().rm_messages.push((to, tag, wid, body));
         Ok(())
     }
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        let world = self.0.borrow();
-        Ok(world
+        let state = self.0.borrow();
+        Ok(state
             .event_log
             .iter()
             .filter(|e| e.number >= from)
@@ -146,32 +152,37 @@ impl VmApi for FakeVm {
         };
         Ok(HostTable {
             epoch: Epoch(1),
-            hosts: self.0.borrow().hosts.iter().map(entry).collect(),
+            hosts: self.0.borrow().host_indices.iter().map(entry).collect(),
         })
     }
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
-        self.0.borrow_mut().list_count += 1;
+        self.0.borrow_mut().task_list_count += 1;
         Ok(self.0.borrow().tasks.clone())
     }
     fn register(&self) -> Result<Tid, Error> {
         Ok(self.0.borrow().previous_rm)
     }
-    fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
+    fn subscribe_events(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         assert_eq!((ctx, tag), (CTX_RM, TAG_EVENT));
         Ok(())
     }
-    fn notify(&self, what: NotifySubjects, ctx: i32, _tag: i32) -> Result<(), Error> {
+    fn request_notification(
+        &self,
+        subjects: NotifySubjects,
+        ctx: i32,
+        _tag: i32,
+    ) -> Result<(), Error> {
         assert_eq!(ctx, CTX_RM);
-        if let NotifySubjects::TaskExit(tids) = what {
-            self.0.borrow_mut().watched.extend(tids);
+        if let NotifySubjects::TaskExit(tids) = subjects {
+            self.0.borrow_mut().exit_watched_tids.extend(tids);
         }
         Ok(())
     }
     fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
-        let mut world = self.0.borrow_mut();
-        world.order_count += 1;
-        let wid = 1000 + world.order_count;
-        world.execs.push(StartOrder {
+        let mut state = self.0.borrow_mut();
+        state.order_count += 1;
+        let wid = 1000 + state.order_count;
+        state.start_orders.push(StartOrder {
             host,
             parent,
             request: request.clone(),
@@ -179,68 +190,80 @@ impl VmApi for FakeVm {
         });
         Ok(wid)
     }
-    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
-        let mut world = self.0.borrow_mut();
-        world.migrations.push((tid, to, cause));
-        world
+    fn migrate(&self, tid: Tid, target: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
+        let mut state = self.0.borrow_mut();
+        state.migrations.push((tid, target, cause));
+        state
             .refused_migrations
-            .get(&(tid, to))
+            .get(&(tid, target))
             .map_or(Ok(()), |error| Err(error.clone().into()))
     }
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
-        let mut world = self.0.borrow_mut();
-        if let Some(code) = world.refused_signals.get(&tid) {
+        let mut state = self.0.borrow_mut();
+        if let Some(code) = state.refused_signals.get(&tid) {
             return Err(Error::new(*code, "refused"));
         }
-        world.signals.push((tid, signal));
-        world.killed.push(tid);
+        state.signals.push((tid, signal));
+        state.signalled_tids.push(tid);
         Ok(())
     }
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
-        let mut world = self.0.borrow_mut();
-        if let Some(code) = world.refused_suspensions.get(&tid) {
+    fn set_suspended(
+        &self,
+        tid: Tid,
+        suspend: bool,
+        cause: suspend::SuspendCause,
+    ) -> Result<(), Error> {
+        let mut state = self.0.borrow_mut();
+        if let Some(code) = state.refused_suspensions.get(&tid) {
             return Err(Error::new(*code, "refused"));
         }
-        world.suspends.push((tid, suspend, cause.clone()));
+        state.suspend_orders.push((tid, suspend, cause.clone()));
         let order = suspend::SuspendOrder {
             tid,
             suspend,
             cause,
         };
-        let before = world.suspensions.get(&tid).copied().unwrap_or_default();
-        world.suspensions.insert(tid, before.apply(&order));
-        if let Some(event) = before.change_event(before.apply(&order), &order) {
-            world.event(tid.birth_host().expect("a task"), event);
+        let old_suspensions = state.suspensions.get(&tid).copied().unwrap_or_default();
+        state
+            .suspensions
+            .insert(tid, old_suspensions.apply_order(&order));
+        if let Some(event) =
+            old_suspensions.change_event(old_suspensions.apply_order(&order), &order)
+        {
+            state.log_event(tid.birth_host().expect("a task"), event);
         }
         Ok(())
     }
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
-        self.0.borrow_mut().checkpoints.push(job);
+        self.0.borrow_mut().checkpointed_jobs.push(job);
         Ok(())
     }
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.0.borrow_mut().restarts.push((set.into(), on.to_vec()));
+    fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error> {
+        self.0
+            .borrow_mut()
+            .restart_requests
+            .push((checkpoint.into(), hosts.to_vec()));
         Ok(())
     }
     fn record_event(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
-        let mut world = self.0.borrow_mut();
+        let mut state = self.0.borrow_mut();
         use EventKind::{
             DrainEnded, DrainStarted, HostClosed, HostOpened, JobResumed, JobSuspended,
         };
-        let of_hosts = matches!(
+        let concerns_host = matches!(
             kind,
             DrainStarted { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. }
         );
-        if of_hosts || matches!(kind, JobSuspended { .. } | JobResumed { .. }) {
-            world.event(HostId::MASTER, kind.clone());
+        if concerns_host || matches!(kind, JobSuspended { .. } | JobResumed { .. }) {
+            state.log_event(HostId::MASTER, kind.clone());
         }
-        world.records.push(kind);
+        state.recorded_events.push(kind);
         Ok(())
     }
 }
 
-impl FakeWorld {
-    pub(crate) fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
+impl FakeVmState {
+    pub(crate) fn post_message(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
         self.inbox.push_back(Message {
             src,
             dst: rm_tid(),
@@ -252,12 +275,12 @@ impl FakeWorld {
         });
     }
 
-    pub(crate) fn event(&mut self, host: HostId, kind: EventKind) {
+    pub(crate) fn log_event(&mut self, host: HostId, kind: EventKind) {
         self.event_count += 1;
-        let at = Micros::from_secs(1_700_000_000) + self.now;
+        let wall_time = Micros::from_secs(1_700_000_000) + self.now;
         let event = Event {
             number: self.event_count,
-            at,
+            at: wall_time,
             host,
             kind,
         };
@@ -265,11 +288,11 @@ impl FakeWorld {
         let body = frame::to_bytes(&event)
             .expect("an event can be written")
             .into();
-        self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
+        self.post_message(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
     }
 
-    /// Skips one number in the event log, as if that entry had been lost.
-    pub(crate) fn miss_event(&mut self) {
+    /// Skips one event number, as if the event with this number had been lost.
+    pub(crate) fn skip_event_number(&mut self) {
         self.event_count += 1;
     }
 
@@ -278,19 +301,24 @@ impl FakeWorld {
         self.inbox.clear();
     }
 
-    pub(crate) fn spawn(&mut self, wid: i32, request: &SpawnRequest) {
-        self.spawn_by(client(), wid, request);
+    pub(crate) fn request_spawn(&mut self, wid: i32, request: &SpawnRequest) {
+        self.request_spawn_by(client_tid(), wid, request);
     }
 
-    pub(crate) fn spawn_by(&mut self, task: Tid, wid: i32, request: &SpawnRequest) {
-        self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
+    pub(crate) fn request_spawn_by(&mut self, task: Tid, wid: i32, request: &SpawnRequest) {
+        self.post_message(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// Like [`FakeWorld::handle_spawn`], for a request that has waited at an earlier resource
-    /// manager since `since`.
-    pub(crate) fn spawn_waiting_since(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
-        self.post(
-            client(),
+    /// Like [`FakeWorld::spawn`], for a request that has waited at an earlier resource manager
+    /// since `since`.
+    pub(crate) fn request_spawn_waiting_since(
+        &mut self,
+        wid: i32,
+        request: &SpawnRequest,
+        since: Micros,
+    ) {
+        self.post_message(
+            client_tid(),
             CTX_BASE,
             SM_SPAWN,
             wid,
@@ -298,122 +326,136 @@ impl FakeWorld {
         );
     }
 
-    /// Returns the notifications that the client got about the waiting of this request: the time
-    /// waited, or `None` when it stopped waiting.
+    /// Returns the notifications of the client about the waiting of this request. `Some` is the
+    /// time at which the request began to wait; `None` means that it has stopped waiting.
     pub(crate) fn wait_notices(&self, wid: i32) -> Vec<Option<Micros>> {
-        let told = self
-            .sent
+        let notices = self
+            .base_messages
             .iter()
-            .filter(|s| s.0 == client() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
-        told.map(|s| unpack_spawn_waits(s.3.clone()).expect("a word"))
+            .filter(|s| s.0 == client_tid() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
+        notices
+            .map(|s| unpack_spawn_waits(s.3.clone()).expect("a word"))
             .collect()
     }
 
-    /// Acknowledges an order to start tasks. Returns the tids of the started tasks.
-    pub(crate) fn ack(&mut self, exec: &StartOrder) -> Vec<Tid> {
-        let local = self.next_task_numbers.entry(exec.host).or_insert(100);
-        let first = *local;
-        *local += exec.request.count;
-        let tids: Vec<Tid> = (first..*local)
-            .map(|n| task_id(exec.host.index(), n))
+    /// Reports that all tasks of an order to start tasks have been started. Returns their tids.
+    pub(crate) fn acknowledge(&mut self, order: &StartOrder) -> Vec<Tid> {
+        let next_number = self.next_task_numbers.entry(order.host).or_insert(100);
+        let first_number = *next_number;
+        *next_number += order.request.task_count;
+        let tids: Vec<Tid> = (first_number..*next_number)
+            .map(|n| task_id(order.host.index(), n))
             .collect();
-        self.ack_with(exec, &tids.iter().map(|tid| Ok(*tid)).collect::<Vec<_>>());
+        self.acknowledge_with(order, &tids.iter().map(|tid| Ok(*tid)).collect::<Vec<_>>());
         tids
     }
 
-    pub(crate) fn ack_with(&mut self, exec: &StartOrder, results: &[PvmResult<Tid>]) {
-        self.post(
-            exec.host.daemon_tid(),
+    pub(crate) fn acknowledge_with(&mut self, order: &StartOrder, results: &[PvmResult<Tid>]) {
+        self.post_message(
+            order.host.daemon_tid(),
             CTX_BASE,
             SM_EXECACK,
-            exec.wid,
+            order.wid,
             pack_tids(results),
         );
     }
 
-    pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
-        let (busy, running) = self.load;
+    pub(crate) fn report_load(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
+        let (busy, running) = self.reported_load;
         let (load1, available_bytes) = (running as f32, self.available_bytes);
         let sample = LoadSample {
             cores: 2,
-            busy,
-            running,
-            load1,
+            busy_share: busy,
+            runnable_threads: running,
+            one_minute_load: load1,
             available_bytes,
             ..LoadSample::default()
         };
-        let why = match &owner {
+        let owner_reason = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
-            OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
+            OwnerVerdict::Uncertain { .. } => "alice is idle on pts/0",
             OwnerVerdict::Absent { .. } => "no user is logged in",
         };
-        let guests = match &owner {
-            OwnerVerdict::Present {
-                detected_at: seen, ..
-            } => GuestAccess::Paused {
-                evict_at: Some(*seen),
-                eviction: self.leave_mode,
+        let guest_access = match &owner {
+            OwnerVerdict::Present { detected_at, .. } => GuestAccess::Paused {
+                evict_at: Some(*detected_at),
+                eviction: self.eviction_mode,
             },
-            _ if self.closed_reason.is_some() => GuestAccess::Paused {
+            _ if self.closing_reason.is_some() => GuestAccess::Paused {
                 evict_at: Some(Micros(8)),
-                eviction: self.leave_mode,
+                eviction: self.eviction_mode,
             },
             _ => GuestAccess::Welcome,
         };
-        let guests_why = self.closed_reason.clone().unwrap_or_else(|| why.into());
+        let access_reason = self
+            .closing_reason
+            .clone()
+            .unwrap_or_else(|| owner_reason.into());
         let report = LoadReport {
             host,
             at: Micros(8),
             sample,
             owner_verdict: owner,
-            confidence: 90,
-            owner_reason: why.into(),
+            confidence_percent: 90,
+            owner_reason: owner_reason.into(),
             logins: Vec::new(),
-            access: guests,
-            access_reason: guests_why,
-            limits: self.limits.clone(),
+            guest_access,
+            access_reason,
+            guest_limits: self.guest_limits.clone(),
         };
         let body = frame::to_bytes(&report)
             .expect("a report can be written")
             .into();
-        self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
+        self.post_message(watcher, CTX_RM, TAG_LOAD_REPORT, 0, body);
     }
 
-    pub(crate) fn migrated(&mut self, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
+    pub(crate) fn report_migrated(
+        &mut self,
+        tid: Tid,
+        source: u16,
+        target: u16,
+        cause: MigrationCause,
+    ) {
         self.migration_count += 1;
         let id = MigrationId(self.migration_count);
-        let (from, to, time) = (host_id(from), host_id(to), Micros(1));
+        let (source, target, duration) = (host_id(source), host_id(target), Micros(1));
         let kind = EventKind::Migrated {
             id,
             tid,
-            from,
-            to,
+            from: source,
+            to: target,
             cause,
             bytes: 1,
             resident: 1,
-            frozen: time,
-            transfer_time: time,
+            frozen: duration,
+            transfer_time: duration,
         };
-        self.event(to, kind);
+        self.log_event(target, kind);
     }
 
-    pub(crate) fn migration_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
+    pub(crate) fn report_migration_failed(
+        &mut self,
+        tid: Tid,
+        source: u16,
+        target: u16,
+        failure: Failure,
+    ) {
         self.migration_count += 1;
         let (id, step) = (
             MigrationId(self.migration_count),
             sempa_proto::migration::Step::Dump,
         );
         let cause = MigrationCause::Owner { why: String::new() };
-        self.event(
-            host_id(from),
+        self.log_event(
+            host_id(source),
             EventKind::MigrationFailed {
                 id,
                 tid,
-                from: host_id(from),
-                to: host_id(to),
+                from: host_id(source),
+                to: host_id(target),
                 cause,
                 step,
-                why,
+                why: failure,
             },
         );
     }
@@ -421,25 +463,25 @@ impl FakeWorld {
     pub(crate) fn take_migrations(&mut self) -> Vec<(Tid, u16)> {
         std::mem::take(&mut self.migrations)
             .into_iter()
-            .map(|(tid, to, _)| (tid, to.index()))
+            .map(|(tid, target, _)| (tid, target.index()))
             .collect()
     }
 
     pub(crate) fn take_start_orders(&mut self) -> Vec<StartOrder> {
-        std::mem::take(&mut self.execs)
+        std::mem::take(&mut self.start_orders)
     }
 
     /// Returns the reply to the spawn with this wait id, if there is one.
     pub(crate) fn spawn_reply(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
-        let found = self
-            .sent
+        let reply = self
+            .base_messages
             .iter()
-            .find(|s| s.0 == client() && s.1 == SM_SPAWN && s.2 == wid);
-        found.map(|s| unpack_tids(s.3.clone()))
+            .find(|s| s.0 == client_tid() && s.1 == SM_SPAWN && s.2 == wid);
+        reply.map(|s| unpack_tids(s.3.clone()))
     }
 
-    pub(crate) fn notes(&self) -> Vec<String> {
-        self.records
+    pub(crate) fn recorded_notes(&self) -> Vec<String> {
+        self.recorded_events
             .iter()
             .filter(|r| matches!(r, EventKind::Note { .. }))
             .map(EventKind::to_string)
@@ -467,15 +509,15 @@ pub(crate) fn spawned_task_info(tid: Tid, host: u16) -> TaskInfo {
     task_info(tid, host, TASK_FORKED | TASK_CONNECTED, "worker")
 }
 
-pub(crate) fn world(hosts: u16) -> FakeVm {
+pub(crate) fn fake_vm(host_count: u16) -> FakeVm {
     let vm = FakeVm::default();
     {
-        let mut world = vm.0.borrow_mut();
-        world.now = Micros::from_secs(100);
-        world.hosts = (1..=hosts).collect();
-        world.tasks = vec![
+        let mut state = vm.0.borrow_mut();
+        state.now = Micros::from_secs(100);
+        state.host_indices = (1..=host_count).collect();
+        state.tasks = vec![
             task_info(rm_tid(), 1, TASK_CONNECTED, ""),
-            task_info(client(), 1, TASK_CONNECTED, ""),
+            task_info(client_tid(), 1, TASK_CONNECTED, ""),
         ];
     }
     vm
@@ -487,78 +529,79 @@ pub(crate) struct TestBed {
 }
 
 impl TestBed {
-    pub(crate) fn try_start(vm: &FakeVm, watchers: bool) -> Result<TestBed, ServiceError> {
-        TestBed::with(
+    pub(crate) fn try_start(vm: &FakeVm, with_watchers: bool) -> Result<Self, ServiceError> {
+        Self::try_start_with(
             vm,
             Options {
-                watchers,
+                starts_watchers: with_watchers,
                 ..Options::default()
             },
         )
     }
 
-    pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<TestBed, ServiceError> {
-        Ok(TestBed {
+    pub(crate) fn try_start_with(vm: &FakeVm, options: Options) -> Result<Self, ServiceError> {
+        Ok(Self {
             vm: vm.clone(),
             service: Service::start(vm.clone(), options)?,
         })
     }
 
-    /// Creates a service on hosts without owners, whose load watchers all run. The watcher of host
-    /// n is t(n, 50).
-    pub(crate) fn quiet(vm: &FakeVm) -> TestBed {
-        TestBed::quiet_with(
+    /// Creates a service on hosts without owners, whose load watchers all run. [`TestBed::watcher`]
+    /// returns the tids of the watchers.
+    pub(crate) fn start_with_watchers(vm: &FakeVm) -> Self {
+        Self::start_with_options(
             vm,
             Options {
-                watchers: true,
+                starts_watchers: true,
                 ..Options::default()
             },
         )
     }
 
-    /// As [`TestBed::quiet`], with other options.
-    pub(crate) fn quiet_with(vm: &FakeVm, options: Options) -> TestBed {
-        let mut bed = TestBed::with(vm, options).expect("no other resource manager");
-        let execs = bed.world().take_start_orders();
-        assert_eq!(execs.len(), bed.world().hosts.len());
-        for exec in execs {
-            let watcher = TestBed::watcher(exec.host.index());
-            bed.world().ack_with(&exec, &[Ok(watcher)]);
-            bed.world()
-                .report(watcher, exec.host, OwnerVerdict::Absent { since: None });
+    /// Like [`TestBed::quiet`], with other options.
+    pub(crate) fn start_with_options(vm: &FakeVm, options: Options) -> Self {
+        let mut bed = Self::try_start_with(vm, options).expect("no other resource manager");
+        let orders = bed.state().take_start_orders();
+        assert_eq!(orders.len(), bed.state().host_indices.len());
+        for order in orders {
+            let watcher = Self::watcher_tid(order.host.index());
+            bed.state().acknowledge_with(&order, &[Ok(watcher)]);
+            bed.state()
+                .report_load(watcher, order.host, OwnerVerdict::Absent { since: None });
         }
-        bed.settle();
+        bed.process_inbox();
         bed
     }
 
-    pub(crate) fn watcher(host: u16) -> Tid {
+    pub(crate) fn watcher_tid(host: u16) -> Tid {
         task_id(host, 50)
     }
 
-    pub(crate) fn world(&self) -> std::cell::RefMut<'_, FakeWorld> {
+    pub(crate) fn state(&self) -> std::cell::RefMut<'_, FakeVmState> {
         self.vm.0.borrow_mut()
     }
 
-    pub(crate) fn try_settle(&mut self) -> Result<(), ServiceError> {
-        while !self.world().inbox.is_empty() {
+    pub(crate) fn try_process_inbox(&mut self) -> Result<(), ServiceError> {
+        while !self.state().inbox.is_empty() {
             self.service.step()?;
         }
         Ok(())
     }
 
     /// Lets the service handle all messages in the inbox.
-    pub(crate) fn settle(&mut self) {
-        self.try_settle().expect("the service continues");
+    pub(crate) fn process_inbox(&mut self) {
+        self.try_process_inbox().expect("the service continues");
     }
 
-    /// Advances the clock by `span`. The service handles everything that becomes due.
-    pub(crate) fn advance(&mut self, span: Micros) {
-        let until = self.world().now + span;
-        self.world().wait_limit = until;
-        while self.world().now < until || !self.world().inbox.is_empty() {
+    /// Advances the clock by `duration`. The service handles all messages and all timers that become
+    /// due.
+    pub(crate) fn advance(&mut self, duration: Micros) {
+        let until = self.state().now + duration;
+        self.state().clock_limit = until;
+        while self.state().now < until || !self.state().inbox.is_empty() {
             self.service.step().expect("the service continues");
         }
-        // Handles what is due at the end of the time.
+        // One more step handles the timers that are due exactly at `until`.
         self.service.step().expect("the service continues");
     }
 
@@ -567,45 +610,45 @@ impl TestBed {
             since: Micros(7),
             detected_at: Micros(8),
         };
-        self.world()
-            .report(TestBed::watcher(host), host_id(host), owner);
-        self.settle();
+        self.state()
+            .report_load(Self::watcher_tid(host), host_id(host), owner);
+        self.process_inbox();
     }
 
     pub(crate) fn report_owner_absent(&mut self, host: u16) {
-        self.world().report(
-            TestBed::watcher(host),
+        self.state().report_load(
+            Self::watcher_tid(host),
             host_id(host),
             OwnerVerdict::Absent { since: None },
         );
-        self.settle();
+        self.process_inbox();
     }
 
-    /// Sends reports of the load watchers of these hosts, as they do every ten seconds.
+    /// Sends one report of an absent owner from the load watcher of each of these hosts.
     pub(crate) fn report_absent_owners(&mut self, hosts: &[u16]) {
         for host in hosts {
-            self.world().report(
-                TestBed::watcher(*host),
+            self.state().report_load(
+                Self::watcher_tid(*host),
                 host_id(*host),
                 OwnerVerdict::Absent { since: None },
             );
         }
-        self.settle();
+        self.process_inbox();
     }
 }
 
 pub(crate) fn request(count: u32) -> SpawnRequest {
     SpawnRequest {
-        file: "worker".into(),
-        count,
+        program: "worker".into(),
+        task_count: count,
         ..SpawnRequest::default()
     }
 }
 
-pub(crate) fn migrate_error(why: Failure) -> MigrationError {
+pub(crate) fn migrate_error(failure: Failure) -> MigrationError {
     MigrationError {
         step: sempa_proto::migration::Step::Prepare,
-        why,
+        failure,
     }
 }
 

@@ -1,6 +1,6 @@
-//! Ending of whole jobs on request of a user.
+//! Termination of whole jobs on request of a user.
 
-use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
+use crate::common::{TestBed, client_tid, fake_vm, host_id, request, spawned_task_info, task_id};
 use crate::query;
 use pvm_rm::service::TERM_TIMEOUT;
 use sempa_proto::event::EventKind;
@@ -11,33 +11,33 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 const TASK_COUNT: u32 = 1500;
 
-/// Returns a service with a job of [`TASK_COUNT`] tasks and another job, and the top task of the
-/// first job.
-fn large_job() -> (TestBed, Tid) {
-    let vm = world(2);
-    let top = task_id(1, 7);
-    let mut world = vm.0.borrow_mut();
-    world.tasks.push(TaskInfo {
+/// Returns a service with a job of [`TASK_COUNT`] tasks and another job. Also returns the top task
+/// of the first job.
+fn start_large_job() -> (TestBed, Tid) {
+    let vm = fake_vm(2);
+    let top_task = task_id(1, 7);
+    let mut state = vm.0.borrow_mut();
+    state.tasks.push(TaskInfo {
         parent: Tid::NONE,
-        ..spawned_task_info(top, 1)
+        ..spawned_task_info(top_task, 1)
     });
-    world.tasks.extend((1..TASK_COUNT).map(|n| TaskInfo {
-        parent: top,
+    state.tasks.extend((1..TASK_COUNT).map(|n| TaskInfo {
+        parent: top_task,
         ..spawned_task_info(task_id(2, 100 + n), 2)
     }));
-    world.tasks.push(TaskInfo {
+    state.tasks.push(TaskInfo {
         parent: Tid::NONE,
         ..spawned_task_info(task_id(2, 9000), 2)
     });
-    drop(world);
+    drop(state);
     let mut bed = TestBed::try_start(&vm, false).expect("no other resource manager");
-    bed.settle();
-    (bed, top)
+    bed.process_inbox();
+    (bed, top_task)
 }
 
-fn report_ended(bed: &mut TestBed, tid: Tid) {
-    bed.world().tasks.retain(|task| task.tid != tid);
-    bed.world().event(
+fn report_task_ended(bed: &mut TestBed, tid: Tid) {
+    bed.state().tasks.retain(|task| task.tid != tid);
+    bed.state().log_event(
         host_id(2),
         EventKind::TaskEnded {
             tid,
@@ -47,83 +47,94 @@ fn report_ended(bed: &mut TestBed, tid: Tid) {
     );
 }
 
-/// In a job of 1500 tasks, all tasks get SIGTERM. The remaining ones get SIGKILL until none is
-/// left.
+/// All tasks of a job of [`TASK_COUNT`] tasks get SIGTERM. The remaining ones get SIGKILL until no
+/// task is left.
 #[test]
 fn large_job_is_terminated_then_killed() {
-    let (mut bed, top) = large_job();
+    let (mut bed, top_task) = start_large_job();
     // The request may name any task of the job.
     let RmReply::KillProgress {
         job,
-        left,
-        forced: 0,
+        remaining_tasks: left,
+        forced_kills: 0,
         ..
     } = query(&mut bed, &RmQuery::Kill(task_id(2, 1000)))
     else {
         panic!()
     };
-    assert_eq!((job, left), (top, TASK_COUNT));
+    assert_eq!((job, left), (top_task, TASK_COUNT));
     bed.advance(Micros::from_secs(1));
-    let asked: Vec<(Tid, i32)> = std::mem::take(&mut bed.world().signals);
-    assert_eq!(asked.len() as u32, TASK_COUNT, "each once");
+    let terminated: Vec<(Tid, i32)> = std::mem::take(&mut bed.state().signals);
+    assert_eq!(terminated.len() as u32, TASK_COUNT, "each once");
     assert!(
-        asked
+        terminated
             .iter()
             .all(|(tid, signal)| *signal == 15 && *tid != task_id(2, 9000)),
         "and no other job's"
     );
-    // The job spawns one more task, which is refused. A task that was being started begins to run.
-    bed.world().spawn_by(task_id(2, 600), 5, &request(1));
-    bed.settle();
+    // The job spawns one more task, and the spawn is refused. A task that was being started begins
+    // to run.
+    bed.state()
+        .request_spawn_by(task_id(2, 600), 5, &request(1));
+    bed.process_inbox();
     assert!(
-        bed.world().take_start_orders().is_empty(),
+        bed.state().take_start_orders().is_empty(),
         "it starts nothing any more"
     );
-    let why = format!(
-        "worker was not started for {}: Permission denied (job {top}, which it belongs to,",
+    let refusal_text = format!(
+        "worker was not started for {}: Permission denied (job {top_task}, which it belongs to,",
         task_id(2, 600)
     );
-    let notes = bed.world().notes();
-    assert!(notes.iter().any(|note| note.starts_with(&why)), "{notes:?}");
-    let late = task_id(1, 8000);
+    let notes = bed.state().recorded_notes();
+    assert!(
+        notes.iter().any(|note| note.starts_with(&refusal_text)),
+        "{notes:?}"
+    );
+    let late_task = task_id(1, 8000);
     let kind = EventKind::TaskStarted {
-        tid: late,
-        parent: top,
+        tid: late_task,
+        parent: top_task,
         name: "worker".into(),
         user: 0,
     };
-    bed.world().event(host_id(1), kind);
+    bed.state().log_event(host_id(1), kind);
     // All but three tasks end.
-    let stubborn = [top, task_id(2, 101), task_id(2, 102)];
-    asked
+    let remaining_tids = [top_task, task_id(2, 101), task_id(2, 102)];
+    terminated
         .iter()
         .map(|(tid, _)| *tid)
-        .filter(|tid| !stubborn.contains(tid))
-        .for_each(|tid| report_ended(&mut bed, tid));
-    bed.settle();
+        .filter(|tid| !remaining_tids.contains(tid))
+        .for_each(|tid| report_task_ended(&mut bed, tid));
+    bed.process_inbox();
     bed.advance(Micros::from_secs(1));
-    assert_eq!(std::mem::take(&mut bed.world().signals), [(late, 15)]);
-    report_ended(&mut bed, late);
+    assert_eq!(std::mem::take(&mut bed.state().signals), [(late_task, 15)]);
+    report_task_ended(&mut bed, late_task);
     bed.advance(TERM_TIMEOUT);
-    let mut forced = std::mem::take(&mut bed.world().signals);
-    forced.sort_unstable();
-    assert_eq!(forced, stubborn.map(|tid| (tid, 9)));
-    let RmReply::KillProgress { left: 3, .. } = query(&mut bed, &RmQuery::KillStatus(top)) else {
+    let mut kill_signals = std::mem::take(&mut bed.state().signals);
+    kill_signals.sort_unstable();
+    assert_eq!(kill_signals, remaining_tids.map(|tid| (tid, 9)));
+    let RmReply::KillProgress {
+        remaining_tasks: 3, ..
+    } = query(&mut bed, &RmQuery::KillStatus(top_task))
+    else {
         panic!()
     };
-    stubborn
+    remaining_tids
         .into_iter()
-        .for_each(|tid| report_ended(&mut bed, tid));
+        .for_each(|tid| report_task_ended(&mut bed, tid));
     bed.advance(Micros::from_secs(1));
-    let done = RmReply::KillProgress {
-        job: top,
-        asked: TASK_COUNT + 1,
-        forced: 3,
-        left: 0,
-        failed: Vec::new(),
+    let final_progress = RmReply::KillProgress {
+        job: top_task,
+        exit_requests: TASK_COUNT + 1,
+        forced_kills: 3,
+        remaining_tasks: 0,
+        signal_failures: Vec::new(),
     };
-    assert_eq!(query(&mut bed, &RmQuery::KillStatus(top)), done);
-    let notes = bed.world().notes();
+    assert_eq!(
+        query(&mut bed, &RmQuery::KillStatus(top_task)),
+        final_progress
+    );
+    let notes = bed.state().recorded_notes();
     assert!(
         notes
             .iter()
@@ -131,90 +142,101 @@ fn large_job_is_terminated_then_killed() {
         "{notes:?}"
     );
     bed.advance(Micros::from_secs(30));
-    assert!(bed.world().signals.is_empty());
-    // A task whose start took very long is also ended.
+    assert!(bed.state().signals.is_empty());
+    // A task whose start took very long is ended, too.
     let kind = EventKind::TaskStarted {
         tid: task_id(1, 8001),
-        parent: top,
+        parent: top_task,
         name: "worker".into(),
         user: 0,
     };
-    bed.world().event(host_id(1), kind);
-    bed.settle();
-    assert_eq!(bed.world().signals, [(task_id(1, 8001), 15)]);
+    bed.state().log_event(host_id(1), kind);
+    bed.process_inbox();
+    assert_eq!(bed.state().signals, [(task_id(1, 8001), 15)]);
 }
 
-/// Tasks that are being started for a job are ended as soon as they run.
+/// A task that is being started when its job is ended gets a signal as soon as it runs.
 #[test]
 fn tasks_being_started_are_ended_too() {
-    let vm = world(2);
-    let mut bed = TestBed::quiet(&vm);
-    let tids = crate::answers::two_workers(&mut bed);
-    bed.world().spawn_by(tids[0], 6, &request(2));
-    bed.settle();
-    let execs = bed.world().take_start_orders();
-    assert!(!execs.is_empty());
-    // The client, which is the top task of the job, sends the request. So it is not ended.
-    let RmReply::KillProgress { job, left, .. } = query(&mut bed, &RmQuery::Kill(tids[1])) else {
-        panic!()
-    };
-    assert_eq!((job, left), (client(), 3), "two tasks and a request");
-    for tid in tids {
-        report_ended(&mut bed, tid);
-    }
-    bed.advance(Micros::from_secs(1));
-    let RmReply::KillProgress { left: 1, .. } = query(&mut bed, &RmQuery::KillStatus(client()))
+    let vm = fake_vm(2);
+    let mut bed = TestBed::start_with_watchers(&vm);
+    let tids = crate::queries::start_two_workers(&mut bed);
+    bed.state().request_spawn_by(tids[0], 6, &request(2));
+    bed.process_inbox();
+    let orders = bed.state().take_start_orders();
+    assert!(!orders.is_empty());
+    // The client, which is the top task of the job, sends the request. Therefore it gets no signal.
+    let RmReply::KillProgress {
+        job,
+        remaining_tasks: left,
+        ..
+    } = query(&mut bed, &RmQuery::Kill(tids[1]))
     else {
         panic!()
     };
-    let started: Vec<Tid> = execs
-        .iter()
-        .flat_map(|exec| bed.vm.0.borrow_mut().ack(exec))
-        .collect();
-    bed.settle();
-    bed.advance(Micros::from_secs(1));
-    let signals = bed.world().signals.clone();
-    assert!(
-        started.iter().all(|tid| signals.contains(&(*tid, 15))),
-        "{started:?} {signals:?}"
-    );
-    for tid in started {
-        report_ended(&mut bed, tid);
+    assert_eq!((job, left), (client_tid(), 3), "two tasks and a request");
+    for tid in tids {
+        report_task_ended(&mut bed, tid);
     }
     bed.advance(Micros::from_secs(1));
-    let answer = query(&mut bed, &RmQuery::KillStatus(client()));
+    let RmReply::KillProgress {
+        remaining_tasks: 1, ..
+    } = query(&mut bed, &RmQuery::KillStatus(client_tid()))
+    else {
+        panic!()
+    };
+    let started_tids: Vec<Tid> = orders
+        .iter()
+        .flat_map(|order| bed.vm.0.borrow_mut().acknowledge(order))
+        .collect();
+    bed.process_inbox();
+    bed.advance(Micros::from_secs(1));
+    let signals = bed.state().signals.clone();
+    assert!(
+        started_tids.iter().all(|tid| signals.contains(&(*tid, 15))),
+        "{started_tids:?} {signals:?}"
+    );
+    for tid in started_tids {
+        report_task_ended(&mut bed, tid);
+    }
+    bed.advance(Micros::from_secs(1));
+    let reply = query(&mut bed, &RmQuery::KillStatus(client_tid()));
     assert!(
         matches!(
-            answer,
+            reply,
             RmReply::KillProgress {
-                asked: 4,
-                forced: 0,
-                left: 0,
+                exit_requests: 4,
+                forced_kills: 0,
+                remaining_tasks: 0,
                 ..
             }
         ),
-        "{answer:?}"
+        "{reply:?}"
     );
 }
 
-/// The reply names a task that cannot be signalled. For an unknown job the reply is `NotFound`.
+/// The reply contains a task that cannot be signalled. For an unknown job the reply is `NotFound`.
 #[test]
 fn unsignalled_task_is_named() {
-    let (mut bed, top) = large_job();
+    let (mut bed, top_task) = start_large_job();
     assert_eq!(
         query(&mut bed, &RmQuery::Kill(task_id(1, 4999))),
         RmReply::NotFound
     );
     assert_eq!(
-        query(&mut bed, &RmQuery::KillStatus(top)),
+        query(&mut bed, &RmQuery::KillStatus(top_task)),
         RmReply::NotFound
     );
-    bed.world()
+    bed.state()
         .refused_signals
         .insert(task_id(2, 300), PvmError::DSysErr);
-    drop(query(&mut bed, &RmQuery::Kill(top)));
+    drop(query(&mut bed, &RmQuery::Kill(top_task)));
     bed.advance(Micros::from_secs(1));
-    let RmReply::KillProgress { failed, .. } = query(&mut bed, &RmQuery::KillStatus(top)) else {
+    let RmReply::KillProgress {
+        signal_failures: failed,
+        ..
+    } = query(&mut bed, &RmQuery::KillStatus(top_task))
+    else {
         panic!()
     };
     assert_eq!(

@@ -1,27 +1,27 @@
-//! Tests of the resource manager's service, with a fake virtual machine and virtual time.
+//! Tests of the resource manager's service with a fake virtual machine in virtual time.
 
-mod answers;
 mod balancing;
-mod choice;
+mod chooser;
 mod common;
-mod declined;
+mod declined_starts;
 mod drain;
-mod grants;
 mod kill;
 mod load_watchers;
 mod owners;
-mod park;
+mod placement_leases;
 mod policy;
+mod queries;
 mod queueing;
 mod refusals;
 mod registration;
 mod spawning;
 mod suspend;
+mod vacate;
 mod waiting;
 
 use bytes::Bytes;
 use common::{
-    TestBed, client, host_id, request, rm_tid as own, spawned_task_info, task_id, task_info, world,
+    TestBed, client_tid, fake_vm, host_id, request, rm_tid, spawned_task_info, task_id, task_info,
 };
 use proptest::prelude::*;
 use pvm_rm::policy::EffectivePolicy;
@@ -37,9 +37,9 @@ use sempa_proto::sm::SM_SPAWN;
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::{Micros, Tid};
 
-fn packed_int(value: i32) -> Bytes {
+fn pack_int(value: i32) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(value);
+    body.pack_int(value);
     body.finish()
 }
 
@@ -49,7 +49,7 @@ fn owner_cause() -> MigrationCause {
     }
 }
 
-fn task_ended(tid: Tid) -> EventKind {
+fn task_ended_event(tid: Tid) -> EventKind {
     EventKind::TaskEnded {
         tid,
         status: 0,
@@ -57,66 +57,67 @@ fn task_ended(tid: Tid) -> EventKind {
     }
 }
 
-/// Returns a service with one host whose owner is present, and these rules for waiting spawns.
+/// Returns a service with these rules for waiting spawns. Its only host has a present owner.
 fn occupied_bed(rules: SpawnRules) -> TestBed {
-    let vm = world(1);
+    let vm = fake_vm(1);
     let options = options_with_policy(EffectivePolicy {
-        rules,
+        spawn_rules: rules,
         ..EffectivePolicy::default()
     });
-    let mut bed = TestBed::quiet_with(&vm, options);
+    let mut bed = TestBed::start_with_options(&vm, options);
     bed.report_owner_present(1);
     bed
 }
 
-/// Consecutive events are processed together, and a request that follows them is processed
-/// immediately after them.
+/// The service processes consecutive events together. It processes a request that follows them
+/// immediately afterwards.
 #[test]
 fn events_are_batched_up_to_next_request() {
-    let mut bed = two_tasks_on_h2();
+    let mut bed = bed_with_two_tasks_on_h2();
     for tid in [task_id(2, 1), task_id(1, 5)] {
-        bed.world().event(host_id(2), task_ended(tid));
+        bed.state().log_event(host_id(2), task_ended_event(tid));
     }
-    bed.world().spawn(1, &request(1));
-    bed.world().event(host_id(1), task_ended(task_id(9, 9)));
+    bed.state().request_spawn(1, &request(1));
+    bed.state()
+        .log_event(host_id(1), task_ended_event(task_id(9, 9)));
     bed.service.step().expect("it goes on");
     assert!(
         [task_id(2, 1), task_id(1, 5)]
             .iter()
             .all(|tid| !bed.service.model().has_task(*tid))
     );
-    assert_eq!(bed.world().take_start_orders().len(), 1);
-    assert_eq!(bed.world().inbox.len(), 1);
+    assert_eq!(bed.state().take_start_orders().len(), 1);
+    assert_eq!(bed.state().inbox.len(), 1);
 }
 
 /// Tasks that were restarted from a checkpoint are added to the model again.
 #[test]
-fn restarted_tasks_are_known_again() {
-    let mut bed = two_tasks_on_h2();
+fn restarted_tasks_return_to_model() {
+    let mut bed = bed_with_two_tasks_on_h2();
     let tids = [task_id(2, 7), task_id(3, 9)];
-    bed.world()
+    bed.state()
         .tasks
         .extend(tids.map(|tid| spawned_task_info(tid, 3)));
     for tid in tids {
-        let started = EventKind::TaskStarted {
+        let started_event = EventKind::TaskStarted {
             tid,
-            parent: client(),
+            parent: client_tid(),
             name: "worker".into(),
             user: 0,
         };
-        bed.world().event(host_id(2), started);
-        bed.world().event(host_id(2), task_ended(tid));
+        bed.state().log_event(host_id(2), started_event);
+        bed.state().log_event(host_id(2), task_ended_event(tid));
     }
-    bed.settle();
+    bed.process_inbox();
     assert!(tids.iter().all(|tid| !bed.service.model().has_task(*tid)));
     let tasks = tids.map(|tid| (tid, host_id(3))).to_vec();
-    let restarted = EventKind::Restarted {
+    let restarted_event = EventKind::Restarted {
         checkpoint: "s".into(),
         job: tids[0],
         tasks,
         why: "h2 was lost".into(),
     };
-    bed.world().event(host_id(1), restarted);
+    bed.state().log_event(host_id(1), restarted_event);
     bed.advance(Micros::from_secs(2));
     assert!(tids.iter().all(|tid| bed.service.model().has_task(*tid)));
     assert_eq!(bed.service.model().host_of(tids[1]), Some(host_id(3)));
@@ -125,53 +126,56 @@ fn restarted_tasks_are_known_again() {
 /// If events were missed, the resource manager requests a new task list.
 #[test]
 fn missed_events_trigger_a_new_list() {
-    let mut bed = two_tasks_on_h2();
-    bed.world().event(
+    let mut bed = bed_with_two_tasks_on_h2();
+    bed.state().log_event(
         host_id(1),
         EventKind::Note {
             text: String::new(),
         },
     );
-    bed.settle();
-    let lists = bed.world().list_count;
+    bed.process_inbox();
+    let list_count = bed.state().task_list_count;
     bed.advance(Micros::from_secs(3));
-    assert_eq!(bed.world().list_count, lists, "nothing was missed");
-    bed.world().tasks.push(spawned_task_info(task_id(3, 4), 3));
-    bed.world().miss_event();
-    bed.world().event(
+    assert_eq!(
+        bed.state().task_list_count,
+        list_count,
+        "nothing was missed"
+    );
+    bed.state().tasks.push(spawned_task_info(task_id(3, 4), 3));
+    bed.state().skip_event_number();
+    bed.state().log_event(
         host_id(1),
         EventKind::Note {
             text: String::new(),
         },
     );
     bed.advance(Micros::from_secs(1));
-    assert_eq!(bed.world().list_count, lists + 1);
+    assert_eq!(bed.state().task_list_count, list_count + 1);
     assert!(bed.service.model().has_task(task_id(3, 4)));
 }
 
 proptest! {
-    /// A message with arbitrary bytes from a task does not stop the service. Events are accepted
+    /// A message with arbitrary content from a task does not stop the service. Events are accepted
     /// only from daemons.
     #[test]
-    fn invalid_messages_are_survived(messages in prop::collection::vec(
-        (prop::sample::select(vec![task_id(1, 2), Tid::MY_DAEMON, host_id(2).daemon_tid(), TestBed::watcher(1)]),
+    fn invalid_messages_do_not_stop_service(messages in prop::collection::vec(
+        (prop::sample::select(vec![task_id(1, 2), Tid::MY_DAEMON, host_id(2).daemon_tid(), TestBed::watcher_tid(1)]),
          prop::bool::ANY, 0_i32..20, 990_i32..1010, prop::collection::vec(any::<u8>(), 0..64)), 0..60,
     )) {
-        let vm = world(2);
-        let mut bed = TestBed::quiet(&vm);
-        for (src, base, tag, wid, body) in messages {
-            let (ctx, tag) = if base || !src.is_task() { (CTX_BASE, SM_SPAWN + tag) } else { (CTX_RM, tag) };
-            bed.world().post(src, ctx, tag, wid, body.into());
+        let vm = fake_vm(2);
+        let mut bed = TestBed::start_with_watchers(&vm);
+        for (src, is_base_ctx, tag, wid, body) in messages {
+            let (ctx, tag) = if is_base_ctx || !src.is_task() { (CTX_BASE, SM_SPAWN + tag) } else { (CTX_RM, tag) };
+            bed.state().post_message(src, ctx, tag, wid, body.into());
         }
-        bed.settle();
+        bed.process_inbox();
         bed.advance(Micros::from_secs(1));
     }
 }
 
-/// Returns a service with three hosts, and two tasks on h2 that were started before the resource
-/// manager.
-fn two_tasks_on_h2() -> TestBed {
-    let vm = world(3);
+/// Returns a service with three hosts. Two tasks were started on h2 before the resource manager.
+fn bed_with_two_tasks_on_h2() -> TestBed {
+    let vm = fake_vm(3);
     vm.0.borrow_mut().tasks.extend([
         spawned_task_info(task_id(2, 1), 2),
         spawned_task_info(task_id(1, 5), 2),
@@ -182,7 +186,7 @@ fn two_tasks_on_h2() -> TestBed {
         TASK_FORKED,
         "/opt/bin/pvm-load-watcher",
     ));
-    TestBed::quiet(&vm)
+    TestBed::start_with_watchers(&vm)
 }
 
 /// Returns options with load watchers and this policy.
@@ -190,7 +194,7 @@ fn options_with_policy(policy: EffectivePolicy) -> Options {
     Options {
         policy,
         command_line_policy: policy,
-        watchers: true,
+        starts_watchers: true,
         ..Options::default()
     }
 }
@@ -207,12 +211,15 @@ fn options_with_history(dir: &std::path::Path) -> Options {
     }
 }
 
-fn query(bed: &mut TestBed, question: &RmQuery) -> RmReply {
-    let body = rm::encode(question).expect("it can be written").into();
-    bed.world().post(client(), CTX_RM, TAG_QUERY, 4711, body);
-    bed.settle();
-    let (to, tag, wid, body) = bed.world().answers.pop().expect("an answer");
-    assert_eq!((to, tag, wid), (client(), TAG_REPLY, 4711));
+/// Sends a query of the client and returns the reply. Panics if the last reply does not belong to
+/// the query.
+fn query(bed: &mut TestBed, rm_query: &RmQuery) -> RmReply {
+    let body = rm::encode(rm_query).expect("it can be written").into();
+    bed.state()
+        .post_message(client_tid(), CTX_RM, TAG_QUERY, 4711, body);
+    bed.process_inbox();
+    let (receiver, tag, wid, body) = bed.state().rm_messages.pop().expect("an answer");
+    assert_eq!((receiver, tag, wid), (client_tid(), TAG_REPLY, 4711));
     rm::decode(&body)
         .expect("it can be read")
         .expect("of this version")
@@ -221,8 +228,8 @@ fn query(bed: &mut TestBed, question: &RmQuery) -> RmReply {
 /// A valid change of the policy file applies immediately; an invalid one is ignored.
 #[test]
 fn valid_policy_change_applies_at_once() {
-    let vm = world(3);
-    let mut bed = TestBed::with(
+    let vm = fake_vm(3);
+    let mut bed = TestBed::try_start_with(
         &vm,
         Options {
             policy_file: "rm.toml".into(),
@@ -230,33 +237,37 @@ fn valid_policy_change_applies_at_once() {
         },
     )
     .expect("no other");
-    let change = |bed: &mut TestBed, text: &'static str| {
-        bed.world().post(
-            own(),
+    let change_policy = |bed: &mut TestBed, text: &'static str| {
+        bed.state().post_message(
+            rm_tid(),
             CTX_RM,
             TAG_POLICY,
             0,
             Bytes::from_static(text.as_bytes()),
         );
-        bed.settle();
-        bed.world().notes().last().cloned().unwrap_or_default()
+        bed.process_inbox();
+        bed.state()
+            .recorded_notes()
+            .last()
+            .cloned()
+            .unwrap_or_default()
     };
-    let hosts = |bed: &mut TestBed| {
-        bed.world().spawn(1, &request(3));
-        bed.settle();
-        bed.world()
+    let place_and_list_hosts = |bed: &mut TestBed| {
+        bed.state().request_spawn(1, &request(3));
+        bed.process_inbox();
+        bed.state()
             .take_start_orders()
             .iter()
             .map(|e| e.host.index())
             .collect::<Vec<_>>()
     };
-    let note = change(&mut bed, "placing = \"round-robin\"\nuser_tasks = 3\n");
+    let note = change_policy(&mut bed, "placing = \"round-robin\"\nuser_tasks = 3\n");
     assert!(
         note.starts_with("the policy in rm.toml is in force: placing round-robin, balance off"),
         "{note}"
     );
-    assert_eq!(hosts(&mut bed), [1, 2, 3]);
-    let note = change(
+    assert_eq!(place_and_list_hosts(&mut bed), [1, 2, 3]);
+    let note = change_policy(
         &mut bed,
         "placing = \"round-robin\"\nuser_tasks = 2\nfoo = 1\n",
     );
@@ -264,16 +275,20 @@ fn valid_policy_change_applies_at_once() {
         note.starts_with("rm.toml, line 3: unknown field `foo`"),
         "{note}"
     );
-    assert_eq!(hosts(&mut bed).len(), 3, "three are still allowed");
-    change(&mut bed, "user_tasks = 2\n");
-    assert_eq!(hosts(&mut bed), [], "and now two");
-    bed.world().post(
-        client(),
+    assert_eq!(
+        place_and_list_hosts(&mut bed).len(),
+        3,
+        "three are still allowed"
+    );
+    change_policy(&mut bed, "user_tasks = 2\n");
+    assert_eq!(place_and_list_hosts(&mut bed), [], "and now two");
+    bed.state().post_message(
+        client_tid(),
         CTX_RM,
         TAG_POLICY,
         0,
         Bytes::from_static(b"user_tasks = 9"),
     );
-    bed.settle();
-    assert_eq!(hosts(&mut bed), [], "nobody else may say so");
+    bed.process_inbox();
+    assert_eq!(place_and_list_hosts(&mut bed), [], "nobody else may say so");
 }

@@ -1,23 +1,27 @@
-//! Queries for decisions: each decision is reported for its subjects.
+//! Queries for decisions: the reply contains the decisions about the task, job or host of the
+//! query.
 
-use crate::{Tables, apply_batch, example_log, history_of, host_id, reported, reread, task_id};
+use crate::{
+    StoredEntries, apply_batch, build_history, example_log, host_id, query_decision_texts,
+    read_history, task_id,
+};
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::{RmQuery, RmReply};
 
-/// Each failure is reported in queries for the job or the host that it concerns.
+/// A query for a job or a host reports each failure that concerns the job or the host.
 #[test]
 fn failures_are_attributed_to_jobs_and_hosts() {
     let mut log = example_log();
-    let why = || "no room".to_string();
+    let reason = || "no room".to_string();
     log.append(
         30,
         1,
         EventKind::CheckpointFailed {
             job: task_id(1, 2),
-            why: why(),
+            why: reason(),
         },
     );
-    let (set, cause) = (
+    let (checkpoint, cause) = (
         format!("{}-20261122T141503-1", task_id(1, 2)),
         "h1 was lost".to_string(),
     );
@@ -25,9 +29,9 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         31,
         1,
         EventKind::RestartFailed {
-            checkpoint: set.clone(),
+            checkpoint: checkpoint.clone(),
             cause: cause.clone(),
-            why: why(),
+            why: reason(),
         },
     );
     log.append(
@@ -36,7 +40,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         EventKind::RestartFailed {
             checkpoint: "nonsense".into(),
             cause,
-            why: why(),
+            why: reason(),
         },
     );
     log.append(
@@ -47,7 +51,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
             why: "signal 9".into(),
         },
     );
-    log.ended(34, task_id(3, 3), 9, 1_000);
+    log.append_end(34, task_id(3, 3), 9, 1_000);
     log.append(
         35,
         1,
@@ -56,41 +60,41 @@ fn failures_are_attributed_to_jobs_and_hosts() {
             why: "no route to it".into(),
         },
     );
-    let mut history = history_of(&log);
-    let job = reported(&history, RmQuery::TaskDecisions(task_id(1, 2)));
-    let tasker = format!(
+    let mut history = build_history(&log);
+    let job = query_decision_texts(&history, RmQuery::TaskDecisions(task_id(1, 2)));
+    let tasker_text = format!(
         "the tasker of h3 has ended (signal 9), and with it {}",
         task_id(3, 3)
     );
-    let failed = format!("checkpoint {set} was not restarted (h1 was lost): no room");
-    let last = [
+    let restart_text = format!("checkpoint {checkpoint} was not restarted (h1 was lost): no room");
+    let last_texts = [
         format!("job {} was not checkpointed: no room", task_id(1, 2)),
-        failed,
-        tasker.clone(),
+        restart_text,
+        tasker_text.clone(),
     ];
-    assert_eq!(job[job.len() - 3..], last);
+    assert_eq!(job[job.len() - 3..], last_texts);
     assert_eq!(
-        reported(&history, RmQuery::HostDecisions("h3".into())).last(),
-        Some(&tasker)
+        query_decision_texts(&history, RmQuery::HostDecisions("h3".into())).last(),
+        Some(&tasker_text)
     );
     assert_eq!(
-        reported(&history, RmQuery::HostDecisions("h4".into())),
+        query_decision_texts(&history, RmQuery::HostDecisions("h4".into())),
         ["h4 was not added: no route to it"]
     );
-    let mut tables = Tables::new();
+    let mut tables = StoredEntries::new();
     apply_batch(&mut tables, history.take_batch());
-    assert_eq!(reread(&tables), history);
+    assert_eq!(read_history(&tables), history);
 }
 
-/// Each decision is reported in queries for the task and the host that it concerns.
+/// A query for a task or a host reports each decision that concerns the task or the host.
 #[test]
 fn decisions_are_reported_for_their_subject() {
-    let history = history_of(&example_log());
+    let history = build_history(&example_log());
     let RmReply::Decisions {
         task: Some(task),
         decisions,
         ..
-    } = history.answer(&RmQuery::TaskDecisions(task_id(2, 3)))
+    } = history.answer_query(&RmQuery::TaskDecisions(task_id(2, 3)))
     else {
         panic!()
     };
@@ -105,7 +109,8 @@ fn decisions_are_reported_for_their_subject() {
              bytes, frozen 50.0 ms"
         ]
     );
-    let RmReply::Decisions { decisions, .. } = history.answer(&RmQuery::HostDecisions("h2".into()))
+    let RmReply::Decisions { decisions, .. } =
+        history.answer_query(&RmQuery::HostDecisions("h2".into()))
     else {
         panic!()
     };
@@ -114,11 +119,11 @@ fn decisions_are_reported_for_their_subject() {
         "it joined, and a task left it: {decisions:?}"
     );
     assert_eq!(
-        history.answer(&RmQuery::TaskDecisions(task_id(1, 99))),
+        history.answer_query(&RmQuery::TaskDecisions(task_id(1, 99))),
         RmReply::NotFound
     );
     assert_eq!(
-        history.answer(&RmQuery::HostDecisions("nobody".into())),
+        history.answer_query(&RmQuery::HostDecisions("nobody".into())),
         RmReply::NotFound
     );
 }

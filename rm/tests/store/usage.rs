@@ -1,8 +1,8 @@
-//! Jobs, tasks and their usage in the history, as they follow from the event log.
+//! Jobs, tasks and their usage, which the history computes from the event log.
 
 use crate::{
-    EventLog, Tables, USER, apply_batch, example_log, history_of, host_id, job, owner, reported,
-    reread, task_id, time_at,
+    EventLog, StoredEntries, USER, apply_batch, build_history, event_time, example_log, host_id,
+    owner_cause, query_decision_texts, query_job, read_history, task_id,
 };
 use pvm_rm::store::{History, LogPosition};
 use sempa_proto::event::EventKind;
@@ -12,36 +12,37 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 
-/// A job consists of a top task and all its descendants, and its usage is the sum of theirs.
+/// A job consists of a top task and all its descendants. The usage of the job is the sum over these
+/// tasks.
 #[test]
 fn job_sums_usage_of_its_tasks() {
-    let history = history_of(&example_log());
-    let (job, tasks) = job(&history, task_id(3, 3));
+    let history = build_history(&example_log());
+    let (job, tasks) = query_job(&history, task_id(3, 3));
     assert_eq!(
-        (job.job, job.user, job.program.as_str(), job.ended),
+        (job.job, job.user, job.program.as_str(), job.ended_at),
         (task_id(1, 2), USER, "", None)
     );
-    let used = Usage {
+    let usage = Usage {
         user: Micros::from_secs(24),
         system: Micros(0),
         resident_max_bytes: 15_000,
     };
-    let wall = Micros::from_secs(30);
+    let wall_time = Micros::from_secs(30);
     assert_eq!(
         job.totals,
         UsageTotals {
-            tasks: 4,
-            running: 2,
-            failed: 1,
-            used,
-            wall_time: wall,
+            task_count: 4,
+            running_tasks: 2,
+            failed_tasks: 1,
+            usage,
+            wall_time,
             migrations: 1,
             evictions: 1
         }
     );
-    let told: Vec<_> = tasks
+    let outcomes: Vec<_> = tasks
         .iter()
-        .map(|t| (t.tid, t.host.as_str(), t.ended.map(|(_, how)| how)))
+        .map(|t| (t.tid, t.host.as_str(), t.end.map(|(_, outcome)| outcome)))
         .collect();
     let expected = [
         (task_id(1, 2), "h1", None),
@@ -49,23 +50,23 @@ fn job_sums_usage_of_its_tasks() {
         (task_id(2, 3), "h3", Some(TaskOutcome::Status(9))),
         (task_id(3, 3), "h3", None),
     ];
-    assert_eq!(told, expected);
-    let RmReply::Users(users) = history.answer(&RmQuery::Users { user: Some(USER) }) else {
+    assert_eq!(outcomes, expected);
+    let RmReply::Users(users) = history.answer_query(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
     };
     assert_eq!((users.len(), users[0].totals), (1, job.totals));
     assert_eq!(
-        history.answer(&RmQuery::Users { user: Some(7) }),
+        history.answer_query(&RmQuery::Users { user: Some(7) }),
         RmReply::Users(Vec::new())
     );
 }
 
-/// Appends the restart of a job: each host reports the start of its tasks, and then the master
-/// reports the restart.
-fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
-    for (tid, parent, host) in all {
+/// Appends the restart of a job with these tasks, as (tid, parent, host). Each host reports the
+/// start of its tasks, and then the master reports the restart.
+fn append_restart(log: &mut EventLog, second: u64, restarted_tasks: &[(Tid, Tid, u16)]) {
+    for (tid, parent, host) in restarted_tasks {
         log.append(
-            at,
+            second,
             *host,
             EventKind::TaskStarted {
                 tid: *tid,
@@ -75,34 +76,36 @@ fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
             },
         );
     }
-    let tasks = all
+    let tasks = restarted_tasks
         .iter()
         .map(|(tid, _, host)| (*tid, host_id(*host)))
         .collect();
-    let why = "h1 was lost".to_string();
+    let reason = "h1 was lost".to_string();
     log.append(
-        at + 1,
+        second + 1,
         1,
         EventKind::Restarted {
             checkpoint: "s".into(),
             job: task_id(1, 3),
             tasks,
-            why,
+            why: reason,
         },
     );
 }
 
-/// Task number and birth host of a top task, its child and its grandchild.
-const FAMILY: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
+/// Task numbers and birth hosts of a top task, its child and its grandchild.
+const JOB_TASKS: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
-fn family(parent: Tid) -> [(Tid, Tid, u16); 3] {
-    let [top, child, last] = FAMILY.map(|(local, host)| task_id(host, local));
+/// Returns the tasks of [`JOB_TASKS`] as (tid, parent, current host). `parent`: parent of the top
+/// task.
+fn job_tasks(parent: Tid) -> [(Tid, Tid, u16); 3] {
+    let [top, child, last] = JOB_TASKS.map(|(local, host)| task_id(host, local));
     [(top, parent, 3), (child, top, 3), (last, child, 2)]
 }
 
-/// Returns the log of a job that restarts, with its tasks reported in this order. `same_machine`:
-/// the job also ran in this virtual machine before.
-fn restarted_log(order: [usize; 3], same_machine: bool) -> EventLog {
+/// Returns the log of a job that restarts. The starts of its tasks are reported in `report_order`.
+/// `same_machine`: the job also ran in this virtual machine before the restart.
+fn restarted_log(report_order: [usize; 3], same_machine: bool) -> EventLog {
     let mut log = EventLog::default();
     for host in 1..=3 {
         log.append(
@@ -115,23 +118,27 @@ fn restarted_log(order: [usize; 3], same_machine: bool) -> EventLog {
         );
     }
     if same_machine {
-        family(Tid::NONE)
+        job_tasks(Tid::NONE)
             .iter()
-            .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
-        log.moved(8, task_id(2, 4), 2, 3, owner());
-        family(Tid::NONE)
+            .for_each(|(tid, parent, _)| log.append_start(2, *tid, *parent, "worker"));
+        log.append_migration(8, task_id(2, 4), 2, 3, owner_cause());
+        job_tasks(Tid::NONE)
             .iter()
-            .for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
+            .for_each(|(tid, ..)| log.append_end(12, *tid, 9, 1_000));
     }
-    append_restart(&mut log, 20, &order.map(|at| family(Tid::NONE)[at]));
+    append_restart(
+        &mut log,
+        20,
+        &report_order.map(|at| job_tasks(Tid::NONE)[at]),
+    );
     log
 }
 
-/// Asserts that decisions about the tasks of the restarted job are reported, also those from before
-/// the restart.
+/// Asserts that queries for tasks of the restarted job report the restart. If `same_machine` is
+/// true, they must also report the migration before the restart.
 fn assert_decisions_are_reported(history: &History, same_machine: bool) {
     let RmReply::Decisions { decisions, .. } =
-        history.answer(&RmQuery::TaskDecisions(task_id(2, 4)))
+        history.answer_query(&RmQuery::TaskDecisions(task_id(2, 4)))
     else {
         panic!("nothing")
     };
@@ -141,23 +148,23 @@ fn assert_decisions_are_reported(history: &History, same_machine: bool) {
             .any(|d| matches!(d.kind, DecisionKind::Restarted { .. })),
         "{decisions:?}"
     );
-    let early = decisions
+    let has_task_migration = decisions
         .iter()
         .any(|d| matches!(d.kind, DecisionKind::Migrated { .. }));
     assert_eq!(
-        early, same_machine,
+        has_task_migration, same_machine,
         "what was decided before it went back is about the same task: {decisions:?}"
     );
     let RmReply::Decisions { decisions, .. } =
-        history.answer(&RmQuery::TaskDecisions(task_id(1, 3)))
+        history.answer_query(&RmQuery::TaskDecisions(task_id(1, 3)))
     else {
         panic!("nothing")
     };
-    let moved = decisions
+    let has_job_migration = decisions
         .iter()
         .any(|d| matches!(d.kind, DecisionKind::Migrated { tid, .. } if tid == task_id(2, 4)));
     assert_eq!(
-        moved, same_machine,
+        has_job_migration, same_machine,
         "what was decided about a task is about its job: {decisions:?}"
     );
 }
@@ -177,54 +184,58 @@ fn restarted_job_is_complete_in_any_report_order() {
         .into_iter()
         .flat_map(|order| [(order, true), (order, false)])
     {
-        let mut history = history_of(&restarted_log(order, same_machine));
-        let (job, tasks) = job(&history, task_id(2, 5));
+        let mut history = build_history(&restarted_log(order, same_machine));
+        let (job, tasks) = query_job(&history, task_id(2, 5));
         assert_eq!(
-            (job.job, job.program.as_str(), job.ended),
+            (job.job, job.program.as_str(), job.ended_at),
             (task_id(1, 3), "worker", None),
             "{order:?}"
         );
         assert_eq!(
-            (job.totals.tasks, job.totals.running, job.totals.failed),
+            (
+                job.totals.task_count,
+                job.totals.running_tasks,
+                job.totals.failed_tasks
+            ),
             (3, 3, 0),
             "{order:?}"
         );
         let members: BTreeSet<_> = tasks
             .iter()
-            .map(|t| (t.tid, t.host.clone(), t.ended.is_none()))
+            .map(|t| (t.tid, t.host.clone(), t.end.is_none()))
             .collect();
         assert_eq!(
             members,
-            family(Tid::NONE)
+            job_tasks(Tid::NONE)
                 .map(|(tid, _, host)| (tid, format!("h{host}"), true))
                 .into(),
             "{order:?}"
         );
-        let RmReply::Jobs(jobs) = history.answer(&RmQuery::Jobs { user: None }) else {
+        let RmReply::Jobs(jobs) = history.answer_query(&RmQuery::Jobs { user: None }) else {
             panic!("no jobs")
         };
-        let alive: Vec<_> = jobs
+        let running_jobs: Vec<_> = jobs
             .iter()
-            .filter(|job| job.ended.is_none())
+            .filter(|job| job.ended_at.is_none())
             .map(|job| job.job)
             .collect();
         assert_eq!(
-            (alive, jobs.len()),
+            (running_jobs, jobs.len()),
             (vec![task_id(1, 3)], 1 + usize::from(same_machine)),
             "{order:?}"
         );
         assert_decisions_are_reported(&history, same_machine);
-        let mut tables = Tables::new();
+        let mut tables = StoredEntries::new();
         apply_batch(&mut tables, history.take_batch());
-        assert_eq!(reread(&tables), history);
+        assert_eq!(read_history(&tables), history);
     }
 }
 
-/// A task that was ended for an owner is reported with the reason, and counts as evicted.
+/// If a task was ended for an owner, queries report the reason, and the task counts as evicted.
 #[test]
 fn task_killed_by_owner_counts_as_eviction() {
     let mut log = example_log();
-    let (guests, why) = (
+    let (guests, reason) = (
         vec![task_id(3, 3), task_id(3, 99)],
         "olga is logged in on pts/1".to_string(),
     );
@@ -234,47 +245,53 @@ fn task_killed_by_owner_counts_as_eviction() {
         EventKind::GuestsEnded {
             host: host_id(3),
             guests,
-            why: why.clone(),
+            why: reason.clone(),
         },
     );
-    log.ended(31, task_id(3, 3), 15, 1_000);
+    log.append_end(31, task_id(3, 3), 15, 1_000);
     log.append(
         40,
         3,
         EventKind::GuestsEnded {
             host: host_id(3),
             guests: vec![],
-            why,
+            why: reason,
         },
     );
-    let history = history_of(&log);
-    let (one, other) = (task_id(3, 3), task_id(3, 99));
-    let ended =
-        format!("guests ended for the owner of h3: {one} {other}: olga is logged in on pts/1");
-    for question in [
+    let history = build_history(&log);
+    let (killed_task, other_guest) = (task_id(3, 3), task_id(3, 99));
+    let expected_text = format!(
+        "guests ended for the owner of h3: {killed_task} {other_guest}: olga is logged in on pts/1"
+    );
+    for query in [
         RmQuery::TaskDecisions(task_id(3, 3)),
         RmQuery::TaskDecisions(task_id(1, 2)),
         RmQuery::HostDecisions("h3".into()),
     ] {
-        let told = reported(&history, question);
+        let texts = query_decision_texts(&history, query);
         assert_eq!(
-            told.iter().filter(|told| **told == ended).count(),
+            texts
+                .iter()
+                .filter(|texts| **texts == expected_text)
+                .count(),
             1,
-            "{told:?}"
+            "{texts:?}"
         );
         assert!(
-            told.iter()
-                .all(|told| !told.contains("guests ended for the owner") || *told == ended),
-            "{told:?}"
+            texts
+                .iter()
+                .all(|texts| !texts.contains("guests ended for the owner")
+                    || *texts == expected_text),
+            "{texts:?}"
         );
     }
-    let (job, tasks) = job(&history, task_id(3, 3));
+    let (job, tasks) = query_job(&history, task_id(3, 3));
     assert_eq!((job.totals.migrations, job.totals.evictions), (1, 2));
     assert_eq!(
         (tasks[3].tid, tasks[3].migrations, tasks[3].evictions),
         (task_id(3, 3), 0, 1)
     );
-    let RmReply::Users(users) = history.answer(&RmQuery::Users { user: Some(USER) }) else {
+    let RmReply::Users(users) = history.answer_query(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
     };
     assert_eq!(users[0].totals.evictions, 2);
@@ -284,49 +301,60 @@ fn task_killed_by_owner_counts_as_eviction() {
 #[test]
 fn vacating_counts_as_eviction_of_each_task() {
     let mut log = EventLog::default();
-    let tasks = family(Tid::NONE);
+    let tasks = job_tasks(Tid::NONE);
     tasks
         .iter()
-        .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
-    let parked = |parked, set: &str| {
-        let (set, job, bytes, frozen) = (set.to_string(), task_id(1, 3), 9, Micros(5));
+        .for_each(|(tid, parent, _)| log.append_start(2, *tid, *parent, "worker"));
+    let vacated = |vacated, checkpoint: &str| {
+        let (checkpoint, job, bytes, frozen) =
+            (checkpoint.to_string(), task_id(1, 3), 9, Micros(5));
         EventKind::Checkpointed {
-            checkpoint: set,
+            checkpoint,
             job,
             tasks: 3,
             bytes,
             frozen,
-            vacated: parked,
+            vacated,
         }
     };
-    log.append(5, 1, parked(false, "t40003-20261122T141503-1"));
+    log.append(5, 1, vacated(false, "t40003-20261122T141503-1"));
     assert_eq!(
-        job(&history_of(&log), task_id(1, 3)).0.totals.evictions,
+        query_job(&build_history(&log), task_id(1, 3))
+            .0
+            .totals
+            .evictions,
         0,
         "it goes on"
     );
-    log.append(6, 1, parked(true, "t40003-20261122T141504-1"));
+    log.append(6, 1, vacated(true, "t40003-20261122T141504-1"));
     tasks
         .iter()
-        .for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
-    assert_eq!(job(&history_of(&log), task_id(1, 3)).0.totals.evictions, 3);
+        .for_each(|(tid, ..)| log.append_end(7, *tid, 9, 1_000));
+    assert_eq!(
+        query_job(&build_history(&log), task_id(1, 3))
+            .0
+            .totals
+            .evictions,
+        3
+    );
 }
 
-/// A restarted job still belongs to the job of the task that had spawned it.
+/// A restarted job whose top task was spawned by another task still belongs to the job of that
+/// task.
 #[test]
 fn restarted_job_keeps_its_parent() {
     let mut log = example_log();
-    family(task_id(1, 2))
+    job_tasks(task_id(1, 2))
         .iter()
-        .for_each(|(tid, parent, _)| log.started(30, *tid, *parent, "worker"));
-    family(task_id(1, 2))
+        .for_each(|(tid, parent, _)| log.append_start(30, *tid, *parent, "worker"));
+    job_tasks(task_id(1, 2))
         .iter()
-        .for_each(|(tid, ..)| log.ended(31, *tid, 9, 1_000));
-    let [top, child, last] = family(task_id(1, 2));
-    append_restart(&mut log, 40, &[last, child, top]);
-    let (job, _) = job(&history_of(&log), task_id(2, 5));
+        .for_each(|(tid, ..)| log.append_end(31, *tid, 9, 1_000));
+    let [top_task, child, grandchild] = job_tasks(task_id(1, 2));
+    append_restart(&mut log, 40, &[grandchild, child, top_task]);
+    let (job, _) = query_job(&build_history(&log), task_id(2, 5));
     assert_eq!(
-        (job.job, job.totals.tasks, job.totals.running),
+        (job.job, job.totals.task_count, job.totals.running_tasks),
         (task_id(1, 2), 10, 5)
     );
 }
@@ -335,18 +363,19 @@ fn restarted_job_keeps_its_parent() {
 #[test]
 fn service_tasks_and_consoles_are_no_jobs() {
     let mut log = example_log();
-    log.started(30, task_id(1, 77), Tid::NONE, "");
-    log.ended(31, task_id(1, 77), 0, 1);
-    let RmReply::Jobs(jobs) = history_of(&log).answer(&RmQuery::Jobs { user: None }) else {
+    log.append_start(30, task_id(1, 77), Tid::NONE, "");
+    log.append_end(31, task_id(1, 77), 0, 1);
+    let RmReply::Jobs(jobs) = build_history(&log).answer_query(&RmQuery::Jobs { user: None })
+    else {
         panic!("no jobs")
     };
     assert_eq!(
-        jobs.iter().map(|j| j.job).collect::<Vec<_>>(),
+        jobs.iter().map(|job| job.job).collect::<Vec<_>>(),
         [task_id(1, 2)]
     );
 }
 
-/// When a host is lost, its tasks end. Tasks that are missing in a task list end, too.
+/// The loss of a host ends its tasks. A task that is missing in a task list ends, too.
 #[test]
 fn lost_host_or_reconciliation_ends_tasks() {
     let mut log = example_log();
@@ -359,10 +388,10 @@ fn lost_host_or_reconciliation_ends_tasks() {
             why: "silent".into(),
         },
     );
-    let mut history = history_of(&log);
+    let mut history = build_history(&log);
     assert_eq!(
-        job(&history, task_id(1, 2)).1[3].ended,
-        Some((time_at(40), TaskOutcome::Lost))
+        query_job(&history, task_id(1, 2)).1[3].end,
+        Some((event_time(40), TaskOutcome::Lost))
     );
     let info = TaskInfo {
         tid: task_id(1, 77),
@@ -376,30 +405,33 @@ fn lost_host_or_reconciliation_ends_tasks() {
         paused: false,
         suspended: false,
     };
-    history.reconcile(time_at(50), &[info]);
-    let (job, _) = job(&history, task_id(1, 2));
-    assert_eq!((job.ended, job.totals.running), (Some(time_at(50)), 0));
+    history.reconcile_tasks(event_time(50), &[info]);
+    let (job, _) = query_job(&history, task_id(1, 2));
+    assert_eq!(
+        (job.ended_at, job.totals.running_tasks),
+        (Some(event_time(50)), 0)
+    );
 }
 
-/// In a new virtual machine the totals of users remain, and tids may be reused.
+/// In a new virtual machine the totals of users remain, and tids of the old one may be reused.
 #[test]
-fn new_virtual_machine_keeps_sums_and_reuses_tids() {
-    let mut history = history_of(&example_log());
+fn new_virtual_machine_keeps_totals_and_reuses_tids() {
+    let mut history = build_history(&example_log());
     history.start_new_vm();
     assert_eq!(history.log_position(), LogPosition::default());
-    assert_eq!(history.running().count(), 0);
+    assert_eq!(history.running_tasks().count(), 0);
     let mut log = EventLog::default();
-    log.started(100, task_id(1, 2), Tid::NONE, "");
-    log.started(101, task_id(1, 3), task_id(1, 2), "other");
+    log.append_start(100, task_id(1, 2), Tid::NONE, "");
+    log.append_start(101, task_id(1, 3), task_id(1, 2), "other");
     log.0.iter().for_each(|event| history.apply_event(event));
-    let (job, tasks) = job(&history, task_id(1, 3));
+    let (job, tasks) = query_job(&history, task_id(1, 3));
     assert_eq!(
-        (tasks.len(), job.totals.tasks),
+        (tasks.len(), job.totals.task_count),
         (2, 2),
         "the former job of that tid is another one"
     );
-    let RmReply::Users(users) = history.answer(&RmQuery::Users { user: None }) else {
+    let RmReply::Users(users) = history.answer_query(&RmQuery::Users { user: None }) else {
         panic!("no users")
     };
-    assert_eq!(users[0].totals.tasks, 6);
+    assert_eq!(users[0].totals.task_count, 6);
 }

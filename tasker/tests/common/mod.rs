@@ -1,14 +1,14 @@
-//! The daemon's end of the tasker's socket: starts a tasker, sends orders, and waits for answers
-//! with a deadline.
+//! Simulates the daemon for a tasker under test: starts a tasker, sends orders, and waits for
+//! replies with a deadline.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
-pub mod moving;
+pub mod migration_steps;
 
 use checkpoint::proc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use procfs::process::Process;
 use sempa_proto::frame::{FrameDecoder, encode_control};
-use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
+use sempa_proto::tasker::{FromTasker, TaskStart, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Deadline of every wait. It is long because the machine may be loaded.
+/// Time limit of every wait. It is long because the machine may be loaded.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A tasker under test.
@@ -31,19 +31,19 @@ pub struct Tasker {
 }
 
 impl Tasker {
-    pub fn start() -> Tasker {
-        Tasker::start_with_env(&[])
+    pub fn start() -> Self {
+        Self::start_with_env(&[])
     }
 
     /// Starts a tasker with additional environment variables.
-    pub fn start_with_env(env: &[(&str, &str)]) -> Tasker {
-        Tasker::start_wrapped(&[], env)
+    pub fn start_with_env(env: &[(&str, &str)]) -> Self {
+        Self::start_wrapped(&[], env)
     }
 
-    /// Starts a tasker through the wrapper program `by`, which receives the tasker's command as its
+    /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command as its
     /// last arguments.
-    pub fn start_wrapped(by: &[&str], env: &[(&str, &str)]) -> Tasker {
-        let (ours, theirs) = socketpair(
+    pub fn start_wrapped(wrapper: &[&str], env: &[(&str, &str)]) -> Self {
+        let (daemon_end, tasker_end) = socketpair(
             AddressFamily::Unix,
             SockType::Stream,
             None,
@@ -51,41 +51,41 @@ impl Tasker {
         )
         .expect("pair");
         nix::fcntl::fcntl(
-            &ours,
+            &daemon_end,
             nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC),
         )
         .expect("cloexec");
-        let words: Vec<&str> = by
+        let command: Vec<&str> = wrapper
             .iter()
             .copied()
             .chain([env!("CARGO_BIN_EXE_pvm-tasker")])
             .collect();
-        let child = Command::new(words[0])
-            .args(&words[1..])
-            .arg(theirs.as_raw_fd().to_string())
+        let child = Command::new(command[0])
+            .args(&command[1..])
+            .arg(tasker_end.as_raw_fd().to_string())
             .envs(env.iter().copied())
             .stdin(Stdio::null())
             .spawn()
             .expect("the tasker starts");
-        drop(theirs);
-        let stream = UnixStream::from(ours);
+        drop(tasker_end);
+        let stream = UnixStream::from(daemon_end);
         stream
             .set_read_timeout(Some(Duration::from_millis(50)))
             .expect("timeout");
-        let ready = TaskerCapabilities {
+        let empty_capabilities = TaskerCapabilities {
             pid_namespaces: false,
-            engine: Err(String::new()),
+            engine_version: Err(String::new()),
             freezer: Err(String::new()),
         };
-        let mut tasker = Tasker {
+        let mut tasker = Self {
             child,
             stream: Some(stream),
             decoder: FrameDecoder::new(),
             received_messages: VecDeque::new(),
-            capabilities: ready,
+            capabilities: empty_capabilities,
         };
         match tasker.wait_for_message() {
-            FromTasker::Ready(ready) => tasker.capabilities = ready,
+            FromTasker::Ready(empty_capabilities) => tasker.capabilities = empty_capabilities,
             other => panic!("the first message is {other:?}"),
         }
         tasker
@@ -102,27 +102,27 @@ impl Tasker {
 
     /// Waits for the next message and returns it.
     pub fn wait_for_message(&mut self) -> FromTasker {
-        let until = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
-            if let Some(message) = self.poll() {
+            if let Some(message) = self.wait_briefly_for_message() {
                 return message;
             }
             assert!(
-                Instant::now() < until,
+                Instant::now() < deadline,
                 "the tasker said nothing for {WAIT_TIMEOUT:?}"
             );
         }
     }
 
-    /// Returns the next message if one arrives within 50 ms.
-    pub fn poll(&mut self) -> Option<FromTasker> {
+    /// Returns the next message; `None` if none arrives within 50 ms.
+    pub fn wait_briefly_for_message(&mut self) -> Option<FromTasker> {
         if let Some(message) = self.received_messages.pop_front() {
             return Some(message);
         }
         let mut bytes = [0u8; 65536];
         match self.stream.as_mut().expect("open").read(&mut bytes) {
             Ok(0) => panic!("the tasker closed its socket"),
-            Ok(read) => self.decoder.push(&bytes[..read]),
+            Ok(read_bytes) => self.decoder.push(&bytes[..read_bytes]),
             Err(e)
                 if matches!(
                     e.kind(),
@@ -137,60 +137,62 @@ impl Tasker {
         self.received_messages.pop_front()
     }
 
-    /// Waits for a message that `pick` accepts, and returns the value of `pick`. Adds earlier
-    /// messages to `rest`.
-    pub fn wait_for<T>(
+    /// Waits for a message for which `pick` returns a value, and returns that value. Adds earlier
+    /// messages to `earlier_messages`. Panics after [`WAIT_TIMEOUT`].
+    pub fn wait_for_value<T>(
         &mut self,
-        rest: &mut Vec<FromTasker>,
+        earlier_messages: &mut Vec<FromTasker>,
         pick: impl Fn(&FromTasker) -> Option<T>,
     ) -> T {
-        let until = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
-            if let Some(message) = self.poll() {
+            if let Some(message) = self.wait_briefly_for_message() {
                 match pick(&message) {
-                    Some(picked) => return picked,
-                    None => rest.push(message),
+                    Some(value) => return value,
+                    None => earlier_messages.push(message),
                 }
             }
             assert!(
-                Instant::now() < until,
+                Instant::now() < deadline,
                 "no such message within {WAIT_TIMEOUT:?}, but {:?}",
-                without_output(rest)
+                without_output(earlier_messages)
             );
         }
     }
 
-    /// Starts a program as a task and returns its PID.
-    pub fn run(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
+    /// Starts a program as a task, and waits until it has started. Returns the PID. Panics if the
+    /// start fails.
+    pub fn start_task_and_wait(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
         self.send(ToTasker::Start(start_order(tid, path, args)));
-        self.wait_for(&mut Vec::new(), |m| match m {
+        self.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::Started { tid: t, pid } if *t == tid => Some(*pid),
-            FromTasker::StartFailed { why, .. } => panic!("{why}"),
+            FromTasker::StartFailed { reason: why, .. } => panic!("{why}"),
             _ => None,
         })
     }
 
-    /// Appends the task's output to `so_far` until `enough` returns true.
+    /// Appends the task's output to `output` until `is_complete` returns true for it. Panics after
+    /// [`WAIT_TIMEOUT`].
     pub fn wait_for_output(
         &mut self,
         tid: Tid,
-        so_far: &mut Vec<u8>,
-        enough: impl Fn(&[u8]) -> bool,
+        output: &mut Vec<u8>,
+        is_complete: impl Fn(&[u8]) -> bool,
     ) {
-        let until = Instant::now() + WAIT_TIMEOUT;
-        while !enough(so_far) {
-            match self.poll() {
-                Some(FromTasker::Output { tid: t, bytes }) if t == tid => so_far.extend(bytes),
+        let deadline = Instant::now() + WAIT_TIMEOUT;
+        while !is_complete(output) {
+            match self.wait_briefly_for_message() {
+                Some(FromTasker::Output { tid: t, bytes }) if t == tid => output.extend(bytes),
                 Some(FromTasker::Exited { status, .. }) => {
                     panic!(
                         "the task ended with {status}; its output: {}",
-                        String::from_utf8_lossy(so_far)
+                        String::from_utf8_lossy(output)
                     )
                 }
                 _ => assert!(
-                    Instant::now() < until,
+                    Instant::now() < deadline,
                     "only {:?}",
-                    String::from_utf8_lossy(so_far)
+                    String::from_utf8_lossy(output)
                 ),
             }
         }
@@ -199,29 +201,29 @@ impl Tasker {
     /// Waits until a task has exited. Returns its remaining output, its wait status and its
     /// resource usage.
     pub fn wait_for_exit(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
-        let mut rest = Vec::new();
-        let (status, used) = self.wait_for(&mut rest, |m| match m {
+        let mut messages = Vec::new();
+        let (status, usage) = self.wait_for_value(&mut messages, |m| match m {
             FromTasker::Exited {
                 tid: t,
                 status,
-                used,
-            } if *t == tid => Some((*status, *used)),
+                usage,
+            } if *t == tid => Some((*status, *usage)),
             _ => None,
         });
-        let output = rest.into_iter().filter_map(|m| match m {
+        let output = messages.into_iter().filter_map(|m| match m {
             FromTasker::Output { tid: t, bytes } if t == tid => Some(bytes),
             _ => None,
         });
-        (output.flatten().collect(), status, used)
+        (output.flatten().collect(), status, usage)
     }
 
     /// Closes the socket and waits until the tasker has exited.
-    pub fn stop(mut self) {
+    pub fn stop_and_wait(mut self) {
         drop(self.stream.take());
-        let until = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while self.child.try_wait().expect("wait").is_none() {
             assert!(
-                Instant::now() < until,
+                Instant::now() < deadline,
                 "the tasker goes on without its daemon"
             );
             std::thread::sleep(Duration::from_millis(2));
@@ -239,18 +241,18 @@ impl Drop for Tasker {
     }
 }
 
-pub fn tid(local: u32) -> Tid {
-    Tid::task(HostId::MASTER, local).expect("in range")
+pub fn tid(local_number: u32) -> Tid {
+    Tid::for_task(HostId::MASTER, local_number).expect("in range")
 }
 
-pub fn start_order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
+pub fn start_order(tid: Tid, path: &Path, args: &[&str]) -> TaskStart {
     let name = path.to_str().expect("text");
     let argv = std::iter::once(name)
         .chain(args.iter().copied())
         .map(|a| a.as_bytes().to_vec())
         .collect();
     let env = vec![b"PATH=/usr/bin:/bin".to_vec(), b"MARK=here".to_vec()];
-    StartTask {
+    TaskStart {
         tid,
         path: path.into(),
         argv,
@@ -260,7 +262,7 @@ pub fn start_order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
     }
 }
 
-pub fn sh() -> PathBuf {
+pub fn shell_path() -> PathBuf {
     "/bin/sh".into()
 }
 
@@ -270,10 +272,10 @@ pub fn can_make_namespaces() -> bool {
     Command::new("unshare")
         .args(["--pid", "--fork", "true"])
         .output()
-        .is_ok_and(|done| done.status.success())
+        .is_ok_and(|output| output.status.success())
 }
 
-/// True while a process with this pid exists and is no zombie.
+/// True if a process with this PID exists and has not ended (a zombie has ended).
 pub fn is_alive(pid: i32) -> bool {
     proc::stat(pid).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X'))
 }
@@ -285,20 +287,20 @@ fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
         .collect()
 }
 
-/// Waits until `condition` returns true. Panics at the deadline.
-pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let until = Instant::now() + WAIT_TIMEOUT;
+/// Waits until `condition` returns true. Panics with `expectation` after [`WAIT_TIMEOUT`].
+pub fn wait_until(expectation: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
         assert!(
-            Instant::now() < until,
-            "not within {WAIT_TIMEOUT:?}: {what}"
+            Instant::now() < deadline,
+            "not within {WAIT_TIMEOUT:?}: {expectation}"
         );
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Returns the processes whose command line contains this text.
-pub fn processes_with(text: &str) -> Vec<i32> {
+/// Returns the PIDs of the processes whose command line contains `text`.
+pub fn processes_with_text(text: &str) -> Vec<i32> {
     proc::process_ids()
         .into_iter()
         .filter(|pid| {
@@ -309,6 +311,6 @@ pub fn processes_with(text: &str) -> Vec<i32> {
         .collect()
 }
 
-pub fn migration(number: u64) -> MigrationId {
+pub fn migration_id(number: u64) -> MigrationId {
     MigrationId(number)
 }

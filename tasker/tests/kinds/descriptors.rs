@@ -1,8 +1,10 @@
-//! Tests descriptors that are not connected to processes outside the task.
+//! Tests descriptors that are connected to no process outside the task.
 
-use super::scene::{assert_prints_after_migration, assert_survives, assert_survives_on_other_host};
+use super::fixture::{
+    assert_prints_after_migration, assert_survives, assert_survives_on_other_host,
+};
 
-/// Pipes keep their buffered data and their size.
+/// Pipes keep their buffered data and their buffer size.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pipes_keep_their_data_and_size() {
@@ -76,7 +78,8 @@ fn a_memfd_of_its_own_keeps_content_position_and_seals() {
     assert_survives("descriptors", "memory-files");
 }
 
-/// Descriptors keep their numbers, flags and owners, and remain shared between processes.
+/// Descriptors keep their numbers, flags and owners. Descriptors that processes share remain
+/// shared.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn descriptors_keep_numbers_flags_and_sharing() {
@@ -96,7 +99,7 @@ fn a_connection_by_name_within_the_task_stays() {
     assert_survives("descriptors", "named-within");
 }
 
-/// A terminal with both ends inside the task keeps its size and mode.
+/// A terminal that only the task has open keeps its size and mode.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn inner_terminal_keeps_size_and_mode() {
@@ -110,7 +113,7 @@ fn sockets_keep_options_and_half_closed_state() {
     assert_survives("descriptors", "options");
 }
 
-/// Inotify events that were not read before the migration are lost.
+/// Inotify events that the task has not read before the migration are lost.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unread_inotify_events_are_lost() {

@@ -1,8 +1,12 @@
 //! Tests files and directories that a task has open.
 
-use super::common::moving::{discard, dump, restore, stop};
-use super::common::{migration, tid};
-use super::scene::{Scene, assert_survives, assert_survives_on_other_host, start_other_host};
+use super::common::migration_steps::{
+    discard_and_wait, dump_and_wait, restore_and_wait, stop_and_wait,
+};
+use super::common::{migration_id, tid};
+use super::fixture::{
+    MigrationFixture, assert_survives, assert_survives_on_other_host, start_other_host,
+};
 use sempa_proto::migration::{FileRequirement, Refusal};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -14,7 +18,8 @@ fn a_file_open_for_reading_keeps_its_position() {
     assert_survives("files", "reading");
 }
 
-/// A file open for reading and writing keeps its position, which the task shares with a child.
+/// A file open for reading and writing keeps its position. The task shares the position with a
+/// child.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn read_write_file_keeps_position_with_child() {
@@ -53,7 +58,7 @@ fn open_directories_keep_their_position() {
     assert_survives("files", "directories");
 }
 
-/// After a migration the task uses the target's system files and null device.
+/// After a migration the task uses the system files and the null device of the target.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn system_files_are_those_of_the_target() {
@@ -63,15 +68,18 @@ fn system_files_are_those_of_the_target() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_log_that_grew_meanwhile_is_appended_to() {
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("files");
-    scene.start(&program, &[], "appending", "");
-    let log = scene.dir.path().join("log");
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("files");
+    fixture.start_and_wait_until_ready(&program, &[], "appending", "");
+    let log = fixture.dir.path().join("log");
     assert_eq!(
-        scene.fact("log").expect("it is open").requirement,
+        fixture
+            .file_requirement("log")
+            .expect("it is open")
+            .requirement,
         FileRequirement::Exists
     );
-    scene.migrate_while(&mut || {
+    fixture.migrate_while(&mut || {
         std::fs::File::options()
             .append(true)
             .open(&log)
@@ -79,9 +87,9 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
             .write_all(b"meanwhile\n")
             .expect("write");
     });
-    let dir = scene.dir.path().to_path_buf();
+    let dir = fixture.dir.path().to_path_buf();
     std::fs::write(dir.join("go"), "").expect("write");
-    let (_, status, _) = scene.target.wait_for_exit(tid(1));
+    let (_, status, _) = fixture.target.wait_for_exit(tid(1));
     assert_eq!(status, 7 << 8);
     assert_eq!(
         std::fs::read_to_string(&log).expect("text"),
@@ -89,21 +97,21 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
     );
 }
 
-/// Asserts the target's reason for refusing an open file, after the shell command `prepare` has
-/// changed the target's directory.
+/// Asserts that the target refuses the task because of its open file, for the reason `expected`.
+/// The shell command `prepare` first changes the directory `data` of the target.
 fn assert_refused_by_target(prepare: &str, expected: &str) {
-    let mut scene = Scene::begin_with(|dir| start_other_host(dir, prepare));
-    let program = scene.compile_c("files");
-    scene.start(&program, &[], "held", "");
-    let path = scene.dir.path().join("data/held");
+    let mut fixture = MigrationFixture::with_target(|dir| start_other_host(dir, prepare));
+    let program = fixture.compile_c("files");
+    fixture.start_and_wait_until_ready(&program, &[], "held", "");
+    let path = fixture.dir.path().join("data/held");
     assert_eq!(
-        scene.verdict(),
+        fixture.query_verdict(),
         [Refusal::File {
             path,
             why: expected.into()
         }]
     );
-    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
+    assert_eq!(fixture.assert_ends_successfully(), "ready\nright\n");
 }
 
 #[test]
@@ -122,53 +130,57 @@ fn file_of_another_length_is_refused() {
     );
 }
 
-/// A file whose name was given to another file keeps its content.
+/// An open file keeps its content, even if its name now belongs to another file.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn replaced_file_keeps_its_content() {
     assert_survives("files", "replaced");
 }
 
-/// A program whose file was removed while it runs migrates.
+/// A task migrates, although the file of its program was removed.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn removed_program_migrates() {
     assert_survives("files", "program-removed");
 }
 
-/// Returns the directory `data` of the target.
-fn target_data_dir(scene: &Scene) -> PathBuf {
-    let place = scene.dir.path().join("data");
-    PathBuf::from(format!("/proc/{}/root", scene.target.child.id()))
-        .join(place.strip_prefix("/").expect("absolute"))
+/// Returns the path of the target's directory `data`, as the test can access it.
+fn target_data_dir(fixture: &MigrationFixture) -> PathBuf {
+    let data_dir = fixture.dir.path().join("data");
+    PathBuf::from(format!("/proc/{}/root", fixture.target.child.id()))
+        .join(data_dir.strip_prefix("/").expect("absolute"))
 }
 
-/// Starts a task with an open file that the target lacks, and with this file policy.
-fn start_with_file_policy(policy: &'static str, prepare: &str) -> Scene {
-    let mut scene = Scene::begin_with(|dir| start_other_host(dir, prepare));
-    scene.variable = Some(policy);
-    let program = scene.compile_c("files");
-    scene.start(&program, &[], "held", "");
-    scene
+/// Starts a task with an open file that the target lacks. `policy_variable` is the task's variable for its
+/// file policy.
+fn start_with_file_policy(policy_variable: &'static str, prepare: &str) -> MigrationFixture {
+    let mut fixture = MigrationFixture::with_target(|dir| start_other_host(dir, prepare));
+    fixture.task_variable = Some(policy_variable);
+    let program = fixture.compile_c("files");
+    fixture.start_and_wait_until_ready(&program, &[], "held", "");
+    fixture
 }
 
-/// With the policy `copy` an open file that the target lacks is transferred with the task.
+/// With the policy `copy`, an open file that the target lacks is transferred with the task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_file_is_carried_by_policy() {
-    let mut scene = start_with_file_policy("SEMPA_FILES=copy", "true");
-    let file = scene.dir.path().join("data/held");
+    let mut fixture = start_with_file_policy("SEMPA_FILES=copy", "true");
+    let file = fixture.dir.path().join("data/held");
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o604)).expect("it is ours");
     assert_eq!(
-        scene.fact("data/held").expect("it is open").requirement,
-        FileRequirement::LengthOrCopied
+        fixture
+            .file_requirement("data/held")
+            .expect("it is open")
+            .requirement,
+        FileRequirement::LengthOrCopy
     );
     let content = std::fs::read(&file).expect("there");
-    scene.migrate_while(&mut || {});
-    let there = target_data_dir(&scene).join("held");
-    assert_eq!(std::fs::read(&there).expect("carried along"), content);
+    fixture.migrate_while(&mut || {});
+    let target_file = target_data_dir(&fixture).join("held");
+    assert_eq!(std::fs::read(&target_file).expect("carried along"), content);
     assert_eq!(
-        std::fs::metadata(&there)
+        std::fs::metadata(&target_file)
             .expect("there")
             .permissions()
             .mode()
@@ -176,34 +188,34 @@ fn missing_file_is_carried_by_policy() {
         0o604
     );
     assert!(file.exists(), "and it is still here");
-    std::fs::write(scene.dir.path().join("go"), "").expect("write");
-    let (rest, status, _) = scene.target.wait_for_exit(tid(1));
+    std::fs::write(fixture.dir.path().join("go"), "").expect("write");
+    let (last_output, status, _) = fixture.target.wait_for_exit(tid(1));
     assert!(
-        rest.ends_with(b"right\n") && status == 7 << 8,
+        last_output.ends_with(b"right\n") && status == 7 << 8,
         "{}",
-        String::from_utf8_lossy(&rest)
+        String::from_utf8_lossy(&last_output)
     );
-    assert!(there.exists(), "it is the task's own");
+    assert!(target_file.exists(), "it is the task's own");
 }
 
-/// A transferred file is removed if the migration fails.
+/// The target removes a transferred file if the migration fails.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn carried_file_is_removed_after_a_failure() {
-    let mut scene = start_with_file_policy("SEMPA_FILES=copy", "true");
-    assert_eq!(scene.verdict(), []);
-    let id = migration(1);
-    let (images, mut seen) = (tempfile::tempdir().expect("dir"), Vec::new());
+    let mut fixture = start_with_file_policy("SEMPA_FILES=copy", "true");
+    assert_eq!(fixture.query_verdict(), []);
+    let id = migration_id(1);
+    let (images, mut messages) = (tempfile::tempdir().expect("dir"), Vec::new());
     let dir = images.path().join("images");
-    stop(&mut scene.source, tid(1), id, &mut seen);
-    dump(&mut scene.source, tid(1), id, &dir, &mut seen).expect("a dump");
-    restore(&mut scene.target, tid(1), id, &dir).expect("a restore");
-    let there = target_data_dir(&scene).join("held");
-    assert!(there.exists());
-    discard(&mut scene.target, id, &mut Vec::new());
-    assert!(!there.exists());
+    stop_and_wait(&mut fixture.source, tid(1), id, &mut messages);
+    dump_and_wait(&mut fixture.source, tid(1), id, &dir, &mut messages).expect("a dump");
+    restore_and_wait(&mut fixture.target, tid(1), id, &dir).expect("a restore");
+    let target_file = target_data_dir(&fixture).join("held");
+    assert!(target_file.exists());
+    discard_and_wait(&mut fixture.target, id, &mut Vec::new());
+    assert!(!target_file.exists());
     // The file is also removed if the restore fails.
-    assert_eq!(scene.verdict(), []);
+    assert_eq!(fixture.query_verdict(), []);
     std::fs::write(
         dir.join("inventory.img"),
         std::fs::read(dir.join("inventory.img"))
@@ -213,50 +225,59 @@ fn carried_file_is_removed_after_a_failure() {
             .collect::<Vec<u8>>(),
     )
     .expect("written");
-    restore(&mut scene.target, tid(1), migration(2), &dir).expect_err("a broken image");
-    assert!(!there.exists());
-    super::common::moving::continue_task(&mut scene.source, tid(1), id, &mut seen);
-    scene.assert_ends_successfully();
+    restore_and_wait(&mut fixture.target, tid(1), migration_id(2), &dir)
+        .expect_err("a broken image");
+    assert!(!target_file.exists());
+    super::common::migration_steps::continue_and_wait(
+        &mut fixture.source,
+        tid(1),
+        id,
+        &mut messages,
+    );
+    fixture.assert_ends_successfully();
 }
 
-/// A transferred file never overwrites another file.
+/// A transferred file never overwrites an existing file: the target refuses the task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn carried_file_never_overwrites() {
-    let mut scene = start_with_file_policy("SEMPA_FILES=copy", "printf other > $data/held");
-    let path = scene.dir.path().join("data/held");
+    let mut fixture = start_with_file_policy("SEMPA_FILES=copy", "printf other > $data/held");
+    let path = fixture.dir.path().join("data/held");
     let why = "it has 800 bytes at the source, 5 on the target".into();
-    assert_eq!(scene.verdict(), [Refusal::File { path, why }]);
-    scene.assert_ends_successfully();
+    assert_eq!(fixture.query_verdict(), [Refusal::File { path, why }]);
+    fixture.assert_ends_successfully();
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_file_is_not_carried_where_its_folder_is_missing() {
-    let mut scene = start_with_file_policy(
+    let mut fixture = start_with_file_policy(
         "SEMPA_FILES=copy",
         "umount $data && mount -t tmpfs none ${data%/data}",
     );
-    let verdict = scene.verdict();
-    let held = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be copied there: its directory: "));
-    assert!(verdict.iter().any(held), "{verdict:?}");
-    scene.assert_ends_successfully();
+    let verdict = fixture.query_verdict();
+    let is_directory_refusal = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be copied there: its directory: "));
+    assert!(verdict.iter().any(is_directory_refusal), "{verdict:?}");
+    fixture.assert_ends_successfully();
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
-    let mut scene = start_with_file_policy("SEMPA_FILES=refuse", "true");
-    let path = scene.dir.path().join("data/held");
-    assert_eq!(scene.inspect(), Err(Refusal::OpenFilesRefused { path }));
-    scene.assert_ends_successfully();
+    let mut fixture = start_with_file_policy("SEMPA_FILES=refuse", "true");
+    let path = fixture.dir.path().join("data/held");
+    assert_eq!(fixture.inspect(), Err(Refusal::OpenFilesRefused { path }));
+    fixture.assert_ends_successfully();
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_policy_for_files_that_means_nothing_is_refused() {
-    let mut scene = start_with_file_policy("SEMPA_FILES=all", "true");
+    let mut fixture = start_with_file_policy("SEMPA_FILES=all", "true");
     let what = "SEMPA_FILES=all, which is not one of shared, copy and refuse".into();
-    assert_eq!(scene.inspect(), Err(Refusal::UnsupportedResource { what }));
-    scene.assert_ends_successfully();
+    assert_eq!(
+        fixture.inspect(),
+        Err(Refusal::UnsupportedResource { what })
+    );
+    fixture.assert_ends_successfully();
 }

@@ -1,17 +1,19 @@
-//! Tests for each row of the table in docs/MIGRATION.md, which lists the tasks that may migrate.
-//! Each test migrates a real process to another tasker and back, and the process checks its own
-//! state; or the test asserts the reason of the refusal. The programs are in `programs/kinds`.
+//! Tests for the tables in docs/MIGRATION.md, which list the tasks that may migrate. Each row names
+//! its test.
+//!
+//! Most tests migrate a real process to another tasker and back, and the process checks its own
+//! state. The other tests assert the reason of a refusal. The programs are in `programs/kinds`.
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod descriptors;
 mod files;
+mod fixture;
 mod languages;
 mod memory;
 mod processes;
-mod refused;
-mod scene;
+mod refusals;
 mod signals;
 mod table;
 mod threads;

@@ -1,6 +1,6 @@
 //! Tests migrations of programs that use memory in special ways.
 
-use super::scene::{Scene, assert_prints_after_migration, assert_survives};
+use super::fixture::{MigrationFixture, assert_prints_after_migration, assert_survives};
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
@@ -27,29 +27,29 @@ fn the_heap_goes_on() {
     assert_survives("memory", "heap");
 }
 
-/// Locale, time zone and character tables remain in use.
+/// The task continues to use its locale, time zone and character tables.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn locale_and_time_zone_stay_in_use() {
     assert_survives("memory", "language");
 }
 
-/// Hundreds of mebibytes are migrated, and untouched pages are not sent.
+/// Hundreds of mebibytes migrate. Pages that were never written are not sent.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn untouched_pages_are_not_sent() {
     const MIB: u64 = 1 << 20;
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("memory");
-    scene.start(&program, &[], "big", "");
-    let moved = scene.migrate_there_and_back();
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("memory");
+    fixture.start_and_wait_until_ready(&program, &[], "big", "");
+    let measurements = fixture.migrate_there_and_back();
     // 300 MiB contain numbers, and 16 MiB were overwritten with zeros; 512 MiB were only read, and
     // 4096 MiB were never touched.
     assert!(
-        (316 * MIB..326 * MIB).contains(&moved.image_bytes),
-        "{moved:?}"
+        (316 * MIB..326 * MIB).contains(&measurements.image_bytes),
+        "{measurements:?}"
     );
-    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
+    assert_eq!(fixture.assert_ends_successfully(), "ready\nright\n");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Tests the processes of a task and their attributes.
 
-use super::scene::{Scene, assert_prints_after_migration, assert_survives};
+use super::fixture::{MigrationFixture, assert_prints_after_migration, assert_survives};
 
-/// Children migrate with the task, with data in the pipes in both directions.
+/// Children migrate with the task. Data in the pipes between them is kept in both directions.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn children_migrate_with_data_in_pipes() {
@@ -21,14 +21,14 @@ fn a_child_that_was_stopped_stays_stopped() {
     assert_survives("processes", "stopped");
 }
 
-/// Sessions, process groups and parents are kept, and the task can fork again.
+/// Sessions, process groups and parents are kept. After the migration the task can fork again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn sessions_groups_and_parents_stay() {
     assert_survives("processes", "family");
 }
 
-/// Memory that parent and child share remains shared, with its locks.
+/// Memory that parent and child share remains shared, and so do the locks in it.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn shared_memory_keeps_sharing_and_locks() {
@@ -66,22 +66,24 @@ fn the_scheduling_policy_is_kept() {
     assert_survives("processes", "batch");
 }
 
-/// No line of standard output or standard error is lost or duplicated when the task migrates to
-/// another tasker.
+/// No line of output is lost or duplicated when the task migrates to another tasker.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn output_is_complete_through_the_new_tasker() {
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("processes");
-    scene.start(&program, &[], "output", "");
-    scene.migrate_there_and_back();
-    let said = scene.assert_ends_successfully();
-    let numbers = said
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("processes");
+    fixture.start_and_wait_until_ready(&program, &[], "output", "");
+    fixture.migrate_there_and_back();
+    let output = fixture.assert_ends_successfully();
+    let number_lines = output
         .strip_suffix("half a line\nright\n")
         .expect("what stood in the buffer comes at the end");
-    let numbers: Vec<&str> = numbers.lines().filter(|line| *line != "ready").collect();
-    assert!(numbers.len() >= 500);
-    for (expected, line) in numbers.iter().enumerate() {
+    let number_lines: Vec<&str> = number_lines
+        .lines()
+        .filter(|line| *line != "ready")
+        .collect();
+    assert!(number_lines.len() >= 500);
+    for (expected, line) in number_lines.iter().enumerate() {
         assert_eq!(*line, expected.to_string());
     }
 }

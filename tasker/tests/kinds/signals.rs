@@ -1,9 +1,9 @@
 //! Tests signals, timers and clocks.
 
 use super::common::Tasker;
-use super::scene::{Scene, assert_prints_after_migration, assert_survives};
+use super::fixture::{MigrationFixture, assert_prints_after_migration, assert_survives};
 
-/// Signal handlers, flags, masks and the signal stack are kept.
+/// Signal handlers with their flags, signal masks and the signal stack are kept.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn signal_handlers_masks_and_stack_are_kept() {
@@ -41,19 +41,19 @@ fn an_alarm_keeps_its_time_left_and_fires() {
     assert_survives("signals", "alarms");
 }
 
-/// A sleep or poll with a timeout ends early with EINTR.
+/// A sleep or poll with a timeout that is interrupted by the migration returns EINTR.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn sleep_with_timeout_ends_with_eintr() {
     assert_survives("signals", "sleepers");
 }
 
-/// Clocks that count from the start of a host do not jump during a migration.
+/// Monotonic clocks continue from their values at the source, although the target's uptime differs.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn monotonic_clocks_do_not_jump() {
-    // The target's uptime is ten days longer.
-    let longer = [
+    // The target's uptime is ten days longer than the source's.
+    let uptime_wrapper = [
         "unshare",
         "--time",
         "--monotonic",
@@ -62,11 +62,12 @@ fn monotonic_clocks_do_not_jump() {
         "864000",
         "--fork",
     ];
-    let mut scene = Scene::begin_with(|_| Tasker::start_wrapped(&longer, &[]));
-    let program = scene.compile_c("signals");
-    scene.start(&program, &[], "clocks", "");
-    scene.migrate_there_and_back();
-    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
+    let mut fixture =
+        MigrationFixture::with_target(|_| Tasker::start_wrapped(&uptime_wrapper, &[]));
+    let program = fixture.compile_c("signals");
+    fixture.start_and_wait_until_ready(&program, &[], "clocks", "");
+    fixture.migrate_there_and_back();
+    assert_eq!(fixture.assert_ends_successfully(), "ready\nright\n");
 }
 
 #[test]

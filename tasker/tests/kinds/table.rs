@@ -1,5 +1,5 @@
-//! Checks that each row of the tables in docs/MIGRATION.md names an existing test, and that each
-//! test has a row.
+//! Checks the tables in docs/MIGRATION.md: each row must name an existing test, and each test must
+//! have a row.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,12 +12,12 @@ fn project_dir() -> PathBuf {
         .to_path_buf()
 }
 
-/// Returns the directory that contains the tests which the page names without a directory.
+/// Returns the directory of the tests that the page names by file name alone.
 fn kinds_dir() -> PathBuf {
     project_dir().join("tasker/tests/kinds")
 }
 
-fn read_page() -> String {
+fn read_migration_page() -> String {
     fs::read_to_string(project_dir().join("docs/MIGRATION.md")).expect("the page")
 }
 
@@ -30,17 +30,17 @@ fn table_rows(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Returns the tests that a text names as `file.rs::name`, as pairs of file and name.
-fn tests_named(text: &str) -> Vec<(String, String)> {
-    let words = text.split('`').skip(1).step_by(2);
-    words
-        .filter_map(|word| word.split_once("::"))
+/// Returns the tests that a text names as `file.rs::name`, as pairs of file and test name.
+fn referenced_tests(text: &str) -> Vec<(String, String)> {
+    let code_spans = text.split('`').skip(1).step_by(2);
+    code_spans
+        .filter_map(|code_span| code_span.split_once("::"))
         .map(|(file, name)| (file.into(), name.into()))
         .collect()
 }
 
-/// Returns the names of the test functions in a source.
-fn tests_in(source: &str) -> BTreeSet<String> {
+/// Returns the names of the test functions in the text of a source file.
+fn defined_tests(source: &str) -> BTreeSet<String> {
     let mut lines = source.lines().map(str::trim);
     let mut names = BTreeSet::new();
     while let Some(line) = lines.next() {
@@ -58,18 +58,18 @@ fn tests_in(source: &str) -> BTreeSet<String> {
 
 #[test]
 fn each_row_names_a_test_that_exists() {
-    let page = read_page();
+    let page = read_migration_page();
     let rows = table_rows(&page);
     assert!(rows.len() > 50, "{} rows", rows.len());
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
         assert_eq!(cells.len(), 3, "{row}");
-        let named = tests_named(cells[2]);
+        let referenced = referenced_tests(cells[2]);
         assert!(
-            !named.is_empty() || cells[1].starts_with("not tried"),
+            !referenced.is_empty() || cells[1].starts_with("not tried"),
             "without a test: {row}"
         );
-        for (file, name) in named {
+        for (file, name) in referenced {
             let path = if file.contains('/') {
                 project_dir().join(&file)
             } else {
@@ -78,7 +78,7 @@ fn each_row_names_a_test_that_exists() {
             let source =
                 fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
             assert!(
-                tests_in(&source).contains(&name),
+                defined_tests(&source).contains(&name),
                 "there is no {file}::{name}: {row}"
             );
         }
@@ -87,8 +87,8 @@ fn each_row_names_a_test_that_exists() {
 
 #[test]
 fn each_test_of_these_has_a_row() {
-    let page = read_page();
-    let named: BTreeSet<(String, String)> = tests_named(&page).into_iter().collect();
+    let page = read_migration_page();
+    let referenced: BTreeSet<(String, String)> = referenced_tests(&page).into_iter().collect();
     for entry in fs::read_dir(kinds_dir()).expect("a folder") {
         let path = entry.expect("an entry").path();
         let file = path
@@ -96,10 +96,10 @@ fn each_test_of_these_has_a_row() {
             .and_then(|name| name.to_str())
             .expect("text")
             .to_string();
-        let tests = tests_in(&fs::read_to_string(&path).expect("a source"));
-        for name in tests.into_iter().filter(|_| file != "table.rs") {
+        let test_names = defined_tests(&fs::read_to_string(&path).expect("a source"));
+        for name in test_names.into_iter().filter(|_| file != "table.rs") {
             assert!(
-                named.contains(&(file.clone(), name.clone())),
+                referenced.contains(&(file.clone(), name.clone())),
                 "docs/MIGRATION.md has no row for {file}::{name}"
             );
         }

@@ -5,15 +5,15 @@
 //! * `tests/inputs.rs` passes random inputs to this code in each test run.
 //! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` passes ten million random
 //!   inputs.
-//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search for inputs
-//!   (nightly compiler).
+//! * With the nightly compiler, `cargo fuzz run unpack --features libfuzzer` in this folder lets
+//!   libFuzzer search for inputs.
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
 use sempa_ring::block_allocator::Block;
-use sempa_ring::ring::{RECORD_HEAD_BYTES, RingControl, RingMemory, RingReader, RingWriter};
+use sempa_ring::ring::{RECORD_HEADER_BYTES, RingControl, RingMemory, RingReader, RingWriter};
 use sempa_ring::shared_memory::{RingPair, create_ring_pair};
 use sempa_ring::shared_pool::{LEASES_MAX, LeaseReturner, OwnPool, POOL_BYTES, PeerPool};
 use std::cell::RefCell;
@@ -41,18 +41,18 @@ unsafe extern "C" {
 }
 
 /// Maximum number of elements that one unpacking call requests.
-const ELEMENTS_MAX: usize = 64;
+const ELEMENTS_PER_CALL_MAX: usize = 64;
 
-/// Passes one input to all readers. The first byte selects the encoding, the second one the order
-/// of the calls, and the rest is the message.
+/// Passes one input to all readers. The first byte selects the encoding, the second byte selects
+/// the order of the calls, and all further bytes are the message.
 pub fn read_input(data: &[u8]) {
     let [encoding, order, body @ ..] = data else {
         return;
     };
     read_documented_messages(body);
     read_frames(body);
-    use_hostile_ring(*order, body);
-    use_pool_leases(body);
+    access_hostile_ring(*order, body);
+    request_pool_leases(body);
     unpack_messages(c_int::from(encoding & 1), *order, body);
 }
 
@@ -74,13 +74,13 @@ fn read_frames(body: &[u8]) {
     }
 }
 
-/// A ring in which another task has written arbitrary bytes and positions.
+/// A ring whose bytes and positions another task has chosen.
 struct HostileRing {
     control: RingControl,
     data: RefCell<[u8; RING_BYTES]>,
 }
 
-/// Size of the data of a [`HostileRing`] ring in bytes. An input is shorter.
+/// Size of the data of a [`HostileRing`] in bytes. Inputs are shorter.
 const RING_BYTES: usize = 128;
 
 impl RingMemory for &HostileRing {
@@ -98,17 +98,17 @@ impl RingMemory for &HostileRing {
     }
 }
 
-/// Returns the eight bytes of the input at offset `at` as a little-endian number; 0 if the input
-/// ends before.
-fn number_at(body: &[u8], at: usize) -> u64 {
-    body.get(at..at + 8).map_or(0, |bytes| {
+/// Returns the eight bytes of the input at offset `offset` as a little-endian number; 0 if the input is
+/// too short.
+fn number_at(body: &[u8], offset: usize) -> u64 {
+    body.get(offset..offset + 8).map_or(0, |bytes| {
         u64::from_le_bytes(bytes.try_into().expect("eight"))
     })
 }
 
 /// Reads and writes a ring whose contents and positions another task has chosen. The reader must
 /// not deliver more bytes than the ring has.
-fn use_hostile_ring(order: u8, body: &[u8]) {
+fn access_hostile_ring(order: u8, body: &[u8]) {
     let mut data = [0; RING_BYTES];
     data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
     let tail = if order & 1 == 0 {
@@ -117,24 +117,25 @@ fn use_hostile_ring(order: u8, body: &[u8]) {
         u64::from(order & 0xf8) % (RING_BYTES as u64 + 8)
     };
     if order & 2 == 0 {
-        // The record header is valid; the input determines its length and all lengths after it.
+        // The record header is valid. The input determines the length of this record and of all
+        // later records.
         let length = u32::from(data[0]);
-        data[..RECORD_HEAD_BYTES]
+        data[..RECORD_HEADER_BYTES]
             .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
     }
     let ring = HostileRing {
         control: RingControl::with_positions(tail, number_at(body, 0)),
         data: RefCell::new(data),
     };
-    let (mut reader, mut taken) = (RingReader::new(&ring), 0);
+    let (mut reader, mut delivered_bytes) = (RingReader::new(&ring), 0);
     while let Ok(Some(mut record)) = reader.next_record() {
-        if let Some(head) = record.take::<SHORT_HEAD_BYTES>() {
-            let _ = decode_short_head(head);
+        if let Some(record_head) = record.take_bytes::<SHORT_HEAD_BYTES>() {
+            let _ = decode_short_head(record_head);
         }
-        let mut rest = Vec::new();
-        record.append_to(&mut rest);
-        taken += RECORD_HEAD_BYTES + rest.len();
-        assert!(taken <= RING_BYTES, "more than a ring holds");
+        let mut record_bytes = Vec::new();
+        record.append_to(&mut record_bytes);
+        delivered_bytes += RECORD_HEADER_BYTES + record_bytes.len();
+        assert!(delivered_bytes <= RING_BYTES, "more than a ring holds");
         reader.release();
     }
     let mut writer = RingWriter::new(&ring);
@@ -144,41 +145,41 @@ fn use_hostile_ring(order: u8, body: &[u8]) {
     }
 }
 
-/// Returns a shared pool, its lease returns, and the ring that the lease returns use. All calls
-/// return the same ones.
+/// Returns a shared pool of another task, the returner of its leases, and the ring that the
+/// returner uses. All calls return the same objects.
 fn shared_pool() -> &'static (Arc<PeerPool>, Arc<LeaseReturner>, RingPair) {
     static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturner>, RingPair)> = OnceLock::new();
     STORE.get_or_init(|| {
-        let (_, store) = OwnPool::new().expect("the system has memory");
-        let (ends, _) = create_ring_pair().expect("the system has memory");
-        let returns = LeaseReturner::new(ends.reader.memory());
+        let (_, own_pool_fd) = OwnPool::new().expect("the system has memory");
+        let (ring_pair, _) = create_ring_pair().expect("the system has memory");
+        let returns = LeaseReturner::new(ring_pair.reader.memory());
         (
-            Arc::new(PeerPool::map(store.as_fd()).expect("it is ours")),
+            Arc::new(PeerPool::map(own_pool_fd.as_fd()).expect("it is ours")),
             returns,
-            ends,
+            ring_pair,
         )
     })
 }
 
 /// Requests leases of blocks of another task's shared pool, at offsets and sizes from the input.
-/// Every lease must be within the pool.
-fn use_pool_leases(body: &[u8]) {
-    let (store, returns, _) = shared_pool();
-    let mut held = Vec::new();
-    for at in [0, 4, 8, 20, 24] {
+/// The pool must grant only leases of blocks inside the pool.
+fn request_pool_leases(body: &[u8]) {
+    let (pool, returner, _) = shared_pool();
+    let mut leases = Vec::new();
+    for body_offset in [0, 4, 8, 20, 24] {
         let (offset, len) = (
-            number_at(body, at) as usize,
-            number_at(body, at + 8) as usize % (POOL_BYTES * 2),
+            number_at(body, body_offset) as usize,
+            number_at(body, body_offset + 8) as usize % (POOL_BYTES * 2),
         );
-        let slot = body.get(at).copied().unwrap_or(0);
-        let Some(loan) = store.lease(Block { offset, len }, slot, returns) else {
+        let slot = body.get(body_offset).copied().unwrap_or(0);
+        let Some(lease) = pool.lease(Block { offset, len }, slot, returner) else {
             continue;
         };
         assert!(
             offset + len <= POOL_BYTES && usize::from(slot) < LEASES_MAX,
             "{offset} {len} {slot}"
         );
-        let bytes: &[u8] = loan.as_ref();
+        let bytes: &[u8] = lease.as_ref();
         assert_eq!(bytes.len(), len);
         assert!(
             [bytes.first(), bytes.last()]
@@ -187,14 +188,15 @@ fn use_pool_leases(body: &[u8]) {
                 .all(|byte| **byte == 0),
             "nobody has written there"
         );
-        held.push(loan);
+        leases.push(lease);
     }
-    drop(held);
-    assert!(!store.has_leases(), "what was used has been given back");
+    drop(leases);
+    assert!(!pool.has_leases(), "what was used has been given back");
 }
 
+/// Unpacks the input as a message through the C interface; `order` selects the unpacking calls.
 fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
-    // SAFETY: every pointer leads to a buffer with space for the requested number of elements; a
+    // SAFETY: every pointer leads to a buffer with space for the requested number of elements. A
     // text is never longer than the message that contains it.
     unsafe {
         pvm_setopt(3, 0);
@@ -203,17 +205,20 @@ fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
         pvm_pkbyte(body.as_ptr().cast(), body.len() as c_int, 1);
         pvm_setrbuf(mid);
         let mut text = vec![0 as c_char; body.len() + 8];
-        let (mut ints, mut longs, mut doubles) =
-            ([0; ELEMENTS_MAX], [0; ELEMENTS_MAX], [0.0; ELEMENTS_MAX]);
+        let (mut ints, mut longs, mut doubles) = (
+            [0; ELEMENTS_PER_CALL_MAX],
+            [0; ELEMENTS_PER_CALL_MAX],
+            [0.0; ELEMENTS_PER_CALL_MAX],
+        );
         let mut inner = Vec::new();
-        for step in 0..16 {
-            let count = c_int::from(order % ELEMENTS_MAX as u8);
+        for call_number in 0..16 {
+            let element_count = c_int::from(order % ELEMENTS_PER_CALL_MAX as u8);
             let code = match order % 6 {
                 0 => pvm_upkstr(text.as_mut_ptr()),
-                1 => pvm_upkint(ints.as_mut_ptr(), count, 1),
-                2 => pvm_upklong(longs.as_mut_ptr(), count, 1),
-                3 => pvm_upkdouble(doubles.as_mut_ptr(), count, 1),
-                4 => pvm_upkbyte(text.as_mut_ptr(), count.min(text.len() as c_int), 1),
+                1 => pvm_upkint(ints.as_mut_ptr(), element_count, 1),
+                2 => pvm_upklong(longs.as_mut_ptr(), element_count, 1),
+                3 => pvm_upkdouble(doubles.as_mut_ptr(), element_count, 1),
+                4 => pvm_upkbyte(text.as_mut_ptr(), element_count.min(text.len() as c_int), 1),
                 _ => pvm_upkmesg(),
             };
             if order % 6 == 5 && code > 0 {
@@ -230,7 +235,10 @@ fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
             } else {
                 assert!((-36..=0).contains(&code), "{code} is no documented answer");
             }
-            order = order.rotate_left(3).wrapping_mul(5).wrapping_add(step);
+            order = order
+                .rotate_left(3)
+                .wrapping_mul(5)
+                .wrapping_add(call_number);
         }
         inner
             .into_iter()
@@ -250,20 +258,20 @@ impl InputRng {
         self.0
     }
 
-    /// Returns random bytes in which small numbers and very large numbers are frequent, because
+    /// Returns up to 96 random bytes. Small and very large numbers are frequent in them, because
     /// such numbers are the most likely to break the checks of lengths.
-    pub fn next_input(&mut self) -> Vec<u8> {
+    pub fn next_random_input(&mut self) -> Vec<u8> {
         let len = self.next_number() as usize % 96;
         let mut bytes: Vec<u8> = (0..len).map(|_| self.next_number() as u8).collect();
         for _ in 0..self.next_number() % 6 {
-            let word = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64]
+            let extreme_number = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64]
                 [self.next_number() as usize % 8];
-            let at = self.next_number() as usize % 24 * 4 + 2;
-            if let Some(place) = bytes.get_mut(at..at + 4) {
+            let offset = self.next_number() as usize % 24 * 4 + 2;
+            if let Some(place) = bytes.get_mut(offset..offset + 4) {
                 place.copy_from_slice(&if self.next_number() & 1 == 0 {
-                    word.to_be_bytes()
+                    extreme_number.to_be_bytes()
                 } else {
-                    word.to_le_bytes()
+                    extreme_number.to_le_bytes()
                 });
             }
         }

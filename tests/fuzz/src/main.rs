@@ -1,19 +1,19 @@
 //! Passes random inputs to the readers. The first argument is the number of inputs (default: one
-//! million), the second one is the seed (default: 1).
+//! million). The second argument is the seed (default: 1).
 
 fn main() {
-    let number = |at: usize, otherwise: u64| {
+    let number_argument = |index: usize, default_number: u64| {
         std::env::args()
-            .nth(at)
+            .nth(index)
             .and_then(|n| n.parse().ok())
-            .unwrap_or(otherwise)
+            .unwrap_or(default_number)
     };
-    let (count, mut dice) = (
-        number(1, 1_000_000),
-        sempa_fuzz::InputRng(number(2, 1).max(1)),
+    let (input_count, mut rng) = (
+        number_argument(1, 1_000_000),
+        sempa_fuzz::InputRng(number_argument(2, 1).max(1)),
     );
-    for _ in 0..count {
-        sempa_fuzz::read_input(&dice.next_input());
+    for _ in 0..input_count {
+        sempa_fuzz::read_input(&rng.next_random_input());
     }
-    println!("{count} inputs, nothing broke");
+    println!("{input_count} inputs, nothing broke");
 }

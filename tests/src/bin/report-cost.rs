@@ -1,6 +1,7 @@
-//! Measures what a load report costs its sender. Sends [`MESSAGE_COUNT`] messages to the resource
-//! manager with pauses between them, and prints the sorted durations of the calls in nanoseconds,
-//! in one line. The resource manager discards the messages, because their context is unknown to it.
+//! Measures the time that a load report takes its sender. Sends [`MESSAGE_COUNT`] messages to the
+//! resource manager with pauses between them. Prints the durations of the calls in nanoseconds,
+//! sorted, in one line. The resource manager discards the messages, because their context is
+//! unknown to it.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 
@@ -11,47 +12,47 @@ use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
 use std::time::{Duration, Instant};
 
-/// Number of messages that are sent.
+/// Number of messages that the program sends.
 const MESSAGE_COUNT: usize = 500;
 /// Pause before each message, because load watchers do not send reports in a burst.
 const SEND_INTERVAL: Duration = Duration::from_millis(5);
-/// Number used as a context and as a tag for which no task receives messages.
+/// Context and tag of the messages. No task receives messages with them.
 const UNUSED_CONTEXT_AND_TAG: i32 = 0x5e4d;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let vm = Vm::enroll()?;
-    let rm = vm.runtime().rm().ok_or("there is no resource manager")?.tid;
+    let rm_tid = vm.runtime().rm().ok_or("there is no resource manager")?.tid;
     let report = LoadReport {
         host: HostId::MASTER,
         at: Micros(1),
         sample: LoadSample {
             cores: 2,
-            busy: 0.5,
+            busy_share: 0.5,
             available_bytes: 1 << 33,
             ..LoadSample::default()
         },
         owner_verdict: OwnerVerdict::Absent { since: None },
-        confidence: 90,
+        confidence_percent: 90,
         owner_reason: "no user is logged in".into(),
         logins: Vec::new(),
-        access: GuestAccess::Welcome,
+        guest_access: GuestAccess::Welcome,
         access_reason: String::new(),
-        limits: GuestLimits::default(),
+        guest_limits: GuestLimits::default(),
     };
     let bytes = frame::to_bytes(&report)?;
-    let mut took = Vec::with_capacity(MESSAGE_COUNT);
+    let mut durations_ns = Vec::with_capacity(MESSAGE_COUNT);
     for _ in 0..MESSAGE_COUNT {
         std::thread::sleep(SEND_INTERVAL);
         let body = Body {
             enc: DSIG_X86_64,
             bytes: bytes.clone().into(),
         };
-        let begin = Instant::now();
-        vm.send_in_context(rm, UNUSED_CONTEXT_AND_TAG, UNUSED_CONTEXT_AND_TAG, body)?;
-        took.push(begin.elapsed().as_nanos());
+        let started_at = Instant::now();
+        vm.send_in_context(rm_tid, UNUSED_CONTEXT_AND_TAG, UNUSED_CONTEXT_AND_TAG, body)?;
+        durations_ns.push(started_at.elapsed().as_nanos());
     }
-    took.sort_unstable();
-    let all: Vec<String> = took.iter().map(u128::to_string).collect();
-    println!("{}", all.join(" "));
+    durations_ns.sort_unstable();
+    let numbers: Vec<String> = durations_ns.iter().map(u128::to_string).collect();
+    println!("{}", numbers.join(" "));
     Ok(vm.exit()?)
 }

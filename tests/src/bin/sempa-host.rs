@@ -1,7 +1,7 @@
-//! Runs the outer or the inner first process of a testbed host; started by the testbed.
+//! Runs the outer or the inner first process of a testbed host. The testbed starts this program.
 //!
 //! `sempa-host testbed COUNT` makes a testbed for manual use: it prints the folder of the testbed
-//! and the first processes of its hosts, and keeps the testbed until standard input closes.
+//! and the first processes of its hosts. The testbed ends when standard input is closed.
 
 use std::path::Path;
 
@@ -11,17 +11,17 @@ fn main() -> anyhow::Result<()> {
         [_, "outer", plan] => sempa_tests::hosts::run_outer_process(Path::new(plan)),
         [_, "init", plan] => sempa_tests::hosts::run_init_process(Path::new(plan)),
         [_, "testbed", count] => {
-            let bed = sempa_tests::Testbed::new(
+            let testbed = sempa_tests::Testbed::new(
                 count.parse()?,
-                sempa_tests::prefix().ok().as_deref(),
+                sempa_tests::installed_prefix().ok().as_deref(),
                 &[],
             )?;
-            let hosts: Vec<String> = bed
+            let host_lines: Vec<String> = testbed
                 .hosts()
                 .iter()
                 .map(|host| format!("{}={}", host.name(), host.init_pid()))
                 .collect();
-            println!("{} {}", bed.folder().display(), hosts.join(" "));
+            println!("{} {}", testbed.folder().display(), host_lines.join(" "));
             std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
             Ok(())
         }

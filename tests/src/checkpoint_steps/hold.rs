@@ -1,122 +1,129 @@
 //! Holds checkpoints and restarts at their points.
 //!
 //! All daemons must answer at three moments: before tasks are stopped, when all tasks are stopped,
-//! and before a job is restarted. Therefore most operations are held first by the fake CRIU, which
-//! leaves the daemons running. An operation that the fake CRIU need not hold starts when all others
-//! are held; the daemon of its job stops itself at the point. Finally, operations with later points
-//! continue from the engine to these points.
+//! and before a job is restarted. Therefore the fake CRIU holds most operations first, which does
+//! not stop the daemons. An operation that the fake CRIU need not hold starts when all other
+//! operations are held; the daemon of its job stops itself at the point. Finally, operations with
+//! later points continue from the engine to these points.
 
-use super::fault_points::fake_criu_word;
-use super::file_names;
+use super::fault_points::fake_criu_command;
+use super::sorted_file_names;
 use super::{
-    CheckpointFaults, FaultPoint, HeldOperation, HoldMeans, HoldPoint, JOB_COUNT, JobOnHost,
-    Operation, STEP_TIMEOUT,
+    CheckpointFaults, FaultPoint, HeldOperation, HoldMeans, HoldPoint, JOB_COUNT, Operation,
+    TestJob, WAIT_TIMEOUT,
 };
 use crate::fake_criu::{misbehaviours, set_behaviour, take_misbehaviours};
-use crate::faults::{self, Breakpoint, Point, Role, is_stopped};
+use crate::faults::{self, Breakpoint, Point, ProcessRole, is_stopped};
 use crate::run::wait_for;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
 use std::fs::File;
 
 impl CheckpointFaults<'_> {
-    /// Starts the operations of a round and holds each at its point. Returns them and the number of
-    /// the first event after the start.
-    pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<HeldOperation>, u64)> {
+    /// Starts the operations of a round and holds each at its point. Returns the held operations
+    /// and the number of the first event after the start.
+    pub(super) fn start_and_hold(
+        &mut self,
+        round: &[FaultPoint],
+    ) -> Result<(Vec<HeldOperation>, u64)> {
         let jobs = self.assign_jobs(round)?;
         let events = self.vm.events()?;
-        let from = events.last().map_or(0, |entry| entry.number + 1);
-        let mut all = Vec::new();
+        let first_event = events.last().map_or(0, |entry| entry.number + 1);
+        let mut held_operations = Vec::new();
         for (point, job) in round.iter().copied().zip(jobs) {
-            match fake_criu_word(&point) {
-                Some(word) => {
-                    let host = self.members[job].host_name();
-                    take_misbehaviours(self.vm.bed(), &host);
-                    set_behaviour(self.vm.bed(), &host, word);
-                    all.push(self.start_operation(point, job)?);
+            match fake_criu_command(&point) {
+                Some(command_word) => {
+                    let host = self.jobs[job].worker_host_name();
+                    take_misbehaviours(self.vm.testbed(), &host);
+                    set_behaviour(self.vm.testbed(), &host, command_word);
+                    held_operations.push(self.start_operation(point, job)?);
                 }
                 None => {
-                    // The next operation stops a daemon, which does not answer then. So the other
-                    // operations must have reached their points before.
-                    self.wait_for_held_engines(&mut all)?;
-                    let breakpoint = self.breakpoint(point, job)?;
-                    let mut held = self.start_operation(point, job)?;
-                    self.wait_for_daemon(&mut held, &breakpoint)?;
-                    all.push(held);
+                    // The next operation stops a daemon, which then does not answer. Therefore the
+                    // other operations must have reached their points first.
+                    self.wait_for_held_engines(&mut held_operations)?;
+                    let breakpoint = self.set_breakpoint(point, job)?;
+                    let mut operation = self.start_operation(point, job)?;
+                    self.wait_until_daemon_stops(&mut operation, &breakpoint)?;
+                    held_operations.push(operation);
                 }
             }
         }
-        self.wait_for_held_engines(&mut all)?;
-        for held in &mut all {
-            self.hold_after_engine(held)?;
+        self.wait_for_held_engines(&mut held_operations)?;
+        for operation in &mut held_operations {
+            self.continue_to_later_point(operation)?;
         }
-        for held in &mut all {
-            self.held_count += 1;
-            // On a busy machine the time limit of an operation may have expired before the fault.
-            if let Some(status) = held.console.poll()? {
+        for operation in &mut held_operations {
+            self.held_operation_count += 1;
+            // On a busy machine the time limit of an operation may expire before the fault.
+            if let Some(status) = operation.console.poll_status()? {
                 self.ended_early_count += 1;
-                let (out, err) = (held.console.out_so_far()?, held.console.err_so_far()?);
-                let point = held.point;
+                let (out, err) = (
+                    operation.console.stdout_so_far()?,
+                    operation.console.stderr_so_far()?,
+                );
+                let point = operation.point;
                 eprintln!("{point:?} ended before the fault: {status} {out}{err}");
             }
         }
-        Ok((all, from))
+        Ok((held_operations, first_event))
     }
 
-    /// Starts an operation with the console.
+    /// Starts an operation on a job by a console command.
     fn start_operation(&self, point: FaultPoint, job: usize) -> Result<HeldOperation> {
-        let member = &self.members[job];
-        let on = format!("h1,{}", member.host_name());
-        let before = self.checkpoints(job)?;
-        let newest = before.last().context("a checkpoint")?;
-        let words = match point.0 {
-            Operation::Checkpoint => ["--json", "checkpoint", &member.job.tid].to_vec(),
-            Operation::Restart => ["restart", newest, "--on", &on].to_vec(),
+        let test_job = &self.jobs[job];
+        let host_list = format!("h1,{}", test_job.worker_host_name());
+        let checkpoints_before = self.checkpoint_names(job)?;
+        let newest_checkpoint = checkpoints_before.last().context("a checkpoint")?;
+        let arguments = match point.0 {
+            Operation::Checkpoint => ["--json", "checkpoint", &test_job.job.tid].to_vec(),
+            Operation::Restart => ["restart", newest_checkpoint, "--on", &host_list].to_vec(),
         };
-        let console = self.vm.start_pvm(&words)?;
+        let console = self.vm.start_pvm(&arguments)?;
         Ok(HeldOperation {
             point,
-            job,
-            holder: None,
+            job_index: job,
+            held_by: None,
             console,
-            checkpoints_before: before,
+            checkpoints_before,
         })
     }
 
-    /// Assigns a job to each point. Jobs that need a restart are assigned first. Afterwards every
-    /// job whose restart is tried has ended, and all others run on their own hosts.
+    /// Assigns a job to each point and returns the jobs in the order of the points. Points of
+    /// restarts get the first jobs. Afterwards every job whose restart is tried has ended, and
+    /// every other job runs on its own host.
     fn assign_jobs(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
         ensure!(round.len() <= JOB_COUNT, "more points than jobs: {round:?}");
-        let mut free: Vec<usize> = (0..JOB_COUNT).collect();
-        free.sort_by_key(|job| !self.members[*job].must_restart);
-        let restarts = round
+        let mut free_jobs: Vec<usize> = (0..JOB_COUNT).collect();
+        free_jobs.sort_by_key(|job| !self.jobs[*job].must_restart);
+        let restart_count = round
             .iter()
             .filter(|(operation, _)| *operation == Operation::Restart)
             .count();
-        let mut ended = free[..restarts].to_vec();
-        let mut others = free[restarts..].to_vec();
-        others.truncate(round.len() - restarts);
-        let strays = self.misplaced_jobs()?;
-        let restarted: Vec<usize> = others
+        let mut ended_jobs = free_jobs[..restart_count].to_vec();
+        let mut running_jobs = free_jobs[restart_count..].to_vec();
+        running_jobs.truncate(round.len() - restart_count);
+        let misplaced_jobs = self.misplaced_jobs()?;
+        let restarted_jobs: Vec<usize> = running_jobs
             .iter()
-            .filter(|job| self.members[**job].must_restart || strays.contains(*job))
+            .filter(|job| self.jobs[**job].must_restart || misplaced_jobs.contains(*job))
             .copied()
             .collect();
-        self.end_jobs(&[&ended[..], &restarted[..]].concat())?;
-        for job in restarted {
-            self.restart(job)?;
+        self.end_jobs(&[&ended_jobs[..], &restarted_jobs[..]].concat())?;
+        for job in restarted_jobs {
+            self.restart_job(job)?;
         }
         let jobs = round.iter().map(|(operation, _)| {
             if *operation == Operation::Restart {
-                ended.remove(0)
+                ended_jobs.remove(0)
             } else {
-                others.remove(0)
+                running_jobs.remove(0)
             }
         });
         Ok(jobs.collect())
     }
 
-    /// Returns the running jobs that have a task on a wrong host.
+    /// Returns the running jobs that have a task on a host where they were not started.
     fn misplaced_jobs(&self) -> Result<Vec<usize>> {
         let tasks = self.vm.tasks()?;
         let is_on = |tid: &str, host: &str| {
@@ -124,121 +131,143 @@ impl CheckpointFaults<'_> {
                 .iter()
                 .any(|task| task.tid == tid && task.host.as_deref() == Some(host))
         };
-        let strays = |member: &JobOnHost| {
-            !(is_on(&member.job.tid, "h1") && is_on(&member.worker_tid, &member.host_name()))
+        let is_misplaced = |test_job: &TestJob| {
+            !(is_on(&test_job.job.tid, "h1")
+                && is_on(&test_job.worker_tid, &test_job.worker_host_name()))
         };
         Ok((0..JOB_COUNT)
-            .filter(|job| self.members[*job].runs && strays(&self.members[*job]))
+            .filter(|job| self.jobs[*job].is_running && is_misplaced(&self.jobs[*job]))
             .collect())
     }
 
-    /// Waits until `check` succeeds. Returns `None` if the console of the operation ends before.
+    /// Waits until `check` succeeds. Returns `None` if the console of the operation ends first.
     fn wait_while_console_runs<T>(
-        held: &mut HeldOperation,
+        operation: &mut HeldOperation,
         mut check: impl FnMut() -> Result<T, String>,
     ) -> Result<Option<T>> {
-        wait_for(STEP_TIMEOUT, || {
-            let status = held.console.poll().map_err(|error| error.to_string())?;
+        wait_for(WAIT_TIMEOUT, || {
+            let status = operation
+                .console
+                .poll_status()
+                .map_err(|error| error.to_string())?;
             match check() {
-                Ok(found) => Ok(Some(found)),
+                Ok(value) => Ok(Some(value)),
                 Err(_) if status.is_some() => Ok(None),
-                Err(missing) => Err(format!("{:?}: {missing}", held.point)),
+                Err(check_error) => Err(format!("{:?}: {check_error}", operation.point)),
             }
         })
     }
 
-    /// Waits for the engines of all operations that are not held yet.
-    fn wait_for_held_engines(&self, all: &mut [HeldOperation]) -> Result<()> {
-        let bed = self.vm.bed();
-        for held in all.iter_mut().filter(|held| held.holder.is_none()) {
-            let member = &self.members[held.job];
-            let (name, host) = (member.host_name(), bed.host(member.host));
-            let called = Self::wait_while_console_runs(held, || match misbehaviours(bed, &name) {
-                none if none.is_empty() => Err("no engine was called".to_string()),
-                _ => Ok(HoldMeans::FakeCriu),
+    /// Waits until the engines of all operations that have no [`HoldMeans`] yet are held.
+    fn wait_for_held_engines(&self, operations: &mut [HeldOperation]) -> Result<()> {
+        let testbed = self.vm.testbed();
+        for operation in operations
+            .iter_mut()
+            .filter(|operation| operation.held_by.is_none())
+        {
+            let test_job = &self.jobs[operation.job_index];
+            let (host_name, host) = (
+                test_job.worker_host_name(),
+                testbed.host(test_job.worker_host),
+            );
+            let was_called = Self::wait_while_console_runs(operation, || {
+                match misbehaviours(testbed, &host_name) {
+                    none if none.is_empty() => Err("no engine was called".to_string()),
+                    _ => Ok(HoldMeans::FakeCriu),
+                }
             })?;
-            held.holder = called;
-            if held.holder.is_some() && held.point.1 == HoldPoint::EngineWorks {
-                let stopped = Self::wait_while_console_runs(held, || {
-                    let mut engines = faults::processes_of(host, Role::Engine).into_iter();
+            operation.held_by = was_called;
+            if operation.held_by.is_some() && operation.point.1 == HoldPoint::DuringEngine {
+                let was_stopped = Self::wait_while_console_runs(operation, || {
+                    let mut engines = faults::role_processes(host, ProcessRole::Engine).into_iter();
                     engines
                         .find(|pid| is_stopped(*pid))
                         .ok_or("no engine is stopped".to_string())
                 })?;
-                held.holder = stopped.map(HoldMeans::Process);
+                operation.held_by = was_stopped.map(HoldMeans::Process);
             }
         }
         Ok(())
     }
 
-    /// Lets an operation continue from the point where the engine holds it, to a later point.
-    fn hold_after_engine(&self, held: &mut HeldOperation) -> Result<()> {
-        if !matches!(held.holder, Some(HoldMeans::FakeCriu)) {
+    /// Lets an operation continue from the engine to its later point.
+    fn continue_to_later_point(&self, operation: &mut HeldOperation) -> Result<()> {
+        if !matches!(operation.held_by, Some(HoldMeans::FakeCriu)) {
             return Ok(());
         }
-        let (bed, host) = (self.vm.bed(), self.members[held.job].host_name());
-        match held.point.1 {
-            HoldPoint::At(..) => {
-                let breakpoint = self.breakpoint(held.point, held.job)?;
-                set_behaviour(bed, &host, "");
-                self.wait_for_daemon(held, &breakpoint)
+        let (testbed, host) = (
+            self.vm.testbed(),
+            self.jobs[operation.job_index].worker_host_name(),
+        );
+        match operation.point.1 {
+            HoldPoint::DaemonAt(..) => {
+                let breakpoint = self.set_breakpoint(operation.point, operation.job_index)?;
+                set_behaviour(testbed, &host, "");
+                self.wait_until_daemon_stops(operation, &breakpoint)
             }
-            HoldPoint::Sealing => {
-                let lock = self.lock_store()?;
-                set_behaviour(bed, &host, "");
-                let sealing = self.wait_for_seal(held)?;
-                held.holder = sealing.then_some(HoldMeans::StoreLock(lock));
+            HoldPoint::BeforeSeal => {
+                let store_lock = self.wait_for_store_lock()?;
+                set_behaviour(testbed, &host, "");
+                let is_sealing = self.wait_for_seal(operation)?;
+                operation.held_by = is_sealing.then_some(HoldMeans::StoreLock(store_lock));
                 Ok(())
             }
-            HoldPoint::EngineWaits | HoldPoint::EngineWorks => Ok(()),
+            HoldPoint::BeforeEngine | HoldPoint::DuringEngine => Ok(()),
         }
     }
 
-    fn lock_store(&self) -> Result<Flock<File>> {
-        let path = self.store().join("lock");
-        wait_for(STEP_TIMEOUT, || {
+    fn wait_for_store_lock(&self) -> Result<Flock<File>> {
+        let path = self.store_folder().join("lock");
+        wait_for(WAIT_TIMEOUT, || {
             let file = File::open(&path).map_err(|error| error.to_string())?;
             Flock::lock(file, FlockArg::LockExclusiveNonblock)
-                .map_err(|(_, errno)| errno.to_string())
+                .map_err(|(_, error_number)| error_number.to_string())
         })
     }
 
     /// Waits until a checkpoint is complete except for its final name. Returns false if the console
-    /// ends before.
-    fn wait_for_seal(&self, held: &mut HeldOperation) -> Result<bool> {
-        let draft = format!(".draft-{}-", self.members[held.job].job.tid);
-        let sealing = Self::wait_while_console_runs(held, || {
-            let drafts = file_names(&self.store()).into_iter();
-            let drafts = drafts.filter(|name| name.starts_with(&draft));
-            let mut manifests = drafts.map(|name| self.store().join(name).join("manifest"));
+    /// ends first.
+    fn wait_for_seal(&self, operation: &mut HeldOperation) -> Result<bool> {
+        let draft_prefix = format!(".draft-{}-", self.jobs[operation.job_index].job.tid);
+        let reached = Self::wait_while_console_runs(operation, || {
+            let drafts = sorted_file_names(&self.store_folder()).into_iter();
+            let drafts = drafts.filter(|name| name.starts_with(&draft_prefix));
+            let mut manifests = drafts.map(|name| self.store_folder().join(name).join("manifest"));
             if manifests.any(|path| path.exists()) {
                 Ok(())
             } else {
                 Err("it is not being sealed".to_string())
             }
         })?;
-        Ok(sealing.is_some())
+        Ok(reached.is_some())
     }
 
-    fn breakpoint(&self, (_, hold): FaultPoint, job: usize) -> Result<Breakpoint> {
-        let HoldPoint::At(step, edge) = hold else {
+    fn set_breakpoint(&self, (_, hold): FaultPoint, job: usize) -> Result<Breakpoint> {
+        let HoldPoint::DaemonAt(step, edge) = hold else {
             bail!("no daemon is stopped at {hold:?}")
         };
         let point: Point = (step, edge);
-        Breakpoint::new(&self.breakpoints, &self.members[job].worker_tid, point)
+        Breakpoint::new(&self.breakpoints_folder, &self.jobs[job].worker_tid, point)
     }
 
-    fn wait_for_daemon(&self, held: &mut HeldOperation, breakpoint: &Breakpoint) -> Result<()> {
-        let host = self.vm.bed().host(self.members[held.job].host);
-        let reached = Self::wait_while_console_runs(held, || {
+    fn wait_until_daemon_stops(
+        &self,
+        operation: &mut HeldOperation,
+        breakpoint: &Breakpoint,
+    ) -> Result<()> {
+        let host = self
+            .vm
+            .testbed()
+            .host(self.jobs[operation.job_index].worker_host);
+        let was_reached = Self::wait_while_console_runs(operation, || {
             breakpoint
                 .stopped_daemon(&[host])?
                 .ok_or("no daemon has reached it".to_string())
         })?;
-        if reached.is_none() {
-            breakpoint.remove();
+        if was_reached.is_none() {
+            breakpoint.remove_if_not_reached();
         }
-        held.holder = reached.map(HoldMeans::Process);
+        operation.held_by = was_reached.map(HoldMeans::Process);
         Ok(())
     }
 }

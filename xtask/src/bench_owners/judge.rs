@@ -1,5 +1,5 @@
-//! Judges a run: compares the event log, the workers' clocks and the kernel's counts of processor
-//! time with the script's own list of logins. Does no input or output.
+//! Evaluates a run: compares the event log, the workers' clocks and the kernel's counts of
+//! processor time with the script's own list of logins. Performs no input or output.
 
 use super::kernels::{ProcessSamples, ProcessorTime};
 use sempa_proto::event::EventKind;
@@ -10,60 +10,63 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum time that a guest may run after the owner's login, in microseconds.
 pub(super) const GUEST_RUN_AFTER_LOGIN_MAX_US: u64 = 50_000;
-/// Maximum time after a login until no guest is left on the host, in microseconds, if the guests
-/// have a host to migrate to. The transfer of the guests' memory may take additional time, at the
-/// rate [`LINK_BYTES_PER_S`]. If the limit is exceeded, the events are reported.
-const GUESTS_GONE_MAX_US: u64 = 1_000_000;
-/// Rate in bytes per second by which the additional time for a transfer is computed.
-const LINK_BYTES_PER_S: u64 = 100_000_000;
-/// Processor time in microseconds that the kernel may count for a process while the process is
-/// being stopped.
-const STOPPING_MAX_US: u64 = 1_000;
+/// Maximum time, in microseconds, from a login until the host has no guests, if the guests have a
+/// host to which they can migrate. The transfer of the guests' memory may take additional time, at
+/// the rate [`TRANSFER_BYTES_PER_S`]. If the limit is exceeded, the events are reported.
+const VACATING_MAX_US: u64 = 1_000_000;
+/// Rate in bytes per second from which the additional time for a transfer is computed.
+const TRANSFER_BYTES_PER_S: u64 = 100_000_000;
+/// Maximum processor time in microseconds that the kernel may count for a process after the limit
+/// for guests, while the process is being stopped.
+const STOPPING_PROCESSOR_TIME_MAX_US: u64 = 1_000;
 /// Maximum time in microseconds between the end of a decision's reason and the execution of the
 /// decision.
 const DECISION_DELAY_MAX_US: u64 = 1_000_000;
-/// Maximum percentage of cases that may remain unjudged, because a task ended at that moment or a
-/// process was not found early enough.
+/// Maximum percentage of workers and kernels that may remain without a result, because a task ended
+/// during the measurement or a process was not found early enough.
 const SKIPPED_PERCENT_MAX: usize = 5;
 
 /// The clocks of all workers, by tid as the console prints it.
-pub(super) type Clocks = BTreeMap<String, Clock>;
+pub(super) type WorkerClocks = BTreeMap<String, WorkerClock>;
 
-/// A worker's record of when it ran, in microseconds since 1970. Before its first and after its
-/// last reading of the clock, the worker's state is unknown.
+/// A worker's record of the times at which it ran, in microseconds since 1970. Before its first and
+/// after its last reading of the clock, the worker's state is unknown.
 #[derive(Debug, Default)]
-pub(super) struct Clock {
-    pub(super) first: u64,
-    pub(super) last: u64,
-    /// Times in which the worker did not run, as pairs of successive readings that are far apart.
-    pub(super) gaps: Vec<(u64, u64)>,
+pub(super) struct WorkerClock {
+    pub(super) first_reading_us: u64,
+    pub(super) last_reading_us: u64,
+    /// Times in which the worker did not run: pairs of two successive readings that are far apart.
+    pub(super) gaps_us: Vec<(u64, u64)>,
 }
 
-/// How long a worker ran on a host after the owner's login.
+/// The time for which a worker ran on a host after the owner's login.
 #[derive(Debug, PartialEq, Eq)]
 enum RunAfterLogin {
     /// The worker stopped at this time.
-    Until(u64),
-    /// The worker ran until the end of the observed time.
-    UntilEnd,
-    /// The worker had not read its clock yet, or had ended.
+    /// The worker stopped at this time, in microseconds since 1970.
+    StoppedAt(u64),
+    /// The worker ran until the end of the observed period.
+    RanUntilEnd,
+    /// Unknown, because the worker had not read its clock yet or had ended.
     Unknown,
 }
 
-impl Clock {
-    /// Returns how long the worker ran after the login at `since`. The worker is known to be
-    /// stopped at `end`.
-    fn run_after_login(&self, since: u64, end: u64) -> RunAfterLogin {
+impl WorkerClock {
+    /// Returns how long the worker ran after the login at `login_at_us`. At the time `stopped_by_us` the worker is
+    /// known to be stopped.
+    fn run_after_login(&self, login_at_us: u64, stopped_by_us: u64) -> RunAfterLogin {
         match self
-            .gaps
+            .gaps_us
             .iter()
-            .find(|(from, to)| *from < end && *to >= end)
+            .find(|(gap_start, gap_end)| *gap_start < stopped_by_us && *gap_end >= stopped_by_us)
         {
-            Some((from, _)) => RunAfterLogin::Until(*from),
-            None if self.first >= end || self.last <= since + GUEST_RUN_AFTER_LOGIN_MAX_US => {
+            Some((gap_start, _)) => RunAfterLogin::StoppedAt(*gap_start),
+            None if self.first_reading_us >= stopped_by_us
+                || self.last_reading_us <= login_at_us + GUEST_RUN_AFTER_LOGIN_MAX_US =>
+            {
                 RunAfterLogin::Unknown
             }
-            None => RunAfterLogin::UntilEnd,
+            None => RunAfterLogin::RanUntilEnd,
         }
     }
 }
@@ -71,36 +74,35 @@ impl Clock {
 /// A login on a host as recorded by the script, in microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ScriptedLogin {
-    pub(super) host: u16,
+    pub(super) host_index: u16,
     /// Time just before the login.
-    pub(super) from: u64,
+    pub(super) login_at_us: u64,
     /// Time after the logout was complete.
-    pub(super) to: u64,
+    pub(super) logout_at_us: u64,
 }
 
 /// The results of a run, as they are written to the JSON file.
 #[derive(Debug, Default, Serialize)]
-pub(super) struct Outcome {
+pub(super) struct OwnersOutcome {
     pub(super) good: bool,
     pub(super) reasons: Vec<String>,
     pub(super) seconds: u64,
     pub(super) visits: usize,
-    /// Number of visits that ended before the limit for a host without guests, while guests were
-    /// still there.
+    /// Number of visits that ended before the limit [`VACATING_MAX_US`], while the host still
+    /// had guests.
     pub(super) short_visits: usize,
     /// Times from the login record until a worker stopped, by the worker's own clock, in
     /// microseconds; sorted.
     pub(super) stood_still_us: Vec<u64>,
-    /// Number of workers on an owner's host for which that time is unknown.
+    /// Number of workers on an owner's host for which the time in `stood_still_us` is unknown.
     pub(super) workers_skipped: usize,
-    /// Processor time of tablix2's kernels on a host whose owner had logged in earlier than the
-    /// limit before, by the operating system's count, in microseconds; sorted.
+    /// Processor time that tablix2's kernels used on an owner's host after
+    /// [`GUEST_RUN_AFTER_LOGIN_MAX_US`], by the operating system's count, in microseconds; sorted.
     pub(super) kernels_got_us: Vec<u64>,
-    /// Processor time that dumps used inside the same processes in the same time, in microseconds;
+    /// Processor time that dumps used inside these kernels in the same period, in microseconds;
     /// sorted.
     pub(super) dumps_got_us: Vec<u64>,
-    /// Processor time that the operating system used to end the same processes, in microseconds;
-    /// sorted.
+    /// Processor time that the operating system used to end these kernels, in microseconds; sorted.
     pub(super) ends_got_us: Vec<u64>,
     /// Number of tablix2's kernels on an owner's host whose processor time was not observed.
     pub(super) kernels_skipped: usize,
@@ -112,13 +114,17 @@ pub(super) struct Outcome {
     pub(super) held_us: Vec<u64>,
     /// Times from the login record until no guest was left on the host, in microseconds; sorted.
     pub(super) clean_us: Vec<u64>,
-    /// As `clean_us`, only for hosts that had a guest at the login.
+    /// The times of `clean_us` for hosts that had a guest at the login.
     pub(super) cleared_us: Vec<u64>,
-    /// As `clean_us`, only for hosts with a guest that temporarily had no host to migrate to.
+    /// Times from the login record until no guest was left on the host, in microseconds; sorted.
+    /// Contains only hosts with a guest that temporarily had no host to which it could migrate;
+    /// `clean_us` does not contain these hosts.
     pub(super) nowhere_us: Vec<u64>,
-    /// Hosts that still had guests after the limit, with the events.
+    /// Hosts that still had guests after their limit, with the events.
     pub(super) late: Vec<LateHost>,
+    /// Workers that ran longer after a login than the limit permits.
     pub(super) ran_on: Vec<LateWorker>,
+    /// Kernels of tablix2 that used the processor longer after a login than the limit permits.
     pub(super) got_on: Vec<LateKernel>,
     pub(super) moves: usize,
     pub(super) failed_moves: usize,
@@ -128,16 +134,17 @@ pub(super) struct Outcome {
     pub(super) timetables: usize,
     /// Number of farms that have ended.
     pub(super) farms: usize,
-    /// Number of tasks of these farms that had a correct result.
+    /// Number of correct results of the farms' tasks.
     pub(super) results: usize,
 }
 
-/// A host that still had guests after the limit for this host.
+/// A host that still had guests after its limit.
 #[derive(Debug, Serialize)]
 pub(super) struct LateHost {
     pub(super) host: String,
     pub(super) clean_us: u64,
-    /// The limit for this host in microseconds.
+    /// The limit for this host in microseconds: [`VACATING_MAX_US`] and the time for the
+    /// transfers.
     pub(super) promised_us: u64,
     /// Events on the host, each with its milliseconds after the login record.
     pub(super) story: Vec<String>,
@@ -165,153 +172,162 @@ pub(super) struct LateKernel {
 
 /// A decision of the resource manager, as `pvm why` prints it.
 #[derive(Debug, Deserialize)]
-pub(super) struct Decision {
+pub(super) struct RmDecision {
     pub(super) at_us: u64,
     pub(super) text: String,
     pub(super) decided: serde_json::Value,
 }
 
-/// Name of the host and the decisions about the host, by host index.
-pub(super) type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
+/// For each host, by index, its name and the decisions about it.
+pub(super) type DecisionsByHost = BTreeMap<u16, (String, Vec<RmDecision>)>;
 
 /// An owner's visit, as recorded in the event log.
-struct Visit {
-    host: u16,
-    since: u64,
+struct OwnerVisit {
+    host_index: u16,
+    login_at_us: u64,
 }
 
 /// Returns the visits in the event log.
-fn visits(events: &[EventEntry]) -> impl Iterator<Item = Visit> {
+fn visits(events: &[EventEntry]) -> impl Iterator<Item = OwnerVisit> {
     events.iter().filter_map(|entry| match entry.kind {
-        EventKind::OwnerPresent { host, since, .. } => Some(Visit {
-            host: host.index(),
-            since: since.0,
+        EventKind::OwnerPresent { host, since, .. } => Some(OwnerVisit {
+            host_index: host.index(),
+            login_at_us: since.0,
         }),
         _ => None,
     })
 }
 
-/// Applies `says` to the events at or after the time `since`, and returns its first result that is
-/// not `None`.
-fn find_after<T>(
+/// Returns the first value that `extract` returns for an event at or after the time `start_us`; `None` if
+/// `extract` returns `None` for all of them.
+fn first_match_since<T>(
     events: &[EventEntry],
-    since: u64,
-    says: impl Fn(&EventEntry) -> Option<T>,
+    start_us: u64,
+    extract: impl Fn(&EventEntry) -> Option<T>,
 ) -> Option<T> {
     events
         .iter()
-        .filter(|entry| entry.at_us >= since)
-        .find_map(says)
+        .filter(|entry| entry.at_us >= start_us)
+        .find_map(extract)
 }
 
-/// Returns the events on the visited host until the time `until`, each with its time.
-fn events_of_visit(visit: &Visit, until: u64, events: &[EventEntry]) -> Vec<(u64, String)> {
-    let here = |entry: &&EventEntry| match &entry.kind {
-        EventKind::MigrationStep { from, .. } => from.index() == visit.host,
+/// Returns the events on the visited host until the time `end_us`, each with its time.
+fn events_of_visit(visit: &OwnerVisit, end_us: u64, events: &[EventEntry]) -> Vec<(u64, String)> {
+    let concerns_host = |entry: &&EventEntry| match &entry.kind {
+        EventKind::MigrationStep { from, .. } => from.index() == visit.host_index,
         EventKind::OwnerPresent { host, .. } | EventKind::GuestsPaused { host, .. } => {
-            host.index() == visit.host
+            host.index() == visit.host_index
         }
         _ => false,
     };
-    let meanwhile = events
+    let events_until_end = events
         .iter()
-        .filter(|entry| (visit.since..=until).contains(&entry.at_us))
-        .filter(here);
-    meanwhile
+        .filter(|entry| (visit.login_at_us..=end_us).contains(&entry.at_us))
+        .filter(concerns_host);
+    events_until_end
         .map(|entry| (entry.at_us, entry.text.clone()))
         .collect()
 }
 
-/// Returns the events of a visit as lines of text, in order of time.
-fn story_lines(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
-    happened.sort();
-    happened
+/// Formats the timed texts of a visit as lines of text, in order of time.
+fn format_story(visit: &OwnerVisit, mut timed_texts: Vec<(u64, String)>) -> Vec<String> {
+    timed_texts.sort();
+    timed_texts
         .iter()
-        .map(|(at_us, text)| story_line(visit, *at_us, text))
+        .map(|(at_us, text)| format_story_line(visit, *at_us, text))
         .collect()
 }
 
-/// Returns an event as a line of text, with its milliseconds after the login record.
-fn story_line(visit: &Visit, at_us: u64, text: &str) -> String {
-    format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
+/// Formats an event as a line of text that begins with the time after the login in milliseconds.
+fn format_story_line(visit: &OwnerVisit, at_us: u64, text: &str) -> String {
+    format!("{:.1} {text}", (at_us - visit.login_at_us) as f64 / 1e3)
 }
 
-/// Returns the tids of the guests that were stopped for a visit.
-fn stopped_guests<'a>(
+/// Returns the tids of the guests that were paused first after the start of the visit.
+fn first_paused_guests<'a>(
     events: &'a [EventEntry],
-    visit: &Visit,
+    visit: &OwnerVisit,
 ) -> impl Iterator<Item = String> + use<'a> {
-    let of_host = |entry: &'a EventEntry| match &entry.kind {
-        EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => Some(guests),
+    let paused_on_host = |entry: &'a EventEntry| match &entry.kind {
+        EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host_index => {
+            Some(guests)
+        }
         _ => None,
     };
     let guests = events
         .iter()
-        .filter(|entry| entry.at_us >= visit.since)
-        .find_map(of_host);
+        .filter(|entry| entry.at_us >= visit.login_at_us)
+        .find_map(paused_on_host);
     guests.into_iter().flatten().map(|tid| tid.to_string())
 }
 
-/// Returns the time at which the guests of the visited host were resumed or its owner had logged
-/// out, whichever was first; `None` if neither happened.
-fn visit_end(events: &[EventEntry], visit: &Visit) -> Option<u64> {
-    find_after(events, visit.since, |entry| match &entry.kind {
+/// Returns the time at which the guests of the visited host were resumed or the owner had logged
+/// out, whichever was first; `None` if the event log contains neither event.
+fn visit_end(events: &[EventEntry], visit: &OwnerVisit) -> Option<u64> {
+    first_match_since(events, visit.login_at_us, |entry| match &entry.kind {
         EventKind::GuestsResumed { host, .. } | EventKind::OwnerAbsent { host, .. } => {
-            (host.index() == visit.host).then_some(entry.at_us)
+            (host.index() == visit.host_index).then_some(entry.at_us)
         }
         _ => None,
     })
 }
 
-impl Outcome {
-    /// Judges a complete run, and stores the results in `self`.
-    pub(super) fn judge(
+impl OwnersOutcome {
+    /// Evaluates a complete run, and stores the results in `self`.
+    pub(super) fn evaluate_run(
         &mut self,
         events: &[EventEntry],
-        stays: &[ScriptedLogin],
-        decisions: &Decisions,
-        clocks: &Clocks,
-        seen: &ProcessSamples,
+        scripted_logins: &[ScriptedLogin],
+        decisions: &DecisionsByHost,
+        clocks: &WorkerClocks,
+        kernel_samples: &ProcessSamples,
     ) {
-        self.judge_events(events, stays);
+        self.evaluate_events(events, scripted_logins);
         for visit in visits(events) {
-            let clean = |entry: &EventEntry| match entry.kind {
-                EventKind::HostVacated { host } if host.index() == visit.host => {
-                    Some(Ok(entry.at_us - visit.since))
+            let vacated_or_logged_out = |entry: &EventEntry| match entry.kind {
+                EventKind::HostVacated { host } if host.index() == visit.host_index => {
+                    Some(Ok(entry.at_us - visit.login_at_us))
                 }
-                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => {
+                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host_index => {
                     Some(Err(entry.at_us))
                 }
                 _ => None,
             };
-            let end = events.last().map_or(visit.since, |entry| entry.at_us);
-            match find_after(events, visit.since, clean).unwrap_or(Err(end)) {
-                Ok(clean_us) => self.judge_clean(&visit, clean_us, events, decisions),
-                Err(end) if end.saturating_sub(visit.since) <= GUESTS_GONE_MAX_US => {
+            let end_us = events.last().map_or(visit.login_at_us, |entry| entry.at_us);
+            match first_match_since(events, visit.login_at_us, vacated_or_logged_out)
+                .unwrap_or(Err(end_us))
+            {
+                Ok(clean_us) => self.evaluate_vacating_time(&visit, clean_us, events, decisions),
+                Err(end_us) if end_us.saturating_sub(visit.login_at_us) <= VACATING_MAX_US => {
                     self.short_visits += 1
                 }
-                Err(end) => {
-                    let Visit { host, since } = visit;
+                Err(end_us) => {
+                    let OwnerVisit {
+                        host_index: host,
+                        login_at_us: since,
+                    } = visit;
                     self.reasons.push(format!(
-                        "host {host} was not clean from {since} to {end}, the whole time that its owner was present"
+                        "host {host} was not clean from {since} to {end_us}, the whole time that its owner was present"
                     ));
                 }
             }
-            self.judge_kernels(&visit, events, clocks, seen);
+            self.evaluate_kernels(&visit, events, clocks, kernel_samples);
         }
         clocks
             .iter()
-            .for_each(|(worker, clock)| self.judge_worker(worker, clock, events));
-        stays
+            .for_each(|(worker, clock)| self.evaluate_worker(worker, clock, events));
+        scripted_logins
             .iter()
-            .filter(|stay| !is_in_event_log(stay, events))
-            .for_each(|stay| {
+            .filter(|scripted_login| !is_in_event_log(scripted_login, events))
+            .for_each(|scripted_login| {
                 self.reasons.push(format!(
                     "no load watcher noticed the owner on host {} from {} to {}",
-                    stay.host, stay.from, stay.to
+                    scripted_login.host_index,
+                    scripted_login.login_at_us,
+                    scripted_login.logout_at_us
                 ));
             });
-        let Outcome {
+        let Self {
             stood_still_us,
             seen_us,
             held_us,
@@ -320,8 +336,8 @@ impl Outcome {
         } = self;
         [stood_still_us, seen_us, held_us, clean_us]
             .into_iter()
-            .for_each(|all| all.sort_unstable());
-        let Outcome {
+            .for_each(|times_us| times_us.sort_unstable());
+        let Self {
             cleared_us,
             nowhere_us,
             kernels_got_us,
@@ -337,32 +353,35 @@ impl Outcome {
             ends_got_us,
         ]
         .into_iter()
-        .for_each(|all| all.sort_unstable());
-        self.set_verdict();
+        .for_each(|times_us| times_us.sort_unstable());
+        self.set_result();
     }
 
-    fn set_verdict(&mut self) {
-        let promise = GUEST_RUN_AFTER_LOGIN_MAX_US / 1000;
-        let late = self
+    /// Adds a reason for each exceeded limit, and sets `good` if there are no reasons.
+    fn set_result(&mut self) {
+        let limit_ms = GUEST_RUN_AFTER_LOGIN_MAX_US / 1000;
+        let late_worker_count = self
             .stood_still_us
             .iter()
             .filter(|us| **us > GUEST_RUN_AFTER_LOGIN_MAX_US)
             .count();
-        let got = self
+        let late_kernel_count = self
             .kernels_got_us
             .iter()
-            .filter(|us| **us > STOPPING_MAX_US)
+            .filter(|us| **us > STOPPING_PROCESSOR_TIME_MAX_US)
             .count();
-        for (what, count) in [
+        for (description, count) in [
             (
-                format!("times a worker ran longer than {promise} ms after its owner had returned"),
-                late,
+                format!(
+                    "times a worker ran longer than {limit_ms} ms after its owner had returned"
+                ),
+                late_worker_count,
             ),
             (
                 format!(
-                    "times a kernel of tablix2 got the processor longer than {promise} ms after an owner had come"
+                    "times a kernel of tablix2 got the processor longer than {limit_ms} ms after an owner had come"
                 ),
-                got,
+                late_kernel_count,
             ),
             (
                 "hosts had guests for longer than was promised".to_string(),
@@ -370,9 +389,9 @@ impl Outcome {
             ),
         ] {
             self.reasons
-                .extend((count > 0).then(|| format!("{count} {what}")));
+                .extend((count > 0).then(|| format!("{count} {description}")));
         }
-        for (what, skipped, judged) in [
+        for (description, skipped, evaluated) in [
             ("workers", self.workers_skipped, self.stood_still_us.len()),
             (
                 "kernels of tablix2",
@@ -380,36 +399,40 @@ impl Outcome {
                 self.kernels_got_us.len(),
             ),
         ] {
-            if judged == 0 || skipped * 100 > (skipped + judged) * SKIPPED_PERCENT_MAX {
+            if evaluated == 0 || skipped * 100 > (skipped + evaluated) * SKIPPED_PERCENT_MAX {
                 self.reasons.push(format!(
-                    "only {judged} of {} {what} on hosts with owners could be judged",
-                    judged + skipped
+                    "only {evaluated} of {} {description} on hosts with owners could be judged",
+                    evaluated + skipped
                 ));
             }
         }
         self.good = self.reasons.is_empty();
     }
 
-    fn judge_events(&mut self, events: &[EventEntry], stays: &[ScriptedLogin]) {
-        // Start time of each migration, by its id.
-        let mut began = BTreeMap::new();
+    /// Counts the migrations and checks their causes. Collects the times of detections and pauses.
+    fn evaluate_events(&mut self, events: &[EventEntry], scripted_logins: &[ScriptedLogin]) {
+        // Time of the first step of each migration, in microseconds since 1970, by the migration's
+        // id.
+        let mut migration_starts = BTreeMap::new();
         for entry in events {
             match &entry.kind {
                 EventKind::MigrationStep { id, .. } => {
-                    began.entry(*id).or_insert(entry.at_us);
+                    migration_starts.entry(*id).or_insert(entry.at_us);
                 }
                 EventKind::Migrated {
                     id, from, cause, ..
                 } => {
                     self.moves += 1;
-                    let at = began.get(id).copied().unwrap_or(entry.at_us);
-                    let there = |stay: &ScriptedLogin| {
-                        stay.host == from.index()
-                            && (stay.from..=stay.to + DECISION_DELAY_MAX_US).contains(&at)
+                    let start_us = migration_starts.get(id).copied().unwrap_or(entry.at_us);
+                    let covers_start = |scripted_login: &ScriptedLogin| {
+                        scripted_login.host_index == from.index()
+                            && (scripted_login.login_at_us
+                                ..=scripted_login.logout_at_us + DECISION_DELAY_MAX_US)
+                                .contains(&start_us)
                     };
-                    let says_so =
+                    let names_owner =
                         matches!(cause, MigrationCause::Owner { why } if why.contains("olga"));
-                    if !says_so || !stays.iter().any(there) {
+                    if !names_owner || !scripted_logins.iter().any(covers_start) {
                         self.reasons
                             .push(format!("a migration for a false reason: {}", entry.text));
                     }
@@ -417,80 +440,83 @@ impl Outcome {
                 EventKind::MigrationFailed { .. } => self.failed_moves += 1,
                 EventKind::OwnerPresent {
                     since,
-                    detected_at: seen,
+                    detected_at: detection_time,
                     ..
-                } => self.seen_us.push(seen.since(*since).0),
+                } => self.seen_us.push(detection_time.since(*since).0),
                 EventKind::GuestsPaused {
-                    duration: took,
+                    duration: pause_duration,
                     guests,
                     ..
-                } if !guests.is_empty() => self.held_us.push(took.0),
+                } if !guests.is_empty() => self.held_us.push(pause_duration.0),
                 _ => {}
             }
         }
     }
 
-    /// Judges the time from a login until the host had no guests.
-    fn judge_clean(
+    /// Records the time `clean_us` from the login until the host had no guests, and compares the
+    /// time with the limit.
+    fn evaluate_vacating_time(
         &mut self,
-        visit: &Visit,
+        visit: &OwnerVisit,
         clean_us: u64,
         events: &[EventEntry],
-        decisions: &Decisions,
+        decisions: &DecisionsByHost,
     ) {
-        let until = visit.since + clean_us;
-        let within = |at_us: u64| at_us >= visit.since && at_us <= until;
-        let of_host = decisions.get(&visit.host);
-        let decided: Vec<&Decision> = of_host
+        let vacated_at_us = visit.login_at_us + clean_us;
+        let is_during_visit = |at_us: u64| at_us >= visit.login_at_us && at_us <= vacated_at_us;
+        let host_decisions = decisions.get(&visit.host_index);
+        let visit_decisions: Vec<&RmDecision> = host_decisions
             .into_iter()
-            .flat_map(|(_, all)| all)
-            .filter(|d| within(d.at_us))
+            .flat_map(|(_, decision_list)| decision_list)
+            .filter(|d| is_during_visit(d.at_us))
             .collect();
-        let nowhere = |d: &&Decision| {
+        let found_no_host = |d: &&RmDecision| {
             d.decided["Stays"]["why"]
                 .as_str()
                 .is_some_and(|why| why.starts_with("no host"))
         };
-        if decided.iter().any(nowhere) {
+        if visit_decisions.iter().any(found_no_host) {
             return self.nowhere_us.push(clean_us);
         }
         self.clean_us.push(clean_us);
-        let left = |entry: &EventEntry| match &entry.kind {
+        let migrated_bytes = |entry: &EventEntry| match &entry.kind {
             EventKind::Migrated { from, bytes, .. }
-                if from.index() == visit.host && within(entry.at_us) =>
+                if from.index() == visit.host_index && is_during_visit(entry.at_us) =>
             {
                 Some(*bytes)
             }
             _ => None,
         };
-        let went: Vec<u64> = events.iter().filter_map(left).collect();
-        if !went.is_empty() {
+        let migration_sizes: Vec<u64> = events.iter().filter_map(migrated_bytes).collect();
+        if !migration_sizes.is_empty() {
             self.cleared_us.push(clean_us);
         }
-        let promised_us =
-            GUESTS_GONE_MAX_US + went.iter().sum::<u64>() * 1_000_000 / LINK_BYTES_PER_S;
+        let promised_us = VACATING_MAX_US
+            + migration_sizes.iter().sum::<u64>() * 1_000_000 / TRANSFER_BYTES_PER_S;
         if clean_us <= promised_us {
             return;
         }
-        let step = |entry: &&EventEntry| match &entry.kind {
+        let is_migration_step = |entry: &&EventEntry| match &entry.kind {
             EventKind::MigrationStep { from, .. } => {
-                from.index() == visit.host && within(entry.at_us)
+                from.index() == visit.host_index && is_during_visit(entry.at_us)
             }
             _ => false,
         };
         let steps = events
             .iter()
-            .filter(step)
+            .filter(is_migration_step)
             .map(|entry| (entry.at_us, entry.text.clone()));
-        let story = story_lines(
+        let story = format_story(
             visit,
-            decided
+            visit_decisions
                 .iter()
                 .map(|d| (d.at_us, d.text.clone()))
                 .chain(steps)
                 .collect(),
         );
-        let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
+        let host = host_decisions
+            .map(|(name, _)| name.clone())
+            .unwrap_or_default();
         self.late.push(LateHost {
             host,
             clean_us,
@@ -499,98 +525,113 @@ impl Outcome {
         });
     }
 
-    /// Judges the processor time that tablix2's kernels used on a visited host after the limit for
-    /// guests, until the kernels had left the host or the visit was over.
-    fn judge_kernels(
+    /// Records the processor time that tablix2's kernels used on a visited host after the limit for
+    /// guests, until the kernels had left the host or the visit had ended.
+    fn evaluate_kernels(
         &mut self,
-        visit: &Visit,
+        visit: &OwnerVisit,
         events: &[EventEntry],
-        clocks: &Clocks,
-        seen: &ProcessSamples,
+        clocks: &WorkerClocks,
+        kernel_samples: &ProcessSamples,
     ) {
-        let guests = stopped_guests(events, visit).collect::<BTreeSet<String>>();
-        let kernels = guests
+        let guests = first_paused_guests(events, visit).collect::<BTreeSet<String>>();
+        let kernel_count = guests
             .iter()
             .filter(|tid| !clocks.contains_key(*tid))
             .count();
-        let Some(end) = visit_end(events, visit)
-            .filter(|end| *end > visit.since + GUEST_RUN_AFTER_LOGIN_MAX_US)
-        else {
+        let Some(visit_end_us) = visit_end(events, visit).filter(|visit_end_us| {
+            *visit_end_us > visit.login_at_us + GUEST_RUN_AFTER_LOGIN_MAX_US
+        }) else {
             return;
         };
-        let got = seen.processor_time_between(
-            visit.host,
-            visit.since + GUEST_RUN_AFTER_LOGIN_MAX_US,
-            end,
+        let processor_times = kernel_samples.processor_time_between(
+            visit.host_index,
+            visit.login_at_us + GUEST_RUN_AFTER_LOGIN_MAX_US,
+            visit_end_us,
         );
-        self.kernels_skipped += kernels.saturating_sub(got.len());
-        self.kernels_got_us
-            .extend(got.iter().map(|(_, used)| used.program));
-        self.dumps_got_us
-            .extend(got.iter().map(|(_, used)| used.dump));
-        self.ends_got_us
-            .extend(got.iter().map(|(_, used)| used.end));
-        for (process, used) in got
-            .iter()
-            .filter(|(_, used)| used.program > STOPPING_MAX_US)
-        {
-            let until = end.min(visit.since + GUESTS_GONE_MAX_US);
-            let line = |(at, more): (u64, ProcessorTime)| {
-                (at, format!("it has used microseconds: {more:?}"))
+        self.kernels_skipped += kernel_count.saturating_sub(processor_times.len());
+        self.kernels_got_us.extend(
+            processor_times
+                .iter()
+                .map(|(_, processor_time)| processor_time.program_us),
+        );
+        self.dumps_got_us.extend(
+            processor_times
+                .iter()
+                .map(|(_, processor_time)| processor_time.dump_us),
+        );
+        self.ends_got_us.extend(
+            processor_times
+                .iter()
+                .map(|(_, processor_time)| processor_time.exit_us),
+        );
+        for (process, processor_time) in processor_times.iter().filter(|(_, processor_time)| {
+            processor_time.program_us > STOPPING_PROCESSOR_TIME_MAX_US
+        }) {
+            let story_end_us = visit_end_us.min(visit.login_at_us + VACATING_MAX_US);
+            let format_use = |(at_us, additional_time): (u64, ProcessorTime)| {
+                (
+                    at_us,
+                    format!("it has used microseconds: {additional_time:?}"),
+                )
             };
-            let used_then = seen
-                .steps(*process, visit.since, until)
+            let use_lines = kernel_samples
+                .usage_increments(*process, visit.login_at_us, story_end_us)
                 .into_iter()
-                .map(line);
-            let story = story_lines(
+                .map(format_use);
+            let story = format_story(
                 visit,
-                events_of_visit(visit, until, events)
+                events_of_visit(visit, story_end_us, events)
                     .into_iter()
-                    .chain(used_then)
+                    .chain(use_lines)
                     .collect(),
             );
             self.got_on.push(LateKernel {
                 pid: process.1,
-                got_us: used.program,
+                got_us: processor_time.program_us,
                 story,
             });
         }
     }
 
-    /// Judges how long a worker still ran, for each visit to the worker's host.
-    fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[EventEntry]) {
+    /// Records how long a worker ran after the login of each visit to its host.
+    fn evaluate_worker(&mut self, worker: &str, clock: &WorkerClock, events: &[EventEntry]) {
         for visit in visits(events) {
-            let stood = |entry: &EventEntry| match &entry.kind {
-                EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => {
+            let paused_worker = |entry: &EventEntry| match &entry.kind {
+                EventKind::GuestsPaused { host, guests, .. }
+                    if host.index() == visit.host_index =>
+                {
                     Some(guests.iter().any(|tid| tid.to_string() == worker))
                 }
                 _ => None,
             };
-            if find_after(events, visit.since, stood) != Some(true) {
+            if first_match_since(events, visit.login_at_us, paused_worker) != Some(true) {
                 continue;
             }
-            // The worker cannot have run between its stop and this event.
-            let end = |entry: &EventEntry| match &entry.kind {
+            // The worker cannot have run between its stop and the event that `stopped_by_us` finds.
+            let stopped_by_us = |entry: &EventEntry| match &entry.kind {
                 EventKind::MigrationStep {
                     tid,
-                    from,
+                    from: stopped_at,
                     step: Step::Transfer,
                     ..
-                } => {
-                    (from.index() == visit.host && tid.to_string() == worker).then_some(entry.at_us)
-                }
+                } => (stopped_at.index() == visit.host_index && tid.to_string() == worker)
+                    .then_some(entry.at_us),
                 EventKind::GuestsResumed { host, .. } => {
-                    (host.index() == visit.host).then_some(entry.at_us)
+                    (host.index() == visit.host_index).then_some(entry.at_us)
                 }
                 _ => None,
             };
-            let Some(end) = find_after(events, visit.since, end) else {
+            let Some(stopped_by_us) = first_match_since(events, visit.login_at_us, stopped_by_us)
+            else {
                 self.workers_skipped += 1;
                 continue;
             };
-            let ran_us = match clock.run_after_login(visit.since, end) {
-                RunAfterLogin::Until(from) => from.saturating_sub(visit.since),
-                RunAfterLogin::UntilEnd => end - visit.since,
+            let ran_us = match clock.run_after_login(visit.login_at_us, stopped_by_us) {
+                RunAfterLogin::StoppedAt(stopped_at) => {
+                    stopped_at.saturating_sub(visit.login_at_us)
+                }
+                RunAfterLogin::RanUntilEnd => stopped_by_us - visit.login_at_us,
                 RunAfterLogin::Unknown => {
                     self.workers_skipped += 1;
                     continue;
@@ -598,19 +639,20 @@ impl Outcome {
             };
             self.stood_still_us.push(ran_us);
             if ran_us > GUEST_RUN_AFTER_LOGIN_MAX_US {
-                let watched = [
-                    (clock.first, "it looks at its clock"),
-                    (clock.last, "its last look at its clock"),
+                let clock_readings = [
+                    (clock.first_reading_us, "it looks at its clock"),
+                    (clock.last_reading_us, "its last look at its clock"),
                 ];
-                let of_clock = watched
+                let clock_lines = clock_readings
                     .into_iter()
-                    .filter(|(at_us, _)| *at_us >= visit.since);
-                let of_clock = of_clock.map(|(at_us, what)| (at_us, what.to_string()));
-                let story = story_lines(
+                    .filter(|(at_us, _)| *at_us >= visit.login_at_us);
+                let clock_lines =
+                    clock_lines.map(|(at_us, description)| (at_us, description.to_string()));
+                let story = format_story(
                     &visit,
-                    events_of_visit(&visit, end, events)
+                    events_of_visit(&visit, stopped_by_us, events)
                         .into_iter()
-                        .chain(of_clock)
+                        .chain(clock_lines)
                         .collect(),
                 );
                 self.ran_on.push(LateWorker {
@@ -623,28 +665,31 @@ impl Outcome {
     }
 }
 
-/// True if the event log contains this login.
-fn is_in_event_log(stay: &ScriptedLogin, events: &[EventEntry]) -> bool {
-    let mut there = false;
+/// True if the event log contains the login `scripted_login`.
+fn is_in_event_log(scripted_login: &ScriptedLogin, events: &[EventEntry]) -> bool {
+    let mut is_present = false;
     for entry in events
         .iter()
-        .filter(|entry| entry.at_us <= stay.to + DECISION_DELAY_MAX_US)
+        .filter(|entry| entry.at_us <= scripted_login.logout_at_us + DECISION_DELAY_MAX_US)
     {
         match &entry.kind {
-            EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
-            // The logout of an earlier visitor may be detected late.
+            EventKind::OwnerPresent { host, .. } if host.index() == scripted_login.host_index => {
+                is_present = true
+            }
+            // The logout of the previous owner may be detected late.
             EventKind::OwnerAbsent { host, .. }
-                if host.index() == stay.host && entry.at_us < stay.to =>
+                if host.index() == scripted_login.host_index
+                    && entry.at_us < scripted_login.logout_at_us =>
             {
-                there = false
+                is_present = false
             }
             _ => {}
         }
-        if there && entry.at_us >= stay.from {
+        if is_present && entry.at_us >= scripted_login.login_at_us {
             return true;
         }
     }
-    there
+    is_present
 }
 
 #[cfg(test)]
@@ -652,15 +697,15 @@ mod tests {
     use super::*;
     use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
-    fn h(index: u16) -> HostId {
+    fn host_id(index: u16) -> HostId {
         HostId::new(index).expect("an index")
     }
 
-    fn t(number: u32) -> Tid {
-        Tid::task(h(1), number).expect("a task")
+    fn tid(number: u32) -> Tid {
+        Tid::for_task(host_id(1), number).expect("a task")
     }
 
-    fn log(kinds: Vec<(u64, EventKind)>) -> Vec<EventEntry> {
+    fn event_log(kinds: Vec<(u64, EventKind)>) -> Vec<EventEntry> {
         let entry = |(number, (at_us, kind)): (u64, (u64, EventKind))| EventEntry {
             number,
             at_us,
@@ -671,70 +716,81 @@ mod tests {
         (1..).zip(kinds).map(entry).collect()
     }
 
-    fn moved(from: u16, bytes: u64) -> EventKind {
-        let (id, why, frozen) = (MigrationId(1), "olga on pts/0".to_string(), Micros(0));
+    fn migrated_event(from: u16, bytes: u64) -> EventKind {
+        let (id, reason, zero_duration) = (MigrationId(1), "olga on pts/0".to_string(), Micros(0));
         EventKind::Migrated {
             id,
-            tid: t(7),
-            from: h(from),
-            to: h(1),
-            cause: MigrationCause::Owner { why },
+            tid: tid(7),
+            from: host_id(from),
+            to: host_id(1),
+            cause: MigrationCause::Owner { why: reason },
             bytes,
             resident: bytes,
-            frozen,
-            transfer_time: frozen,
+            frozen: zero_duration,
+            transfer_time: zero_duration,
         }
     }
 
-    fn comes(host: u16, since: u64) -> EventKind {
-        let (since, seen) = (Micros(since), Micros(since + 100));
+    fn owner_present_event(host: u16, since: u64) -> EventKind {
+        let (since, detected) = (Micros(since), Micros(since + 100));
         EventKind::OwnerPresent {
-            host: h(host),
+            host: host_id(host),
             since,
-            detected_at: seen,
+            detected_at: detected,
             why: "olga on pts/0".into(),
         }
     }
 
-    const STAY: ScriptedLogin = ScriptedLogin {
-        host: 2,
-        from: 900,
-        to: 9_000_000,
+    const LOGIN_ON_HOST_2: ScriptedLogin = ScriptedLogin {
+        host_index: 2,
+        login_at_us: 900,
+        logout_at_us: 9_000_000,
     };
 
-    fn judged(
+    fn evaluated_outcome(
         events: &[EventEntry],
-        stays: &[ScriptedLogin],
-        clocks: &Clocks,
-        seen: &ProcessSamples,
-    ) -> Outcome {
-        let mut outcome = Outcome::default();
-        outcome.judge(events, stays, &Decisions::new(), clocks, seen);
+        scripted_logins: &[ScriptedLogin],
+        clocks: &WorkerClocks,
+        kernel_samples: &ProcessSamples,
+    ) -> OwnersOutcome {
+        let mut outcome = OwnersOutcome::default();
+        outcome.evaluate_run(
+            events,
+            scripted_logins,
+            &DecisionsByHost::new(),
+            clocks,
+            kernel_samples,
+        );
         outcome
     }
 
-    fn says(outcome: &Outcome, words: &str) -> bool {
-        outcome.reasons.iter().any(|reason| reason.contains(words))
+    fn has_reason(outcome: &OwnersOutcome, phrase: &str) -> bool {
+        outcome.reasons.iter().any(|reason| reason.contains(phrase))
     }
 
-    /// A host that never becomes free of guests fails the run, unless the visitor left before the
-    /// limit.
+    /// A visit that ends before the limit does not fail the run.
     #[test]
     fn host_never_free_of_guests_fails_run() {
-        let goes = || EventKind::OwnerAbsent {
-            host: h(2),
+        let owner_absent_event = || EventKind::OwnerAbsent {
+            host: host_id(2),
             why: "no user is logged in".into(),
         };
-        let visit = |then: Vec<(u64, EventKind)>| {
-            let events = log([vec![(1000, comes(2, 1000))], then].concat());
-            judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default())
+        let visit = |later_events: Vec<(u64, EventKind)>| {
+            let events =
+                event_log([vec![(1000, owner_present_event(2, 1000))], later_events].concat());
+            evaluated_outcome(
+                &events,
+                &[LOGIN_ON_HOST_2],
+                &WorkerClocks::new(),
+                &ProcessSamples::default(),
+            )
         };
-        let never_clean = |then| says(&visit(then), "host 2 was not clean");
-        let late = 1000 + GUESTS_GONE_MAX_US + 1;
-        assert!(never_clean(vec![(late, goes())]));
+        let never_clean = |later_events| has_reason(&visit(later_events), "host 2 was not clean");
+        let after_limit_us = 1000 + VACATING_MAX_US + 1;
+        assert!(never_clean(vec![(after_limit_us, owner_absent_event())]));
         assert!(
             never_clean(vec![(
-                late,
+                after_limit_us,
                 EventKind::Note {
                     text: "the end".into()
                 }
@@ -742,160 +798,205 @@ mod tests {
             "the log ends"
         );
         assert!(!never_clean(vec![
-            (2000, EventKind::HostVacated { host: h(2) }),
-            (late, goes())
+            (2000, EventKind::HostVacated { host: host_id(2) }),
+            (after_limit_us, owner_absent_event())
         ]));
-        assert!(!never_clean(vec![(late - 1, goes())]));
-        assert_eq!(visit(vec![(late - 1, goes())]).short_visits, 1);
+        assert!(!never_clean(vec![(
+            after_limit_us - 1,
+            owner_absent_event()
+        )]));
+        assert_eq!(
+            visit(vec![(after_limit_us - 1, owner_absent_event())]).short_visits,
+            1
+        );
     }
 
-    /// A migration for an owner is correct only if the owner was logged in on that host at that
-    /// time.
+    /// The owner must have been logged in on the source host at the time of the migration.
     #[test]
     fn migration_for_owner_needs_owner_on_host() {
-        let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
-        let false_one = |events: &[EventEntry], stays: &[ScriptedLogin]| {
-            says(
-                &judged(events, stays, &Clocks::new(), &ProcessSamples::default()),
+        let migration_log = |at, from| {
+            event_log(vec![
+                (1000, owner_present_event(2, 1000)),
+                (at, migrated_event(from, 0)),
+            ])
+        };
+        let has_false_migration = |events: &[EventEntry], stays: &[ScriptedLogin]| {
+            has_reason(
+                &evaluated_outcome(
+                    events,
+                    stays,
+                    &WorkerClocks::new(),
+                    &ProcessSamples::default(),
+                ),
                 "a false reason",
             )
         };
-        assert!(!false_one(&move_at(2000, 2), &[STAY]));
+        assert!(!has_false_migration(
+            &migration_log(2000, 2),
+            &[LOGIN_ON_HOST_2]
+        ));
         assert!(
-            false_one(&move_at(2000, 3), &[STAY]),
+            has_false_migration(&migration_log(2000, 3), &[LOGIN_ON_HOST_2]),
             "she was on another host"
         );
         assert!(
-            false_one(&move_at(20_000_000, 2), &[STAY]),
+            has_false_migration(&migration_log(20_000_000, 2), &[LOGIN_ON_HOST_2]),
             "she had left long ago"
         );
-        assert!(false_one(&move_at(2000, 2), &[]), "she was nowhere");
+        assert!(
+            has_false_migration(&migration_log(2000, 2), &[]),
+            "she was nowhere"
+        );
     }
 
-    /// A host with guests after the limit fails the run. The limit includes time for the transfer
-    /// of the guests' memory.
+    /// The limit includes time for the transfer of the guests' memory.
     #[test]
     fn host_with_late_guests_fails_run() {
-        let clean_at = |at, bytes| {
-            let clean = EventKind::HostVacated { host: h(2) };
-            let events = log(vec![
-                (1000, comes(2, 1000)),
-                (2000, moved(2, bytes)),
-                (at, clean),
+        let outcome_with_vacating = |at, bytes| {
+            let vacated_event = EventKind::HostVacated { host: host_id(2) };
+            let events = event_log(vec![
+                (1000, owner_present_event(2, 1000)),
+                (2000, migrated_event(2, bytes)),
+                (at, vacated_event),
             ]);
-            judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default())
+            evaluated_outcome(
+                &events,
+                &[LOGIN_ON_HOST_2],
+                &WorkerClocks::new(),
+                &ProcessSamples::default(),
+            )
         };
-        assert!(clean_at(900_000, 0).late.is_empty());
-        assert!(says(
-            &clean_at(1_200_000, 0),
+        assert!(outcome_with_vacating(900_000, 0).late.is_empty());
+        assert!(has_reason(
+            &outcome_with_vacating(1_200_000, 0),
             "had guests for longer than was promised"
         ));
         assert!(
-            clean_at(1_200_000, 50_000_000).late.is_empty(),
+            outcome_with_vacating(1_200_000, 50_000_000).late.is_empty(),
             "half a second for its bytes"
         );
-        assert_eq!(clean_at(900_000, 0).cleared_us, [899_000]);
+        assert_eq!(outcome_with_vacating(900_000, 0).cleared_us, [899_000]);
     }
 
-    /// Workers and kernels on an owner's host are either judged or counted as skipped.
+    /// Each worker and each kernel on an owner's host must be counted in one of two ways: with a
+    /// result, or as skipped.
     #[test]
     fn guests_are_judged_or_counted_as_skipped() {
-        let guests = vec![t(7), t(8)];
-        let stopped = EventKind::GuestsPaused {
-            host: h(2),
+        let guests = vec![tid(7), tid(8)];
+        let paused_event = EventKind::GuestsPaused {
+            host: host_id(2),
             guests: guests.clone(),
             duration: Micros(9),
             why: String::new(),
         };
-        let go_on = EventKind::GuestsResumed {
-            host: h(2),
+        let resumed_event = EventKind::GuestsResumed {
+            host: host_id(2),
             guests,
             why: String::new(),
         };
-        let events = log(vec![
-            (1000, comes(2, 1000)),
-            (20_000, stopped),
-            (200_000, go_on),
+        let events = event_log(vec![
+            (1000, owner_present_event(2, 1000)),
+            (20_000, paused_event),
+            (200_000, resumed_event),
         ]);
-        let clocks =
-            |first, last, gaps| Clocks::from([(t(7).to_string(), Clock { first, last, gaps })]);
+        let clocks = |first, last, gaps| {
+            WorkerClocks::from([(
+                tid(7).to_string(),
+                WorkerClock {
+                    first_reading_us: first,
+                    last_reading_us: last,
+                    gaps_us: gaps,
+                },
+            )])
+        };
         let gaps = |gap| clocks(500, 900_000, vec![gap]);
-        let good = judged(
+        let good_outcome = evaluated_outcome(
             &events,
-            &[STAY],
+            &[LOGIN_ON_HOST_2],
             &gaps((11_000, 210_000)),
             &ProcessSamples::default(),
         );
         assert_eq!(
-            (good.stood_still_us, good.kernels_skipped),
+            (good_outcome.stood_still_us, good_outcome.kernels_skipped),
             (vec![10_000], 1),
             "nobody has looked at the kernel"
         );
-        let late = judged(
+        let late_outcome = evaluated_outcome(
             &events,
-            &[STAY],
+            &[LOGIN_ON_HOST_2],
             &gaps((90_000, 210_000)),
             &ProcessSamples::default(),
         );
-        assert!(says(&late, "a worker ran longer") && late.ran_on.len() == 1);
-        let never = judged(
+        assert!(has_reason(&late_outcome, "a worker ran longer") && late_outcome.ran_on.len() == 1);
+        let running_outcome = evaluated_outcome(
             &events,
-            &[STAY],
+            &[LOGIN_ON_HOST_2],
             &gaps((300_000, 400_000)),
             &ProcessSamples::default(),
         );
-        assert!(says(&never, "a worker ran longer") && never.ran_on[0].ran_us == 199_000);
-        let skipped = |first, last| {
-            let outcome = judged(
+        assert!(
+            has_reason(&running_outcome, "a worker ran longer")
+                && running_outcome.ran_on[0].ran_us == 199_000
+        );
+        let skipped_counts = |first, last| {
+            let outcome = evaluated_outcome(
                 &events,
-                &[STAY],
+                &[LOGIN_ON_HOST_2],
                 &clocks(first, last, vec![]),
                 &ProcessSamples::default(),
             );
             (outcome.workers_skipped, outcome.ran_on.len())
         };
         assert_eq!(
-            skipped(200_000, 900_000),
+            skipped_counts(200_000, 900_000),
             (1, 0),
             "it did not look at its clock yet"
         );
         assert_eq!(
-            skipped(199_000, 900_000),
+            skipped_counts(199_000, 900_000),
             (0, 1),
             "it looked at its clock, and where is the gap?"
         );
         assert_eq!(
-            skipped(500, 1000 + GUEST_RUN_AFTER_LOGIN_MAX_US),
+            skipped_counts(500, 1000 + GUEST_RUN_AFTER_LOGIN_MAX_US),
             (1, 0),
             "it looked at its clock no more"
         );
         assert_eq!(
-            skipped(500, 1001 + GUEST_RUN_AFTER_LOGIN_MAX_US),
+            skipped_counts(500, 1001 + GUEST_RUN_AFTER_LOGIN_MAX_US),
             (0, 1),
             "nobody was to run then"
         );
-        let unfinished = judged(
+        let unfinished_outcome = evaluated_outcome(
             &events[..2],
-            &[STAY],
+            &[LOGIN_ON_HOST_2],
             &gaps((11_000, 210_000)),
             &ProcessSamples::default(),
         );
-        assert_eq!(unfinished.workers_skipped, 1);
+        assert_eq!(unfinished_outcome.workers_skipped, 1);
     }
 
     #[test]
     fn undetected_login_fails_run() {
-        let events = log(vec![(1000, comes(2, 1000))]);
-        assert!(!says(
-            &judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default()),
+        let events = event_log(vec![(1000, owner_present_event(2, 1000))]);
+        assert!(!has_reason(
+            &evaluated_outcome(
+                &events,
+                &[LOGIN_ON_HOST_2],
+                &WorkerClocks::new(),
+                &ProcessSamples::default()
+            ),
             "no load watcher noticed"
         ));
-        let other = ScriptedLogin { host: 3, ..STAY };
-        assert!(says(
-            &judged(
+        let login_on_other_host = ScriptedLogin {
+            host_index: 3,
+            ..LOGIN_ON_HOST_2
+        };
+        assert!(has_reason(
+            &evaluated_outcome(
                 &events,
-                &[other],
-                &Clocks::new(),
+                &[login_on_other_host],
+                &WorkerClocks::new(),
                 &ProcessSamples::default()
             ),
             "no load watcher noticed"

@@ -1,5 +1,5 @@
-//! Measures the processor time of programs that do not record when they run. A thread reads the
-//! operating system's counts of their processes all the time.
+//! Measures the processor time of programs that do not record when they run. A thread periodically
+//! reads the operating system's counts for the processes of these programs.
 
 use anyhow::{Context, Result};
 use procfs::process::Process as ProcFolder;
@@ -16,15 +16,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 const READING_INTERVAL: Duration = Duration::from_millis(5);
 /// Interval between two searches for processes.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
-/// Maximum number of samples: enough for one process for some hours.
+/// Maximum number of samples of all processes; enough for some hours of one process.
 const SAMPLES_MAX: usize = 4_000_000;
 
-/// The processor time that a process had used until a reading.
+/// The processor time that a process has used from its start until a reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sample {
+pub(super) struct UsageSample {
     /// Time of the reading, in microseconds since 1970.
     pub(super) at_us: u64,
-    /// Processor time of all threads of the process.
+    /// Processor time of all threads of the process, by purpose.
     pub(super) used_us: ProcessorTime,
 }
 
@@ -32,288 +32,316 @@ pub(super) struct Sample {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ProcessorTime {
     /// Processor time of the program itself.
-    pub(super) program: u64,
-    /// Processor time while the process was traced, that is, of a dump inside the process. The
-    /// program does not run in that time.
-    pub(super) dump: u64,
-    /// Processor time until the first reading without memory: the operating system ended the
-    /// process and reclaimed its memory.
-    pub(super) end: u64,
+    pub(super) program_us: u64,
+    /// Processor time while the process was traced. In that time a dump runs inside the process,
+    /// and the program does not run.
+    pub(super) dump_us: u64,
+    /// Processor time until the first reading at which the process has no memory: the operating
+    /// system has ended the process and reclaimed its memory.
+    pub(super) exit_us: u64,
 }
 
-/// To which purpose the processor time of a process is added.
+/// The purpose to which the processor time of a process is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TimePurpose {
+    /// The process is not traced and has memory, so its time is used by the program.
     Program,
-    /// The process is traced, so its time is that of a dump.
-    Tracer,
-    /// The process has no memory: it is being killed, or is dead.
-    Kernel,
+    /// The process is traced, so its time is used by a dump.
+    Dump,
+    /// The process has no memory, because it is being killed or is dead.
+    Exit,
 }
 
 /// A reading of the counts of one process.
 #[derive(Clone, Copy, Debug)]
-struct Reading {
+struct CountReading {
     at_us: u64,
-    /// Processor time of the threads that exist at the reading, in microseconds.
-    counted: u64,
-    whose: TimePurpose,
+    /// Processor time in microseconds of the threads that exist at the time of the reading.
+    counted_us: u64,
+    purpose: TimePurpose,
 }
 
 /// A process on a host, as (index of the host, process number on this machine).
-pub(super) type Process = (u16, u32);
+pub(super) type HostProcess = (u16, u32);
 
 /// All samples by process, oldest first. Of several equal successive samples, only the first and
-/// the last one are retained.
+/// the last are retained.
 #[derive(Debug, Default)]
 pub(super) struct ProcessSamples {
-    pub(super) all: BTreeMap<Process, Vec<Sample>>,
-    count: usize,
-    last: BTreeMap<Process, Reading>,
+    pub(super) samples: BTreeMap<HostProcess, Vec<UsageSample>>,
+    sample_count: usize,
+    last_readings: BTreeMap<HostProcess, CountReading>,
 }
 
 impl ProcessSamples {
-    /// Adds a reading. The operating system counts only threads that exist; if a thread has ended,
-    /// the sum does not decrease. The time before or after a reading of a traced process belongs to
-    /// the dump, because the process is stopped at the begin and at the end of a dump.
-    fn add_reading(&mut self, process: Process, look: Reading) {
-        let mut used = self
-            .all
+    /// Adds a reading to the samples of a process. The operating system counts only existing
+    /// threads. If a thread has ended and the count is lower, the recorded time does not decrease.
+    /// The time immediately before and after a reading of a traced process belongs to the dump,
+    /// because the process is stopped at the start and at the end of a dump.
+    fn add_reading(&mut self, process: HostProcess, reading: CountReading) {
+        let mut used_time = self
+            .samples
             .get(&process)
-            .and_then(|list| list.last())
-            .map_or(ProcessorTime::default(), |last| last.used_us);
-        let last = self.last.insert(process, look);
-        let more = look
-            .counted
-            .saturating_sub(last.map_or(0, |last| last.counted));
-        match (look.whose, last.map(|last| last.whose)) {
-            (TimePurpose::Kernel, _) => used.end += more,
-            (TimePurpose::Tracer, _) | (_, Some(TimePurpose::Tracer)) => used.dump += more,
-            _ => used.program += more,
+            .and_then(|process_samples| process_samples.last())
+            .map_or(ProcessorTime::default(), |previous_reading| {
+                previous_reading.used_us
+            });
+        let previous_reading = self.last_readings.insert(process, reading);
+        let increment_us = reading.counted_us.saturating_sub(
+            previous_reading.map_or(0, |previous_reading| previous_reading.counted_us),
+        );
+        match (
+            reading.purpose,
+            previous_reading.map(|previous_reading| previous_reading.purpose),
+        ) {
+            (TimePurpose::Exit, _) => used_time.exit_us += increment_us,
+            (TimePurpose::Dump, _) | (_, Some(TimePurpose::Dump)) => {
+                used_time.dump_us += increment_us
+            }
+            _ => used_time.program_us += increment_us,
         }
-        let sample = Sample {
-            at_us: look.at_us,
-            used_us: used,
+        let sample = UsageSample {
+            at_us: reading.at_us,
+            used_us: used_time,
         };
-        let list = self.all.entry(process).or_default();
-        if let [.., before, last] = list.as_mut_slice()
-            && before.used_us == sample.used_us
-            && last.used_us == sample.used_us
+        let process_samples = self.samples.entry(process).or_default();
+        if let [.., second_last, previous_reading] = process_samples.as_mut_slice()
+            && second_last.used_us == sample.used_us
+            && previous_reading.used_us == sample.used_us
         {
-            last.at_us = sample.at_us;
-        } else if self.count < SAMPLES_MAX {
-            self.count += 1;
-            list.push(sample);
+            previous_reading.at_us = sample.at_us;
+        } else if self.sample_count < SAMPLES_MAX {
+            self.sample_count += 1;
+            process_samples.push(sample);
         }
     }
 
-    /// Returns the processor time of each process of a host between two times, as far as it is
-    /// certain: from the first reading after `from` to the last reading before `to`. Omits
-    /// processes with fewer than two readings in between.
+    /// Returns the processor time that each process of a host has certainly used between two times:
+    /// from the first reading after `start_us` to the last reading before `end_us`. Processes with fewer
+    /// than two readings in this period are omitted.
     pub(super) fn processor_time_between(
         &self,
         host: u16,
-        from: u64,
-        to: u64,
-    ) -> Vec<(Process, ProcessorTime)> {
-        let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
-        of_host
+        start_us: u64,
+        end_us: u64,
+    ) -> Vec<(HostProcess, ProcessorTime)> {
+        let host_samples = self
+            .samples
+            .iter()
+            .filter(|((host_index, _), _)| *host_index == host);
+        host_samples
             .filter_map(|(process, samples)| {
-                Some((*process, certain_processor_time(samples, from, to)?))
+                Some((*process, certain_processor_time(samples, start_us, end_us)?))
             })
             .collect()
     }
 
-    /// Returns the readings between two times at which a process had used more processor time than
-    /// before, each with the difference.
-    pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, ProcessorTime)> {
-        let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
+    /// Returns the readings between `start_us` and `end_us` at which a process had used more processor time
+    /// than at the previous reading: the time of the reading and the difference.
+    pub(super) fn usage_increments(
+        &self,
+        process: HostProcess,
+        start_us: u64,
+        end_us: u64,
+    ) -> Vec<(u64, ProcessorTime)> {
+        let samples = self.samples.get(&process).map_or(&[][..], Vec::as_slice);
         let pairs = samples
             .iter()
             .zip(samples.iter().skip(1))
-            .filter(|(_, after)| (from..=to).contains(&after.at_us));
-        let pairs = pairs.map(|(before, after)| (after.at_us, after.used_us.minus(before.used_us)));
+            .filter(|(_, later)| (start_us..=end_us).contains(&later.at_us));
+        let pairs =
+            pairs.map(|(earlier, later)| (later.at_us, later.used_us.minus(earlier.used_us)));
         pairs
-            .filter(|(_, more)| *more != ProcessorTime::default())
+            .filter(|(_, increment)| *increment != ProcessorTime::default())
             .collect()
     }
 }
 
 impl ProcessorTime {
-    fn minus(self, before: ProcessorTime) -> ProcessorTime {
-        ProcessorTime {
-            program: self.program - before.program,
-            dump: self.dump - before.dump,
-            end: self.end - before.end,
+    fn minus(self, earlier: Self) -> Self {
+        Self {
+            program_us: self.program_us - earlier.program_us,
+            dump_us: self.dump_us - earlier.dump_us,
+            exit_us: self.exit_us - earlier.exit_us,
         }
     }
 }
 
-/// Returns the certain processor time of one process between two times; see
-/// [`ProcessSamples::processor_time_between`].
-fn certain_processor_time(samples: &[Sample], from: u64, to: u64) -> Option<ProcessorTime> {
-    let first = samples.partition_point(|sample| sample.at_us < from);
-    let begin = samples.get(first)?;
-    if begin.at_us > to {
-        // If the counts do not change for some time, only the first and the last sample of that
-        // time are retained.
-        let before = samples.get(first.checked_sub(1)?)?;
-        return (before.used_us == begin.used_us).then(ProcessorTime::default);
+/// Returns the processor time that one process has certainly used between two times, as described
+/// at [`ProcessSamples::processor_time_between`]; `None` if there are too few readings.
+fn certain_processor_time(
+    samples: &[UsageSample],
+    start_us: u64,
+    end_us: u64,
+) -> Option<ProcessorTime> {
+    let first_index = samples.partition_point(|sample| sample.at_us < start_us);
+    let first_sample = samples.get(first_index)?;
+    if first_sample.at_us > end_us {
+        // If the counts do not change for some time, only the first and the last sample of the
+        // period are retained.
+        let previous_sample = samples.get(first_index.checked_sub(1)?)?;
+        return (previous_sample.used_us == first_sample.used_us).then(ProcessorTime::default);
     }
-    let last = samples
-        .partition_point(|sample| sample.at_us <= to)
+    let last_index = samples
+        .partition_point(|sample| sample.at_us <= end_us)
         .checked_sub(1)?;
-    Some(samples[last].used_us.minus(begin.used_us))
+    Some(samples[last_index].used_us.minus(first_sample.used_us))
 }
 
 /// A thread that reads the counts of processes.
 pub(super) struct SamplingThread {
-    stop: Arc<AtomicBool>,
-    looks: JoinHandle<ProcessSamples>,
+    stop_flag: Arc<AtomicBool>,
+    join_handle: JoinHandle<ProcessSamples>,
 }
 
 impl SamplingThread {
-    /// Starts a thread that reads the counts of all processes on these hosts whose program name
-    /// contains `word`. `hosts` are (index, host).
-    pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<SamplingThread> {
-        let net = |(index, host): &(u16, &Host)| {
+    /// Starts a thread that reads the counts of all processes on `hosts` whose program name
+    /// contains `name_part`. `hosts` are pairs of host index and host.
+    pub(super) fn start(hosts: &[(u16, &Host)], name_part: &'static str) -> Result<Self> {
+        let net_namespace = |(index, host): &(u16, &Host)| {
             Ok((
                 fs::read_link(format!("/proc/{}/ns/net", host.init_pid()))?,
                 *index,
             ))
         };
-        let nets: BTreeMap<PathBuf, u16> = hosts.iter().map(net).collect::<Result<_>>()?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let until = stop.clone();
-        let looks = std::thread::Builder::new()
+        let host_by_namespace: BTreeMap<PathBuf, u16> =
+            hosts.iter().map(net_namespace).collect::<Result<_>>()?;
+        let stop_flag_arg = Arc::new(AtomicBool::new(false));
+        let thread_stop_flag = stop_flag_arg.clone();
+        let spawn_result = std::thread::Builder::new()
             .name("looks".into())
             .spawn(move || {
-                let find = || {
+                let find_processes = || {
                     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
                     let pids =
                         entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-                    let with_word = pids.filter(|pid| {
-                        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                        String::from_utf8_lossy(&line)
+                    let matching_pids = pids.filter(|pid| {
+                        let command_line =
+                            fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                        String::from_utf8_lossy(&command_line)
                             .split('\0')
                             .next()
-                            .is_some_and(|program| program.contains(word))
+                            .is_some_and(|program| program.contains(name_part))
                     });
-                    let on_host = |pid: u32| {
+                    let host_process = |pid: u32| {
                         Some((
-                            *nets.get(&fs::read_link(format!("/proc/{pid}/ns/net")).ok()?)?,
+                            *host_by_namespace
+                                .get(&fs::read_link(format!("/proc/{pid}/ns/net")).ok()?)?,
                             pid,
                         ))
                     };
-                    with_word.filter_map(on_host).collect::<BTreeSet<Process>>()
+                    matching_pids
+                        .filter_map(host_process)
+                        .collect::<BTreeSet<HostProcess>>()
                 };
-                let (mut seen, mut found, mut searched) =
-                    (ProcessSamples::default(), find(), Instant::now());
-                while !until.load(Ordering::Relaxed) {
-                    if searched.elapsed() >= SEARCH_INTERVAL {
-                        (found, searched) = (find(), Instant::now());
+                let (mut samples, mut processes, mut last_search) =
+                    (ProcessSamples::default(), find_processes(), Instant::now());
+                while !thread_stop_flag.load(Ordering::Relaxed) {
+                    if last_search.elapsed() >= SEARCH_INTERVAL {
+                        (processes, last_search) = (find_processes(), Instant::now());
                     }
-                    for process in &found {
-                        if let Some(look) = read_counts(process.1) {
-                            seen.add_reading(*process, look);
+                    for process in &processes {
+                        if let Some(reading) = read_counts(process.1) {
+                            samples.add_reading(*process, reading);
                         }
                     }
                     std::thread::sleep(READING_INTERVAL);
                 }
-                seen
+                samples
             });
-        Ok(SamplingThread {
-            stop,
-            looks: looks.context("a thread that looks at processes")?,
+        Ok(Self {
+            stop_flag: stop_flag_arg,
+            join_handle: spawn_result.context("a thread that looks at processes")?,
         })
     }
 
-    /// Ends the thread. Returns its samples.
-    pub(super) fn end(self) -> Result<ProcessSamples> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.looks
+    /// Stops the thread, waits for its end and returns its samples.
+    pub(super) fn stop_and_wait(self) -> Result<ProcessSamples> {
+        self.stop_flag.store(true, Ordering::Relaxed);
+        self.join_handle
             .join()
             .map_err(|_| anyhow::anyhow!("the thread that looks at processes has died"))
     }
 }
 
-/// Reads the counts of a process. Returns `None` if the process has ended.
-fn read_counts(pid: u32) -> Option<Reading> {
-    let counted = used_us(pid)?;
+/// Reads the counts of a process; `None` if the process has ended.
+fn read_counts(pid: u32) -> Option<CountReading> {
+    let count_us = processor_time_us(pid)?;
     let status = ProcFolder::new(pid.cast_signed()).ok()?.status().ok()?;
-    let whose = match (status.tracerpid, status.vmsize) {
-        (_, None) => TimePurpose::Kernel,
+    let time_purpose = match (status.tracerpid, status.vmsize) {
+        (_, None) => TimePurpose::Exit,
         (0, _) => TimePurpose::Program,
-        _ => TimePurpose::Tracer,
+        _ => TimePurpose::Dump,
     };
-    Some(Reading {
+    Some(CountReading {
         at_us: now_us(),
-        counted,
-        whose,
+        counted_us: count_us,
+        purpose: time_purpose,
     })
 }
 
-/// Returns the processor time of all threads of a process in microseconds, as the scheduler of the
-/// operating system counts it.
-fn used_us(pid: u32) -> Option<u64> {
+/// Returns the processor time of all threads of a process in microseconds, as counted by the
+/// operating system's scheduler; `None` if the process has ended.
+fn processor_time_us(pid: u32) -> Option<u64> {
     let threads = ProcFolder::new(pid.cast_signed()).ok()?.tasks().ok()?;
     let times = threads.flatten().map(|thread| thread.schedstat());
-    let all: Vec<u64> = times
+    let thread_times_ns: Vec<u64> = times
         .flatten()
         .map(|times| times.sum_exec_runtime)
         .collect();
-    (!all.is_empty()).then(|| all.iter().sum::<u64>() / 1000)
+    (!thread_times_ns.is_empty()).then(|| thread_times_ns.iter().sum::<u64>() / 1000)
 }
 
 pub(super) fn now_us() -> u64 {
-    let since = SystemTime::now()
+    let time_since_epoch = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+    u64::try_from(time_since_epoch.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const OURS: Process = (2, 77);
+    const TEST_PROCESS: HostProcess = (2, 77);
 
-    /// Returns the samples of one process, from readings as (time, count, purpose).
-    fn seen(looks: &[(u64, u64, TimePurpose)]) -> ProcessSamples {
-        let mut seen = ProcessSamples::default();
+    /// Returns the samples of one process. `readings` are its readings, as (time, count, purpose).
+    fn samples_from_readings(readings: &[(u64, u64, TimePurpose)]) -> ProcessSamples {
+        let mut samples = ProcessSamples::default();
         let note = |(at_us, counted, whose): &(u64, u64, TimePurpose)| {
-            seen.add_reading(
-                OURS,
-                Reading {
+            samples.add_reading(
+                TEST_PROCESS,
+                CountReading {
                     at_us: *at_us,
-                    counted: *counted,
-                    whose: *whose,
+                    counted_us: *counted,
+                    purpose: *whose,
                 },
             );
         };
-        looks.iter().for_each(note);
-        seen
+        readings.iter().for_each(note);
+        samples
     }
 
-    fn untraced(looks: &[(u64, u64)]) -> ProcessSamples {
-        seen(
-            &looks
+    fn untraced_samples(readings: &[(u64, u64)]) -> ProcessSamples {
+        samples_from_readings(
+            &readings
                 .iter()
                 .map(|(at_us, counted)| (*at_us, *counted, TimePurpose::Program))
                 .collect::<Vec<_>>(),
         )
     }
 
-    fn program(seen: &ProcessSamples, host: u16, from: u64, to: u64) -> Vec<u64> {
-        seen.processor_time_between(host, from, to)
+    fn program_times(samples: &ProcessSamples, host: u16, start_us: u64, end_us: u64) -> Vec<u64> {
+        samples
+            .processor_time_between(host, start_us, end_us)
             .into_iter()
-            .map(|(_, used)| used.program)
+            .map(|(_, processor_time)| processor_time.program_us)
             .collect()
     }
 
     #[test]
     fn only_certain_processor_time_is_returned() {
-        let seen = untraced(&[
+        let samples = untraced_samples(&[
             (100, 10),
             (105, 14),
             (110, 14),
@@ -323,67 +351,76 @@ mod tests {
             (130, 19),
         ]);
         assert_eq!(
-            seen.all[&OURS].len(),
+            samples.samples[&TEST_PROCESS].len(),
             5,
             "those in the middle of a standstill say nothing"
         );
-        assert_eq!(program(&seen, 2, 100, 130), [9]);
+        assert_eq!(program_times(&samples, 2, 100, 130), [9]);
         assert_eq!(
-            program(&seen, 2, 101, 124),
+            program_times(&samples, 2, 101, 124),
             [0],
             "from 105 to 120 it was paused"
         );
         assert_eq!(
-            program(&seen, 2, 106, 118),
+            program_times(&samples, 2, 106, 118),
             [0],
             "nobody has to have looked just then"
         );
-        assert_eq!(program(&seen, 2, 112, 128), [5], "from 120 on");
+        assert_eq!(program_times(&samples, 2, 112, 128), [5], "from 120 on");
         assert_eq!(
-            program(&seen, 1, 100, 130),
+            program_times(&samples, 1, 100, 130),
             [0; 0],
             "on the other host it is not"
         );
-        assert_eq!(program(&seen, 2, 131, 140), [0; 0], "nobody has looked");
+        assert_eq!(
+            program_times(&samples, 2, 131, 140),
+            [0; 0],
+            "nobody has looked"
+        );
     }
 
+    /// If a thread has ended, the sum over the existing threads is lower, but the used time is not.
     #[test]
-    fn a_thread_that_ends_takes_nothing_back() {
-        let seen = untraced(&[(100, 30), (105, 40), (110, 25), (115, 27)]);
-        assert_eq!(program(&seen, 2, 100, 105), [10]);
-        assert_eq!(program(&seen, 2, 105, 115), [2], "of the one that is left");
-        assert_eq!(program(&seen, 2, 100, 115), [12]);
+    fn end_of_thread_does_not_decrease_time() {
+        let samples = untraced_samples(&[(100, 30), (105, 40), (110, 25), (115, 27)]);
+        assert_eq!(program_times(&samples, 2, 100, 105), [10]);
+        assert_eq!(
+            program_times(&samples, 2, 105, 115),
+            [2],
+            "of the one that is left"
+        );
+        assert_eq!(program_times(&samples, 2, 100, 115), [12]);
     }
 
     #[test]
     fn time_of_dump_is_not_the_programs() {
-        let seen = seen(&[
+        let samples = samples_from_readings(&[
             (100, 0, TimePurpose::Program),
             (105, 4, TimePurpose::Program),
             (110, 4, TimePurpose::Program),
-            (115, 9, TimePurpose::Tracer),
+            (115, 9, TimePurpose::Dump),
             (120, 11, TimePurpose::Program),
             (125, 14, TimePurpose::Program),
         ]);
         assert_eq!(
-            seen.processor_time_between(2, 100, 125),
+            samples.processor_time_between(2, 100, 125),
             [(
-                OURS,
+                TEST_PROCESS,
                 ProcessorTime {
-                    program: 7,
-                    dump: 7,
-                    end: 0
+                    program_us: 7,
+                    dump_us: 7,
+                    exit_us: 0
                 }
             )]
         );
         assert_eq!(
-            seen.processor_time_between(2, 105, 120),
+            samples.processor_time_between(2, 105, 120),
             [(
-                OURS,
+                TEST_PROCESS,
                 ProcessorTime {
-                    program: 0,
-                    dump: 7,
-                    end: 0
+                    program_us: 0,
+                    dump_us: 7,
+                    exit_us: 0
                 }
             )]
         );
@@ -391,39 +428,46 @@ mod tests {
 
     #[test]
     fn time_of_exit_is_not_the_programs() {
-        let looks = [
+        let readings = [
             (100, 0, TimePurpose::Program),
-            (105, 2, TimePurpose::Tracer),
-            (110, 5, TimePurpose::Kernel),
-            (115, 6, TimePurpose::Kernel),
+            (105, 2, TimePurpose::Dump),
+            (110, 5, TimePurpose::Exit),
+            (115, 6, TimePurpose::Exit),
         ];
-        let seen = seen(&looks);
+        let samples = samples_from_readings(&readings);
         assert_eq!(
-            seen.processor_time_between(2, 100, 115),
+            samples.processor_time_between(2, 100, 115),
             [(
-                OURS,
+                TEST_PROCESS,
                 ProcessorTime {
-                    program: 0,
-                    dump: 2,
-                    end: 4
+                    program_us: 0,
+                    dump_us: 2,
+                    exit_us: 4
                 }
             )]
         );
-        let more = |at, dump, end| {
+        let increment = |at, dump, end| {
             (
                 at,
                 ProcessorTime {
-                    program: 0,
-                    dump,
-                    end,
+                    program_us: 0,
+                    dump_us: dump,
+                    exit_us: end,
                 },
             )
         };
         assert_eq!(
-            seen.steps(OURS, 100, 115),
-            [more(105, 2, 0), more(110, 0, 3), more(115, 0, 1)]
+            samples.usage_increments(TEST_PROCESS, 100, 115),
+            [
+                increment(105, 2, 0),
+                increment(110, 0, 3),
+                increment(115, 0, 1)
+            ]
         );
-        assert_eq!(seen.steps(OURS, 106, 110), [more(110, 0, 3)]);
+        assert_eq!(
+            samples.usage_increments(TEST_PROCESS, 106, 110),
+            [increment(110, 0, 3)]
+        );
     }
 
     #[test]
@@ -433,35 +477,38 @@ mod tests {
             .spawn()
             .expect("sleep");
         assert_eq!(
-            read_counts(child.id()).map(|look| look.whose),
+            read_counts(child.id()).map(|reading| reading.purpose),
             Some(TimePurpose::Program)
         );
         child.kill().expect("killed");
-        let dead = || {
+        let has_no_memory = || {
             read_counts(child.id())
-                .filter(|look| look.whose == TimePurpose::Kernel)
+                .filter(|reading| reading.purpose == TimePurpose::Exit)
                 .ok_or("it has memory")
         };
-        let dead =
-            sempa_tests::wait_for(Duration::from_secs(60), || dead().map_err(str::to_string));
+        let has_no_memory = sempa_tests::wait_for(Duration::from_secs(60), || {
+            has_no_memory().map_err(str::to_string)
+        });
         child.wait().expect("it has ended");
-        dead.expect("killed");
+        has_no_memory.expect("killed");
     }
 
+    /// The process of this test is not traced, so its time is the program's.
     #[test]
-    fn a_process_that_nobody_traces_is_looked_at() {
-        let look = read_counts(std::process::id()).expect("it runs");
-        assert!(look.whose == TimePurpose::Program && look.at_us > 0);
+    fn untraced_process_counts_as_program() {
+        let reading = read_counts(std::process::id()).expect("it runs");
+        assert!(reading.purpose == TimePurpose::Program && reading.at_us > 0);
     }
 
+    /// The count grows while this process computes.
     #[test]
-    fn the_time_that_this_process_takes_is_counted() {
+    fn processor_time_of_this_process_is_counted() {
         let pid = std::process::id();
-        let before = used_us(pid).expect("it runs");
-        let begin = Instant::now();
-        while used_us(pid).expect("it runs") < before + 1000 {
+        let start_us = processor_time_us(pid).expect("it runs");
+        let start = Instant::now();
+        while processor_time_us(pid).expect("it runs") < start_us + 1000 {
             assert!(
-                begin.elapsed() < Duration::from_secs(60),
+                start.elapsed() < Duration::from_secs(60),
                 "it computes and is not counted"
             );
         }

@@ -13,7 +13,7 @@ use std::path::Path;
 pub(super) enum StepOutcome {
     Passed,
     Failed,
-    /// The machine lacks something that the step needs.
+    /// The step could not run, because the machine lacks something that the step needs.
     Skipped,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct StepRecord {
     pub(super) step: String,
     pub(super) part: String,
     pub(super) outcome: StepOutcome,
-    /// The reason of the outcome; empty if the step has passed.
+    /// The reason for the outcome; empty if the step has passed.
     pub(super) why: String,
     pub(super) seconds: f64,
     pub(super) log: String,
@@ -45,59 +45,59 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal in `folder`. Removes all its records if `fresh` is true, or if they belong
-    /// to another commit or seed.
+    /// Opens the journal in `folder`. Starts an empty journal if `restarts` is true, or if the
+    /// existing one belongs to another commit or seed.
     ///
     /// # Errors
     /// The journal cannot be read or written.
-    pub(super) fn open(folder: &Path, commit: &str, seed: u64, fresh: bool) -> Result<Journal> {
+    pub(super) fn open(folder: &Path, commit: &str, seed: u64, restarts: bool) -> Result<Self> {
         let path = folder.join("journal.jsonl");
-        let head = JournalHead {
+        let journal_head = JournalHead {
             commit: commit.to_string(),
             seed,
         };
-        let old = fs::read_to_string(&path).unwrap_or_default();
-        let same = old
+        let old_text = fs::read_to_string(&path).unwrap_or_default();
+        let is_same_campaign = old_text
             .lines()
             .next()
             .and_then(|line| serde_json::from_str::<JournalHead>(line).ok())
-            .is_some_and(|of| of == head);
-        let goes_on = same && !fresh;
+            .is_some_and(|of| of == journal_head);
+        let continues = is_same_campaign && !restarts;
         let mut file = OpenOptions::new()
             .create(true)
             .write(true)
-            .append(goes_on)
-            .truncate(!goes_on)
+            .append(continues)
+            .truncate(!continues)
             .open(&path)
             .with_context(|| path.display().to_string())?;
         let mut records = BTreeMap::new();
-        if goes_on {
-            // A line that is incomplete because of a crash is not a record, and is ignored.
-            let lines = old.lines().skip(1);
+        if continues {
+            // A line that is incomplete because of a crash is ignored.
+            let lines = old_text.lines().skip(1);
             for record in lines.filter_map(|line| serde_json::from_str::<StepRecord>(line).ok()) {
                 records.insert(record.step.clone(), record);
             }
-            if !old.ends_with('\n') {
+            if !old_text.ends_with('\n') {
                 writeln!(file)?;
             }
         } else {
-            writeln!(file, "{}", serde_json::to_string(&head)?)?;
+            writeln!(file, "{}", serde_json::to_string(&journal_head)?)?;
         }
-        Ok(Journal {
-            commit: head.commit,
+        Ok(Self {
+            commit: journal_head.commit,
             seed,
             file,
             records,
         })
     }
 
-    /// True if the last run of a step in this campaign has passed.
+    /// True if the last run of the step has passed.
     pub(super) fn has_passed(&self, step: &str) -> bool {
         self.last_record(step)
             .is_some_and(|record| record.outcome == StepOutcome::Passed)
     }
 
-    /// Returns the record of a step's last run.
+    /// Returns the record of the last run of a step; `None` if the step has not run.
     pub(super) fn last_record(&self, step: &str) -> Option<&StepRecord> {
         self.records.get(step)
     }
@@ -106,7 +106,7 @@ impl Journal {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub(super) fn add(&mut self, record: StepRecord) -> Result<()> {
+    pub(super) fn append(&mut self, record: StepRecord) -> Result<()> {
         writeln!(self.file, "{}", serde_json::to_string(&record)?)?;
         self.file.sync_data()?;
         self.records.insert(record.step.clone(), record);
@@ -118,7 +118,7 @@ impl Journal {
 mod tests {
     use super::*;
 
-    fn record(step: &str, outcome: StepOutcome) -> StepRecord {
+    fn step_record(step: &str, outcome: StepOutcome) -> StepRecord {
         StepRecord {
             step: step.into(),
             part: "fuzz".into(),
@@ -130,61 +130,66 @@ mod tests {
     }
 
     /// A folder that the test removes at its end.
-    struct Folder(std::path::PathBuf);
+    struct TestFolder(std::path::PathBuf);
 
-    impl Folder {
-        fn new(name: &str) -> Folder {
+    impl TestFolder {
+        fn new(name: &str) -> Self {
             let name = format!("sempa-journal-{name}-{}", std::process::id());
             let path = std::env::temp_dir().join(name);
             fs::create_dir_all(&path).expect("a folder");
-            Folder(path)
+            Self(path)
         }
     }
 
-    impl Drop for Folder {
+    impl Drop for TestFolder {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
     }
 
-    /// A campaign that is started again skips steps that have passed, and runs failed ones again.
+    /// A step that has passed is not run again. A failed step is run again.
     #[test]
     fn journal_is_resumed() {
-        let folder = Folder::new("resumed");
-        let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
-        first
-            .add(record("a", StepOutcome::Passed))
+        let folder = TestFolder::new("resumed");
+        let mut first_journal = Journal::open(&folder.0, "abc", 1, false).expect("writable");
+        first_journal
+            .append(step_record("a", StepOutcome::Passed))
             .expect("written");
-        first
-            .add(record("b", StepOutcome::Failed))
+        first_journal
+            .append(step_record("b", StepOutcome::Failed))
             .expect("written");
-        drop(first);
-        // Simulates a crash in the middle of a write: the last line is incomplete.
+        drop(first_journal);
+        // The last line is incomplete, as after a crash during a write.
         let path = folder.0.join("journal.jsonl");
-        let cut = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
-        fs::write(&path, cut).expect("written");
-        let mut second = Journal::open(&folder.0, "abc", 1, false).expect("readable");
-        assert!(second.has_passed("a") && !second.has_passed("b") && !second.has_passed("c"));
-        second
-            .add(record("c", StepOutcome::Passed))
+        let damaged_text = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
+        fs::write(&path, damaged_text).expect("written");
+        let mut second_journal = Journal::open(&folder.0, "abc", 1, false).expect("readable");
+        assert!(
+            second_journal.has_passed("a")
+                && !second_journal.has_passed("b")
+                && !second_journal.has_passed("c")
+        );
+        second_journal
+            .append(step_record("c", StepOutcome::Passed))
             .expect("written");
-        drop(second);
-        let third = Journal::open(&folder.0, "abc", 1, false).expect("readable");
-        assert!(third.has_passed("a") && third.has_passed("c"));
+        drop(second_journal);
+        let third_journal = Journal::open(&folder.0, "abc", 1, false).expect("readable");
+        assert!(third_journal.has_passed("a") && third_journal.has_passed("c"));
     }
 
     /// Another commit, another seed or `--fresh` starts a new campaign.
     #[test]
     fn other_commit_or_seed_begins_anew() {
-        for (commit, seed, fresh) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {
-            let folder = Folder::new("restarted");
-            let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
-            first
-                .add(record("a", StepOutcome::Passed))
+        for (commit, seed, restarts) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {
+            let folder = TestFolder::new("restarted");
+            let mut first_journal = Journal::open(&folder.0, "abc", 1, false).expect("writable");
+            first_journal
+                .append(step_record("a", StepOutcome::Passed))
                 .expect("written");
-            drop(first);
-            let second = Journal::open(&folder.0, commit, seed, fresh).expect("readable");
-            assert!(!second.has_passed("a"));
+            drop(first_journal);
+            let second_journal =
+                Journal::open(&folder.0, commit, seed, restarts).expect("readable");
+            assert!(!second_journal.has_passed("a"));
         }
     }
 }

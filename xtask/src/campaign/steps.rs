@@ -6,8 +6,8 @@ use crate::skips::SkipDecider;
 use std::path::PathBuf;
 
 /// The parts of a campaign in the order in which they run. The parts that find the most faults in
-/// the least time come first.
-pub(super) const PARTS: [&str; 9] = [
+/// the least time are the first ones.
+pub(super) const CAMPAIGN_PARTS: [&str; 9] = [
     "models",
     "fuzz",
     "properties",
@@ -20,17 +20,17 @@ pub(super) const PARTS: [&str; 9] = [
 ];
 
 /// Number of steps of the fuzzer.
-const FUZZ_STEPS: u64 = 10;
-/// Number of random inputs of each step of the fuzzer. All steps together try 10^8 inputs.
-const FUZZ_INPUTS: &str = "10000000";
+const FUZZ_STEP_COUNT: u64 = 10;
+/// Number of random inputs of each fuzzer step. All steps together pass 10^8 inputs.
+const INPUTS_PER_FUZZ_STEP: &str = "10000000";
 /// Number of cases for each property; proptest's default is 256.
-const PROPERTY_CASES: &str = "4096";
-/// Number of seeds with which each test of the parts `lies` and `properties` is run.
+const CASES_PER_PROPERTY: &str = "4096";
+/// Number of seeds for each test of the parts `lies` and `properties`.
 const SEEDS_PER_TEST: u64 = 3;
 
-/// The parts that consist of tests of certain binaries, as (part, binaries). With `SEMPA_TEST_FULL`
-/// many of these tests try more cases.
-const BINARIES: [(&str, &[&str]); 5] = [
+/// The test binaries of the campaign parts that run complete binaries, as (part, binaries). Many
+/// tests in these binaries try more cases if `SEMPA_TEST_FULL` is set.
+const PART_BINARIES: [(&str, &[&str]); 5] = [
     (
         "lies",
         &["sempa-tests::lying_engines", "sempa-tests::lying_moves"],
@@ -51,7 +51,7 @@ const BINARIES: [(&str, &[&str]); 5] = [
     ("soak", &["sempa-tests::soak"]),
 ];
 
-/// Packages with properties that are tested by proptest.
+/// Packages that contain property tests with proptest.
 const PROPERTY_PACKAGES: [&str; 6] = [
     "sempa-proto",
     "libpvm",
@@ -67,55 +67,53 @@ pub(super) struct CampaignStep {
     pub(super) id: String,
     pub(super) part: &'static str,
     pub(super) program: PathBuf,
-    pub(super) words: Vec<String>,
+    pub(super) arguments: Vec<String>,
     pub(super) folder: PathBuf,
     pub(super) env: Vec<(&'static str, String)>,
-    /// What the machine lacks for this step; `None` if the step can run.
-    pub(super) skip: Option<String>,
+    /// The reason to skip the step, namely what the machine lacks for the step; `None` if the step
+    /// can run.
+    pub(super) skip_reason: Option<String>,
 }
 
 impl CampaignStep {
     /// Returns the name of the step's log file.
-    pub(super) fn file_name(&self) -> String {
+    pub(super) fn log_file_name(&self) -> String {
         self.id.replace(['/', ':', ' '], "-")
     }
 
-    /// Returns a step that runs one test with the seed `seed`.
-    fn for_test(
-        part: &'static str,
-        test: &Test,
-        seed: u64,
-        skips: &mut SkipDecider,
-    ) -> CampaignStep {
-        let skip = test.ignored.then(|| skips.reason(&test.binary, &test.name));
-        CampaignStep {
-            id: format!("{part}/{}/{}/{seed}", test.binary, test.name),
+    /// Returns a step that runs one test with the seed `test_seed`.
+    fn for_test(part: &'static str, test: &Test, test_seed: u64, skips: &mut SkipDecider) -> Self {
+        let skip = test
+            .is_ignored
+            .then(|| skips.skip_reason(&test.binary, &test.name));
+        Self {
+            id: format!("{part}/{}/{}/{test_seed}", test.binary, test.name),
             part,
-            program: test.path.clone(),
-            words: words(&["--exact", &test.name, "--include-ignored", "--nocapture"]),
-            folder: test.folder.clone(),
-            env: vec![("SEMPA_TEST_SEED", seed.to_string())],
-            skip: skip.flatten(),
+            program: test.binary_path.clone(),
+            arguments: to_strings(&["--exact", &test.name, "--include-ignored", "--nocapture"]),
+            folder: test.package_folder.clone(),
+            env: vec![("SEMPA_TEST_SEED", test_seed.to_string())],
+            skip_reason: skip.flatten(),
         }
     }
 
     /// Returns a step that runs a cargo command in the project.
-    fn cargo(part: &'static str, name: &str, line: &[&str]) -> CampaignStep {
+    fn for_cargo(part: &'static str, name: &str, arguments: &[&str]) -> Self {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        CampaignStep {
+        Self {
             id: format!("{part}/{name}"),
             part,
             program: cargo.into(),
-            words: words(line),
+            arguments: to_strings(arguments),
             folder: setup::project_folder(),
             env: Vec::new(),
-            skip: None,
+            skip_reason: None,
         }
     }
 }
 
-fn words(line: &[&str]) -> Vec<String> {
-    line.iter().map(|word| word.to_string()).collect()
+fn to_strings(arguments: &[&str]) -> Vec<String> {
+    arguments.iter().map(|text| text.to_string()).collect()
 }
 
 /// Returns all steps, in the order of the parts.
@@ -126,7 +124,7 @@ pub(super) fn all_steps(
     profile: &str,
 ) -> Vec<CampaignStep> {
     let mut steps = Vec::new();
-    for part in PARTS {
+    for part in CAMPAIGN_PARTS {
         match part {
             "models" => steps.push(model_checker_step(profile)),
             "fuzz" => steps.extend(fuzz_steps(tests, seed, skips)),
@@ -135,7 +133,7 @@ pub(super) fn all_steps(
             _ => steps.extend(binary_steps(part, tests, seed, skips)),
         }
         if part == "soak" {
-            let line = [
+            let arguments = [
                 "run",
                 "--locked",
                 "--release",
@@ -145,18 +143,18 @@ pub(super) fn all_steps(
                 "bench",
                 "soak",
             ];
-            let mut soak = CampaignStep::cargo(part, "bench soak", &line);
-            soak.skip = skips.reason("sempa-tests::soak", "");
+            let mut soak = CampaignStep::for_cargo(part, "bench soak", &arguments);
+            soak.skip_reason = skips.skip_reason("sempa-tests::soak", "");
             steps.push(soak);
         }
     }
     steps
 }
 
-/// Returns the step that checks rings and doorbells with the model checker: two threads in all
+/// Returns the step in which the model checker tests rings and doorbells: two threads in all
 /// interleavings, up to a number of preemptions.
 fn model_checker_step(profile: &str) -> CampaignStep {
-    let line = [
+    let arguments = [
         "test",
         "--locked",
         "--profile",
@@ -168,22 +166,26 @@ fn model_checker_step(profile: &str) -> CampaignStep {
         "--test",
         "model",
     ];
-    CampaignStep::cargo("models", "rings and bells", &line)
+    CampaignStep::for_cargo("models", "rings and bells", &arguments)
 }
 
-/// Returns [`FUZZ_STEPS`] steps that pass random inputs to all parsers. Each step has its own seed.
+/// Returns [`FUZZ_STEP_COUNT`] steps that pass random inputs to all parsers. Each step has a different
+/// seed.
 fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
-    let inputs = tests
+    let input_tests = tests
         .iter()
         .filter(|test| test.binary == "sempa-fuzz::inputs");
     let mut steps = Vec::new();
-    for test in inputs {
-        for number in 0..FUZZ_STEPS {
-            let own = seed.wrapping_mul(FUZZ_STEPS).wrapping_add(number).max(1);
-            let mut step = CampaignStep::for_test("fuzz", test, own, skips);
+    for test in input_tests {
+        for seed_offset in 0..FUZZ_STEP_COUNT {
+            let step_seed = seed
+                .wrapping_mul(FUZZ_STEP_COUNT)
+                .wrapping_add(seed_offset)
+                .max(1);
+            let mut step = CampaignStep::for_test("fuzz", test, step_seed, skips);
             step.env
-                .push(("SEMPA_FUZZ_INPUTS", FUZZ_INPUTS.to_string()));
-            step.env.push(("SEMPA_FUZZ_SEED", own.to_string()));
+                .push(("SEMPA_FUZZ_INPUTS", INPUTS_PER_FUZZ_STEP.to_string()));
+            step.env.push(("SEMPA_FUZZ_SEED", step_seed.to_string()));
             steps.push(step);
         }
     }
@@ -193,51 +195,51 @@ fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<Campaig
 /// Returns steps that run the tests of [`PROPERTY_PACKAGES`] with more cases and with several
 /// seeds.
 fn property_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
-    let is_one = |test: &&Test| {
+    let has_properties = |test: &&Test| {
         let package = test.binary.split("::").next().unwrap_or_default();
-        PROPERTY_PACKAGES.contains(&package) && !test.ignored
+        PROPERTY_PACKAGES.contains(&package) && !test.is_ignored
     };
-    let mut binaries: Vec<&Test> = tests.iter().filter(is_one).collect();
+    let mut binaries: Vec<&Test> = tests.iter().filter(has_properties).collect();
     binaries.sort_by(|a, b| a.binary.cmp(&b.binary));
     binaries.dedup_by(|a, b| a.binary == b.binary);
     let mut steps = Vec::new();
     for test in binaries {
-        for number in 0..SEEDS_PER_TEST {
-            let own = seed.wrapping_add(number);
-            let mut step = CampaignStep::for_test("properties", test, own, skips);
-            step.id = format!("properties/{}/{own}", test.binary);
-            step.words = words(&["--test-threads", "2"]);
-            step.env.push(("PROPTEST_RNG_SEED", own.to_string()));
+        for seed_offset in 0..SEEDS_PER_TEST {
+            let step_seed = seed.wrapping_add(seed_offset);
+            let mut step = CampaignStep::for_test("properties", test, step_seed, skips);
+            step.id = format!("properties/{}/{step_seed}", test.binary);
+            step.arguments = to_strings(&["--test-threads", "2"]);
+            step.env.push(("PROPTEST_RNG_SEED", step_seed.to_string()));
             step.env
-                .push(("PROPTEST_CASES", PROPERTY_CASES.to_string()));
+                .push(("PROPTEST_CASES", CASES_PER_PROPERTY.to_string()));
             steps.push(step);
         }
     }
     steps
 }
 
-/// Returns the steps for the tests of all binaries of a part.
+/// Returns the steps that run the tests of all binaries of `part`.
 fn binary_steps(
     part: &'static str,
     tests: &[Test],
     seed: u64,
     skips: &mut SkipDecider,
 ) -> Vec<CampaignStep> {
-    let binaries = BINARIES
+    let binaries = PART_BINARIES
         .iter()
-        .find(|(of, _)| *of == part)
+        .find(|(table_part, _)| *table_part == part)
         .map_or(&[][..], |(_, binaries)| binaries);
-    let seeds = if part == "lies" { SEEDS_PER_TEST } else { 1 };
+    let seed_count = if part == "lies" { SEEDS_PER_TEST } else { 1 };
     let mut steps = Vec::new();
     for test in tests
         .iter()
         .filter(|test| binaries.contains(&&*test.binary))
     {
-        for number in 0..seeds {
+        for seed_offset in 0..seed_count {
             steps.push(CampaignStep::for_test(
                 part,
                 test,
-                seed.wrapping_add(number),
+                seed.wrapping_add(seed_offset),
                 skips,
             ));
         }
@@ -245,10 +247,11 @@ fn binary_steps(
     steps
 }
 
-/// Returns the step that runs the tests of both tiers with the release build, which users install.
+/// Returns the step that runs the tests of both tiers with the release build, because users install
+/// this build.
 fn release_step() -> CampaignStep {
-    let line = ["run", "--locked", "--release", "-p", "xtask", "--", "test"];
-    let mut step = CampaignStep::cargo("release", "test", &line);
+    let arguments = ["run", "--locked", "--release", "-p", "xtask", "--", "test"];
+    let mut step = CampaignStep::for_cargo("release", "test", &arguments);
     step.env.push(("SEMPA_TEST_FULL", String::new()));
     step
 }

@@ -3,7 +3,7 @@
 //! The division is purely lexical. The lexer handles nested block comments, raw strings and
 //! character literals, but no other syntax.
 
-/// The kind of a [`SourcePiece`] of source text.
+/// The lexical kind of a [`SourcePiece`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PieceKind {
     Code,
@@ -11,26 +11,26 @@ pub(super) enum PieceKind {
     Literal,
 }
 
-/// A piece of one line.
+/// A section of a source line that contains only code, only a comment, or only a string literal.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SourcePiece {
     pub(super) kind: PieceKind,
     /// The line number, counted from 1.
-    pub(super) line: usize,
+    pub(super) line_number: usize,
     /// The text without comment markers and quotes.
     pub(super) text: String,
     /// True if only white space precedes the piece on its line.
     pub(super) begins_line: bool,
 }
 
-/// The construct that the scanner is in.
+/// The construct that contains the next character.
 enum ScannerState {
     Code,
     LineComment,
-    /// The number of nested block comments that are open.
+    /// Contains the number of nested block comments that are open.
     BlockComment(usize),
     StringLiteral,
-    /// The number of hash signs at the end of the raw string.
+    /// Contains the number of hash signs that end the raw string.
     RawStringLiteral(usize),
 }
 
@@ -39,102 +39,114 @@ pub(super) fn split_source(source: &str) -> Vec<SourcePiece> {
     let mut scanner = Scanner {
         state: ScannerState::Code,
         pieces: Vec::new(),
-        current: String::new(),
-        line: 1,
+        piece_text: String::new(),
+        line_number: 1,
         is_line_blank: true,
     };
     let characters: Vec<char> = source.chars().collect();
-    let mut at = 0;
-    while at < characters.len() {
-        at += scanner.step(&characters[at..]);
+    let mut position = 0;
+    while position < characters.len() {
+        position += scanner.consume_next(&characters[position..]);
     }
-    scanner.flush();
+    scanner.finish_piece();
     scanner.pieces
 }
 
 struct Scanner {
     state: ScannerState,
     pieces: Vec<SourcePiece>,
-    current: String,
-    line: usize,
-    /// True while only white space was found on the line.
+    piece_text: String,
+    line_number: usize,
+    /// True while the line contains only white space so far.
     is_line_blank: bool,
 }
 
 impl Scanner {
-    /// Consumes the next characters of `rest` and returns their number.
-    fn step(&mut self, rest: &[char]) -> usize {
-        let begins = |text: &str| {
+    /// Consumes the first characters of `rest` and returns their number.
+    fn consume_next(&mut self, rest: &[char]) -> usize {
+        let starts_with = |text: &str| {
             text.chars()
                 .eq(rest.iter().copied().take(text.chars().count()))
         };
         if rest[0] == '\n' {
-            self.flush();
+            self.finish_piece();
             if matches!(self.state, ScannerState::LineComment) {
                 self.state = ScannerState::Code;
             }
-            self.line += 1;
+            self.line_number += 1;
             self.is_line_blank = true;
             return 1;
         }
         match self.state {
-            ScannerState::Code if begins("//") => self.change(ScannerState::LineComment, 2),
-            ScannerState::Code if begins("/*") => self.change(ScannerState::BlockComment(1), 2),
-            ScannerState::Code if rest[0] == '"' => self.change(ScannerState::StringLiteral, 1),
+            ScannerState::Code if starts_with("//") => {
+                self.start_construct(ScannerState::LineComment, 2)
+            }
+            ScannerState::Code if starts_with("/*") => {
+                self.start_construct(ScannerState::BlockComment(1), 2)
+            }
+            ScannerState::Code if rest[0] == '"' => {
+                self.start_construct(ScannerState::StringLiteral, 1)
+            }
             ScannerState::Code if rest[0] == '\'' => {
-                self.take(character_literal(rest).unwrap_or(1), rest)
+                self.append_to_piece(character_literal_len(rest).unwrap_or(1), rest)
             }
             ScannerState::Code if rest[0] == 'r' && !self.ends_in_word() => {
                 match raw_string_hashes(rest) {
-                    Some(hashes) => self.change(ScannerState::RawStringLiteral(hashes), hashes + 2),
-                    None => self.take(1, rest),
+                    Some(hashes) => {
+                        self.start_construct(ScannerState::RawStringLiteral(hashes), hashes + 2)
+                    }
+                    None => self.append_to_piece(1, rest),
                 }
             }
-            ScannerState::BlockComment(depth) if begins("/*") => {
+            ScannerState::BlockComment(depth) if starts_with("/*") => {
                 self.state = ScannerState::BlockComment(depth + 1);
                 2
             }
-            ScannerState::BlockComment(1) if begins("*/") => self.change(ScannerState::Code, 2),
-            ScannerState::BlockComment(depth) if begins("*/") => {
+            ScannerState::BlockComment(1) if starts_with("*/") => {
+                self.start_construct(ScannerState::Code, 2)
+            }
+            ScannerState::BlockComment(depth) if starts_with("*/") => {
                 self.state = ScannerState::BlockComment(depth - 1);
                 2
             }
             ScannerState::StringLiteral if rest[0] == '\\' && rest.get(1) != Some(&'\n') => {
-                self.take(2.min(rest.len()), rest)
+                self.append_to_piece(2.min(rest.len()), rest)
             }
-            ScannerState::StringLiteral if rest[0] == '"' => self.change(ScannerState::Code, 1),
-            ScannerState::RawStringLiteral(hashes) if ends_raw_text(rest, hashes) => {
-                self.change(ScannerState::Code, hashes + 1)
+            ScannerState::StringLiteral if rest[0] == '"' => {
+                self.start_construct(ScannerState::Code, 1)
             }
-            _ => self.take(1, rest),
+            ScannerState::RawStringLiteral(hashes) if ends_raw_string(rest, hashes) => {
+                self.start_construct(ScannerState::Code, hashes + 1)
+            }
+            _ => self.append_to_piece(1, rest),
         }
     }
 
-    fn take(&mut self, count: usize, rest: &[char]) -> usize {
-        self.current.extend(&rest[..count]);
-        count
+    fn append_to_piece(&mut self, char_count: usize, rest: &[char]) -> usize {
+        self.piece_text.extend(&rest[..char_count]);
+        char_count
     }
 
-    fn change(&mut self, state: ScannerState, taken: usize) -> usize {
-        self.flush();
+    fn start_construct(&mut self, state: ScannerState, consumed: usize) -> usize {
+        self.finish_piece();
         self.state = state;
-        taken
+        consumed
     }
 
     fn ends_in_word(&self) -> bool {
-        self.current
+        self.piece_text
             .chars()
             .last()
             .is_some_and(|c| c.is_alphanumeric() || c == '_')
     }
 
-    fn flush(&mut self) {
+    fn finish_piece(&mut self) {
         let kind = match self.state {
             ScannerState::Code => PieceKind::Code,
             ScannerState::LineComment | ScannerState::BlockComment(_) => PieceKind::Comment,
             ScannerState::StringLiteral | ScannerState::RawStringLiteral(_) => PieceKind::Literal,
         };
-        let text = std::mem::take(&mut self.current);
+        let text = std::mem::take(&mut self.piece_text);
         let begins_line = self.is_line_blank;
         if kind == PieceKind::Code && text.trim().is_empty() {
             return;
@@ -142,16 +154,16 @@ impl Scanner {
         self.is_line_blank = false;
         self.pieces.push(SourcePiece {
             kind,
-            line: self.line,
+            line_number: self.line_number,
             text,
             begins_line,
         });
     }
 }
 
-/// Returns the length of the character literal at the beginning of `rest`; `None` if a lifetime
-/// begins there.
-fn character_literal(rest: &[char]) -> Option<usize> {
+/// Returns the length of the character literal at the beginning of `rest`; `None` if `rest` begins
+/// with a lifetime.
+fn character_literal_len(rest: &[char]) -> Option<usize> {
     if rest.get(1) == Some(&'\\') {
         let end = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
         return Some(end + 4);
@@ -159,14 +171,14 @@ fn character_literal(rest: &[char]) -> Option<usize> {
     (rest.get(2) == Some(&'\'')).then_some(3)
 }
 
-/// Returns the number of hash signs of the raw string at the beginning of `rest`; `None` if no raw
-/// string begins there.
+/// Returns the number of hash signs of the raw string at the beginning of `rest`; `None` if `rest`
+/// does not begin with a raw string.
 fn raw_string_hashes(rest: &[char]) -> Option<usize> {
     let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
     (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)
 }
 
-fn ends_raw_text(rest: &[char], hashes: usize) -> bool {
+fn ends_raw_string(rest: &[char], hashes: usize) -> bool {
     rest[0] == '"' && rest.len() > hashes && rest[1..=hashes].iter().all(|c| *c == '#')
 }
 
@@ -183,20 +195,23 @@ mod tests {
 
     #[test]
     fn comments_strings_and_code_are_divided() {
-        let found = kinds("let a = \"no // comment\"; // a comment\n");
+        let pieces = kinds("let a = \"no // comment\"; // a comment\n");
         let expected = [
             (PieceKind::Code, "let a = "),
             (PieceKind::Literal, "no // comment"),
             (PieceKind::Code, "; "),
             (PieceKind::Comment, " a comment"),
         ];
-        assert_eq!(found, expected.map(|(kind, text)| (kind, text.to_string())));
+        assert_eq!(
+            pieces,
+            expected.map(|(kind, text)| (kind, text.to_string()))
+        );
     }
 
     #[test]
     fn quotes_in_characters_and_raw_strings_end_nothing() {
-        let found = kinds("f('\"', r#\"a \"quoted\" word\"#, 'x', &'a str)");
-        let literals: Vec<_> = found
+        let pieces = kinds("f('\"', r#\"a \"quoted\" word\"#, 'x', &'a str)");
+        let literals: Vec<_> = pieces
             .iter()
             .filter(|(kind, _)| *kind == PieceKind::Literal)
             .collect();
@@ -206,8 +221,8 @@ mod tests {
 
     #[test]
     fn block_comments_nest() {
-        let found = kinds("a /* b /* c */ d */ e");
-        assert_eq!(found.first().map(|piece| piece.1.as_str()), Some("a "));
-        assert_eq!(found.last().map(|piece| piece.1.as_str()), Some(" e"));
+        let pieces = kinds("a /* b /* c */ d */ e");
+        assert_eq!(pieces.first().map(|piece| piece.1.as_str()), Some("a "));
+        assert_eq!(pieces.last().map(|piece| piece.1.as_str()), Some(" e"));
     }
 }

@@ -25,8 +25,8 @@ use std::process::Command;
 
 /// Maximum number of columns of a comment line, including its indentation.
 pub(crate) const COMMENT_WIDTH_MAX: usize = 100;
-/// Minimum number of words of a documentation comment. Shorter comments only repeat the name of the
-/// item.
+/// Minimum number of words of a documentation comment. A shorter comment only repeats the name of
+/// its item.
 pub(crate) const COMMENT_WORDS_MIN: usize = 4;
 /// Maximum number of lines of code in a file. Blank lines and comments do not count.
 pub(crate) const FILE_LINES_MAX: usize = 800;
@@ -52,15 +52,15 @@ impl fmt::Display for Finding {
 ///
 /// # Errors
 /// Git does not list the files, or one of them cannot be read.
-pub(crate) fn run() -> Result<bool> {
+pub(crate) fn run_checks() -> Result<bool> {
     let files = tracked_files()?;
     let glossary =
         fs::read_to_string(project_folder().join("docs/GLOSSARY.md")).unwrap_or_default();
-    let replaced = words::replaced_terms(&glossary);
+    let replaced_words = words::replaced_terms(&glossary);
     let mut findings = Vec::new();
     for file in &files {
         let text = fs::read_to_string(project_folder().join(file)).with_context(|| file.clone())?;
-        findings.extend(check(file, &text, &replaced));
+        findings.extend(check_file(file, &text, &replaced_words));
     }
     for finding in &findings {
         println!("{finding}");
@@ -70,34 +70,41 @@ pub(crate) fn run() -> Result<bool> {
 }
 
 fn tracked_files() -> Result<Vec<String>> {
-    let mut list = Command::new("git");
-    list.args(["ls-files", "--cached", "--others", "--exclude-standard"]);
-    let done = list.current_dir(project_folder()).output().context("git")?;
+    let mut git_command = Command::new("git");
+    git_command.args(["ls-files", "--cached", "--others", "--exclude-standard"]);
+    let git_output = git_command
+        .current_dir(project_folder())
+        .output()
+        .context("git")?;
     ensure!(
-        done.status.success(),
+        git_output.status.success(),
         "git ls-files: {}",
-        String::from_utf8_lossy(&done.stderr).trim()
+        String::from_utf8_lossy(&git_output.stderr).trim()
     );
-    let names = String::from_utf8(done.stdout)?;
-    let known = |name: &&str| is_checked(name) && project_folder().join(name).is_file();
-    Ok(names.lines().filter(known).map(str::to_string).collect())
+    let names = String::from_utf8(git_output.stdout)?;
+    let must_be_checked = |name: &&str| is_checked(name) && project_folder().join(name).is_file();
+    Ok(names
+        .lines()
+        .filter(must_be_checked)
+        .map(str::to_string)
+        .collect())
 }
 
-/// True if a file is checked. The files with the rules are not, because they contain the forbidden
-/// words.
+/// True if a file is checked. The files below `xtask/src/tidy/` are not checked, because they
+/// contain the forbidden words. Licence texts are not checked.
 fn is_checked(file: &str) -> bool {
-    let by_ending = [".rs", ".md", ".1", ".7", ".toml", ".c", ".h"]
+    let has_checked_extension = [".rs", ".md", ".1", ".7", ".toml", ".c", ".h"]
         .iter()
         .any(|ending| file.ends_with(ending));
-    by_ending && !file.starts_with("xtask/src/tidy/") && !file.starts_with("LICENSE")
+    has_checked_extension && !file.starts_with("xtask/src/tidy/") && !file.starts_with("LICENSE")
 }
 
 /// Returns the findings in one file.
-fn check(file: &str, text: &str, replaced: &[words::ReplacedWord]) -> Vec<Finding> {
-    let mut found = Vec::new();
+fn check_file(file: &str, text: &str, replaced_words: &[words::ReplacedWord]) -> Vec<Finding> {
+    let mut findings = Vec::new();
     let mut report = |line: usize, message: String| {
         let file = file.to_string();
-        found.push(Finding {
+        findings.push(Finding {
             file,
             line,
             message,
@@ -112,34 +119,34 @@ fn check(file: &str, text: &str, replaced: &[words::ReplacedWord]) -> Vec<Findin
                 words::findings_in_prose(line).for_each(|message| report(number, message));
             }
         }
-        return found;
+        return findings;
     }
     let pieces = lexer::split_source(text);
     for piece in &pieces {
         match piece.kind {
             lexer::PieceKind::Comment => {
                 words::findings_in_prose(&piece.text)
-                    .for_each(|message| report(piece.line, message));
-                words::findings_of_glossary(&piece.text, replaced)
-                    .for_each(|message| report(piece.line, message));
+                    .for_each(|message| report(piece.line_number, message));
+                words::findings_of_glossary(&piece.text, replaced_words)
+                    .for_each(|message| report(piece.line_number, message));
             }
             lexer::PieceKind::Literal => words::findings_in_message(&piece.text)
-                .for_each(|message| report(piece.line, message)),
+                .for_each(|message| report(piece.line_number, message)),
             lexer::PieceKind::Code => {}
         }
     }
-    sizes::check(text, &pieces)
+    sizes::check_sizes(text, &pieces)
         .into_iter()
         .for_each(|(line, message)| report(line, message));
-    found
+    findings
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn lines(text: &str) -> Vec<usize> {
-        check("a.rs", text, &[])
+    fn finding_lines(text: &str) -> Vec<usize> {
+        check_file("a.rs", text, &[])
             .into_iter()
             .map(|finding| finding.line)
             .collect()
@@ -147,35 +154,37 @@ mod tests {
 
     #[test]
     fn plain_comment_has_no_findings() {
-        assert!(lines("/// Returns the number of waiting tasks.\nfn waiting() {}\n").is_empty());
+        assert!(
+            finding_lines("/// Returns the number of waiting tasks.\nfn waiting() {}\n").is_empty()
+        );
     }
 
     #[test]
     fn forbidden_words_in_comments_are_found() {
         assert_eq!(
-            lines("fn a() {}\n/// Whoever waits here begins anew later.\nfn b() {}\n"),
+            finding_lines("fn a() {}\n/// Whoever waits here begins anew later.\nfn b() {}\n"),
             [2, 2]
         );
     }
 
     #[test]
     fn code_is_not_prose() {
-        assert!(lines("fn anew() { let whoever = 1; }\n").is_empty());
+        assert!(finding_lines("fn anew() { let whoever = 1; }\n").is_empty());
     }
 
     #[test]
     fn short_and_wide_comments_are_found() {
-        let wide = format!("/// {}\nfn a() {{}}\n", "word ".repeat(30));
-        assert_eq!(lines(&wide), [1]);
-        assert_eq!(lines("/// Its name.\nfn a() {}\n"), [1]);
+        let wide_comment = format!("/// {}\nfn a() {{}}\n", "word ".repeat(30));
+        assert_eq!(finding_lines(&wide_comment), [1]);
+        assert_eq!(finding_lines("/// Its name.\nfn a() {}\n"), [1]);
     }
 
     #[test]
     fn long_functions_need_a_reason() {
         let body = "    work();\n".repeat(FUNCTION_LINES_MAX);
-        assert_eq!(lines(&format!("fn a() {{\n{body}}}\n")), [1]);
+        assert_eq!(finding_lines(&format!("fn a() {{\n{body}}}\n")), [1]);
         assert!(
-            lines(&format!(
+            finding_lines(&format!(
                 "// tidy: long because each arm is a message\nfn a() {{\n{body}}}\n"
             ))
             .is_empty()

@@ -6,20 +6,20 @@ use super::{COMMENT_WIDTH_MAX, COMMENT_WORDS_MIN, FILE_LINES_MAX, FUNCTION_LINES
 /// Beginning of the comment that gives the reason for a long function.
 const LONG_REASON_PREFIX: &str = "tidy: long because ";
 
-/// Returns the findings in one file, as (line number, message).
-pub(super) fn check(text: &str, pieces: &[SourcePiece]) -> Vec<(usize, String)> {
+/// Returns the findings about sizes in one file, as (line number, message).
+pub(super) fn check_sizes(text: &str, pieces: &[SourcePiece]) -> Vec<(usize, String)> {
     let lines: Vec<&str> = text.lines().collect();
-    let mut found = wide_comments(&lines, pieces);
-    found.extend(short_comments(pieces));
-    let code = lines.iter().filter(|line| is_code(line)).count();
-    if code > FILE_LINES_MAX {
-        found.push((
+    let mut findings = wide_comments(&lines, pieces);
+    findings.extend(short_comments(pieces));
+    let code_line_count = lines.iter().filter(|line| is_code(line)).count();
+    if code_line_count > FILE_LINES_MAX {
+        findings.push((
             1,
-            format!("the file has {code} lines of code; {FILE_LINES_MAX} are the limit"),
+            format!("the file has {code_line_count} lines of code; {FILE_LINES_MAX} are the limit"),
         ));
     }
-    found.extend(long_functions(&lines));
-    found
+    findings.extend(long_functions(&lines));
+    findings
 }
 
 fn is_code(line: &str) -> bool {
@@ -31,8 +31,8 @@ fn wide_comments(lines: &[&str], pieces: &[SourcePiece]) -> Vec<(usize, String)>
     let comments = pieces
         .iter()
         .filter(|piece| piece.kind == PieceKind::Comment && piece.begins_line);
-    let wide = |piece: &&SourcePiece| {
-        let line = lines[piece.line - 1];
+    let is_too_wide = |piece: &&SourcePiece| {
+        let line = lines[piece.line_number - 1];
         let is_table = piece
             .text
             .trim_start_matches(['/', '!', ' '])
@@ -41,30 +41,30 @@ fn wide_comments(lines: &[&str], pieces: &[SourcePiece]) -> Vec<(usize, String)>
     };
     let message = format!("the comment is wider than {COMMENT_WIDTH_MAX} columns");
     comments
-        .filter(wide)
-        .map(|piece| (piece.line, message.clone()))
+        .filter(is_too_wide)
+        .map(|piece| (piece.line_number, message.clone()))
         .collect()
 }
 
-/// Returns the findings about documentation comments with too few words. Safety comments and
-/// directives are not checked.
+/// Returns the findings about documentation comments with fewer than [`COMMENT_WORDS_MIN`] words.
+/// Safety comments and directives are not checked.
 fn short_comments(pieces: &[SourcePiece]) -> Vec<(usize, String)> {
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     let docs: Vec<&SourcePiece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
-    for block in docs.chunk_by(|a, b| b.line == a.line + 1) {
-        let text: Vec<&str> = block
+    for block in docs.chunk_by(|a, b| b.line_number == a.line_number + 1) {
+        let texts: Vec<&str> = block
             .iter()
             .map(|piece| piece.text.trim_start_matches(['/', '!']))
             .collect();
-        let words = text.join(" ").split_whitespace().count();
-        if words > 0 && words < COMMENT_WORDS_MIN {
-            found.push((
-                block[0].line,
-                format!("a comment of {words} words says nothing: give a fact or delete it"),
+        let word_count = texts.join(" ").split_whitespace().count();
+        if word_count > 0 && word_count < COMMENT_WORDS_MIN {
+            findings.push((
+                block[0].line_number,
+                format!("a comment of {word_count} words says nothing: give a fact or delete it"),
             ));
         }
     }
-    found
+    findings
 }
 
 fn is_doc(piece: &SourcePiece) -> bool {
@@ -72,36 +72,39 @@ fn is_doc(piece: &SourcePiece) -> bool {
 }
 
 fn long_functions(lines: &[&str]) -> Vec<(usize, String)> {
-    let mut found = Vec::new();
-    for (at, line) in lines.iter().enumerate() {
+    let mut findings = Vec::new();
+    for (line_index, line) in lines.iter().enumerate() {
         let Some(name) = function_name(line) else {
             continue;
         };
         let indent = &line[..line.len() - line.trim_start().len()];
         let closing = format!("{indent}}}");
-        let body = lines[at..]
+        let body = lines[line_index..]
             .iter()
             .take_while(|line| line.trim_end() != closing);
-        let length = body.filter(|line| is_code(line)).count() + 1;
-        let ends = lines[at..].iter().any(|line| line.trim_end() == closing);
-        if ends
+        let code_lines = body.filter(|line| is_code(line)).count() + 1;
+        let has_end = lines[line_index..]
+            .iter()
+            .any(|line| line.trim_end() == closing);
+        if has_end
             && !line.trim_end().ends_with(';')
-            && length > FUNCTION_LINES_MAX
-            && !has_reason(lines, at)
+            && code_lines > FUNCTION_LINES_MAX
+            && !has_reason(lines, line_index)
         {
             let limit = format!("{FUNCTION_LINES_MAX} are the limit");
-            found.push((
-                at + 1,
-                format!("the function {name} has {length} lines of code; {limit}"),
+            findings.push((
+                line_index + 1,
+                format!("the function {name} has {code_lines} lines of code; {limit}"),
             ));
         }
     }
-    found
+    findings
 }
 
-/// Returns the name of the function whose definition begins on this line; `None` if none does.
+/// Returns the name of the function whose definition begins on this line; `None` if the line begins
+/// no function.
 fn function_name(line: &str) -> Option<&str> {
-    let words = [
+    let qualifiers = [
         "pub",
         "pub(crate)",
         "pub(super)",
@@ -112,20 +115,21 @@ fn function_name(line: &str) -> Option<&str> {
         "\"C\"",
     ];
     let mut rest = line.trim_start();
-    while let Some(word) = words.iter().find(|word| {
-        rest.strip_prefix(**word)
+    while let Some(qualifier) = qualifiers.iter().find(|qualifier| {
+        rest.strip_prefix(**qualifier)
             .is_some_and(|r| r.starts_with(' '))
     }) {
-        rest = rest[word.len()..].trim_start();
+        rest = rest[qualifier.len()..].trim_start();
     }
     let name = rest.strip_prefix("fn ")?;
     let end = name.find(|c: char| !c.is_alphanumeric() && c != '_')?;
     Some(&name[..end])
 }
 
-/// True if a comment directly above line `at` gives the reason for a long function.
-fn has_reason(lines: &[&str], at: usize) -> bool {
-    let above = lines[..at].iter().rev().map(|line| line.trim());
-    let mut head = above.take_while(|line| line.starts_with("//") || line.starts_with("#["));
-    head.any(|line| line.contains(LONG_REASON_PREFIX))
+/// True if a comment directly above the line with index `line_index` gives the reason for a long function.
+fn has_reason(lines: &[&str], line_index: usize) -> bool {
+    let lines_above = lines[..line_index].iter().rev().map(|line| line.trim());
+    let mut comment_lines =
+        lines_above.take_while(|line| line.starts_with("//") || line.starts_with("#["));
+    comment_lines.any(|line| line.contains(LONG_REASON_PREFIX))
 }

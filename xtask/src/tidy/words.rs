@@ -1,4 +1,4 @@
-//! Finds words and constructions that the project avoids in its texts.
+//! Finds words and constructions that the project avoids in comments, documents and messages.
 
 /// Words that are forbidden in comments, documents and messages.
 const FORBIDDEN_WORDS: [&str; 13] = [
@@ -18,7 +18,7 @@ const FORBIDDEN_WORDS: [&str; 13] = [
 ];
 
 /// Words that are additionally forbidden in comments and documents, but permitted in messages.
-const FORBIDDEN_IN_PROSE: [&str; 8] = [
+const WORDS_FORBIDDEN_IN_PROSE: [&str; 8] = [
     "has to",
     "have to",
     "had to",
@@ -33,17 +33,17 @@ const FORBIDDEN_IN_PROSE: [&str; 8] = [
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ReplacedWord {
     /// The replaced word, in lower case.
-    old: String,
+    word: String,
     term: String,
 }
 
 /// Returns the findings about forbidden words in a line of a comment or document.
 pub(super) fn findings_in_prose(line: &str) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
-    let words = FORBIDDEN_WORDS.iter().chain(&FORBIDDEN_IN_PROSE);
+    let words = FORBIDDEN_WORDS.iter().chain(&WORDS_FORBIDDEN_IN_PROSE);
     words
-        .filter(move |word| contains(&line, word))
-        .map(|word| format!("\"{word}\": say it in plain words"))
+        .filter(move |forbidden| contains_words(&line, forbidden))
+        .map(|forbidden| format!("\"{forbidden}\": say it in plain words"))
 }
 
 /// Returns the findings about forbidden words in a string literal.
@@ -51,57 +51,57 @@ pub(super) fn findings_in_message(text: &str) -> impl Iterator<Item = String> {
     let text = text.to_lowercase();
     FORBIDDEN_WORDS
         .iter()
-        .filter(move |word| contains(&text, word))
-        .map(|word| format!("\"{word}\" in a message: say it in plain words"))
+        .filter(move |forbidden| contains_words(&text, forbidden))
+        .map(|forbidden| format!("\"{forbidden}\" in a message: say it in plain words"))
 }
 
-/// Returns the findings about words in a line that the glossary replaces.
+/// Returns the findings about words in a line that the glossary replaces by other terms.
 pub(super) fn findings_of_glossary(
     line: &str,
-    replaced: &[ReplacedWord],
+    replaced_words: &[ReplacedWord],
 ) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
-    let found = replaced
+    let found_words = replaced_words
         .iter()
-        .filter(move |replaced| contains(&line, &replaced.old));
-    found.map(|replaced| {
+        .filter(move |replaced_words| contains_words(&line, &replaced_words.word));
+    found_words.map(|replaced_words| {
         format!(
             "\"{}\": the glossary's term is \"{}\"",
-            replaced.old, replaced.term
+            replaced_words.word, replaced_words.term
         )
     })
 }
 
-/// Returns the replaced words in the last column of the glossary's table, each with the term of its
-/// row. Commas separate the words.
+/// Returns the words in the last column of the glossary's table, each with the term of its row.
+/// Commas separate the words in the table.
 pub(super) fn replaced_terms(glossary: &str) -> Vec<ReplacedWord> {
     let rows = glossary
         .lines()
         .filter(|line| line.starts_with('|') && !line.starts_with("| ---"));
-    let mut all = Vec::new();
+    let mut replaced_words = Vec::new();
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
-        let [term, _, _, old] = cells[..] else {
+        let [term, _, _, replaced] = cells[..] else {
             continue;
         };
-        let olds = old
+        let replaced_list = replaced
             .split(',')
             .map(str::trim)
-            .filter(|old| !old.is_empty() && *old != "not");
-        all.extend(olds.map(|old| ReplacedWord {
-            old: old.to_lowercase(),
+            .filter(|replaced| !replaced.is_empty() && *replaced != "not");
+        replaced_words.extend(replaced_list.map(|replaced| ReplacedWord {
+            word: replaced.to_lowercase(),
             term: term.to_string(),
         }));
     }
-    all
+    replaced_words
 }
 
-/// True if `line` contains `words` as whole words.
-fn contains(line: &str, words: &str) -> bool {
+/// True if `line` contains `words`, not as a part of longer words.
+fn contains_words(line: &str, words: &str) -> bool {
     let is_border = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
-    line.match_indices(words).any(|(at, _)| {
-        is_border(line[..at].chars().next_back())
-            && is_border(line[at + words.len()..].chars().next())
+    line.match_indices(words).any(|(offset, _)| {
+        is_border(line[..offset].chars().next_back())
+            && is_border(line[offset + words.len()..].chars().next())
     })
 }
 
@@ -111,21 +111,24 @@ mod tests {
 
     #[test]
     fn words_count_only_as_whole_words() {
-        assert!(contains("it begins anew.", "anew"));
-        assert!(!contains("renewed and canewood", "anew"));
-        assert!(!contains("the_beside_field", "beside"));
+        assert!(contains_words("it begins anew.", "anew"));
+        assert!(!contains_words("renewed and canewood", "anew"));
+        assert!(!contains_words("the_beside_field", "beside"));
     }
 
     #[test]
     fn glossary_rows_give_the_terms_they_replace() {
         let glossary = "| term | meaning | type | not |\n| --- | --- | --- | --- |\n| drainer | reads rings | `Drainer` | ear, Ear |\n";
-        let found = replaced_terms(glossary);
+        let replaced_words = replaced_terms(glossary);
         assert_eq!(
-            found.iter().map(|r| r.old.as_str()).collect::<Vec<_>>(),
+            replaced_words
+                .iter()
+                .map(|r| r.word.as_str())
+                .collect::<Vec<_>>(),
             ["ear", "ear"]
         );
         assert_eq!(
-            findings_of_glossary(" The ear sleeps.", &found[..1]).count(),
+            findings_of_glossary(" The ear sleeps.", &replaced_words[..1]).count(),
             1
         );
     }

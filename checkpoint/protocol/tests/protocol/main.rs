@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copy {
+enum CopyState {
     None,
     Running,
     Stopped,
@@ -57,40 +57,42 @@ type NumberedRequest = (bool, usize);
 #[derive(Default)]
 struct Faults {
     step_fails_percent: u64,
-    stalls_percent: u64,
+    step_stalls_percent: u64,
     /// Percentage of image transfers that complete although the source receives no acknowledgement.
     /// The source reports a failure after some time.
     lost_ack_percent: u64,
+    /// The host that is lost, and the time of the loss in microseconds.
     lost_host: Option<(HostId, u64)>,
-    task_killed_at: Option<u64>,
-    refuse: bool,
+    task_killed_at_us: Option<u64>,
+    refuses_task: bool,
     /// True if post-copy is used, unless a step of it fails.
-    post_copy: bool,
+    uses_post_copy: bool,
     /// True if pre-copy is used in addition to post-copy.
-    pre_copy: bool,
-    /// Time of each request in microseconds, and its kind: suspend (true) or resume (false).
+    uses_pre_copy: bool,
+    /// Time of each request in microseconds, and the request: suspend (true) or resume (false).
     suspend_requests: Vec<(u64, bool)>,
 }
 
 struct Simulation {
-    dice: Rng,
-    /// The engine that the target chooses. For every third seed it is the engine that asks the
+    rng: Rng,
+    /// The engine that the target chooses. For every third seed this is the engine that asks the
     /// program to exit and restarts it.
     engine: Engine,
     faults: Faults,
     now: Micros,
-    queue: BTreeMap<(Micros, u64), SimEvent>,
+    event_queue: BTreeMap<(Micros, u64), SimEvent>,
     next_event_number: u64,
     /// Time of the last arrival in each channel. Channels preserve the order of their events.
     last_arrival: HashMap<(u16, u16), Micros>,
     coordinator: Coordinator,
     source: Option<Source>,
     target: Option<Target>,
-    copies: (Copy, Copy),
+    /// States of the source's copy and of the target's copy.
+    copies: (CopyState, CopyState),
     lost_hosts: Vec<HostId>,
     source_is_buffering: bool,
     /// True when the source has opened the memory stream.
-    memory_stream_open: bool,
+    is_memory_stream_open: bool,
     target_receives_pre_copy: bool,
     pre_copy_discarded: bool,
     /// True when the source has deleted its images and closed its streams.
@@ -103,20 +105,20 @@ struct Simulation {
     final_event_values: Option<(u64, Micros, Micros)>,
     /// Suspensions of the source's copy and of the target's copy, as known to their daemons.
     suspensions: (Suspensions, Suspensions),
-    target_runs: bool,
+    has_target_run: bool,
     /// All requests so far, in order: suspend (true) or resume (false).
     requests: Vec<bool>,
     /// The most recent request, if it was acknowledged.
-    acknowledged: Option<NumberedRequest>,
+    acknowledged_request: Option<NumberedRequest>,
     /// The host that must acknowledge the most recent request.
     awaited_host: Option<HostId>,
 }
 
-fn suspend_order(suspend: bool) -> suspend::SuspendOrder {
-    let tid = Tid::task(host(2), 1).expect("good");
+fn suspend_order(is_suspend: bool) -> suspend::SuspendOrder {
+    let tid = Tid::for_task(host(2), 1).expect("good");
     suspend::SuspendOrder {
         tid,
-        suspend,
+        suspend: is_suspend,
         cause: suspend::SuspendCause::Requested { requested_by: tid },
     }
 }
@@ -126,9 +128,9 @@ fn host(index: u16) -> HostId {
 }
 
 impl Simulation {
-    fn new(seed: u64, faults: Faults) -> Simulation {
-        let mut world = Simulation {
-            dice: Rng(seed | 1),
+    fn new(seed: u64, faults: Faults) -> Self {
+        let mut simulation = Self {
+            rng: Rng(seed | 1),
             engine: if seed.is_multiple_of(3) {
                 Engine::Restart { timeout_s: 5 }
             } else {
@@ -136,16 +138,16 @@ impl Simulation {
             },
             faults,
             now: Micros(0),
-            queue: BTreeMap::new(),
+            event_queue: BTreeMap::new(),
             next_event_number: 0,
             last_arrival: HashMap::new(),
             coordinator: Coordinator::new(),
             source: None,
             target: None,
-            copies: (Copy::Running, Copy::None),
+            copies: (CopyState::Running, CopyState::None),
             lost_hosts: Vec::new(),
             source_is_buffering: false,
-            memory_stream_open: false,
+            is_memory_stream_open: false,
             target_receives_pre_copy: false,
             pre_copy_discarded: false,
             images_dropped: false,
@@ -154,15 +156,15 @@ impl Simulation {
             result: None,
             final_event_values: None,
             suspensions: Default::default(),
-            target_runs: false,
+            has_target_run: false,
             requests: Vec::new(),
-            acknowledged: None,
+            acknowledged_request: None,
             awaited_host: None,
         };
-        let tid = Tid::task(host(2), 1).expect("good");
-        world
+        let tid = Tid::for_task(host(2), 1).expect("good");
+        simulation
             .coordinator
-            .begin(
+            .begin_migration(
                 Micros(0),
                 tid,
                 host(2),
@@ -170,61 +172,62 @@ impl Simulation {
                 MigrationCause::Requested { requested_by: tid },
             )
             .expect("nothing forbids it");
-        if let Some((lost, at)) = world.faults.lost_host {
-            world.schedule(Micros(at), SimEvent::LoseHost(lost));
+        if let Some((lost, time_us)) = simulation.faults.lost_host {
+            simulation.schedule(Micros(time_us), SimEvent::LoseHost(lost));
         }
-        if let Some(at) = world.faults.task_killed_at {
-            world.schedule(Micros(at), SimEvent::KillTask);
+        if let Some(time_us) = simulation.faults.task_killed_at_us {
+            simulation.schedule(Micros(time_us), SimEvent::KillTask);
         }
-        for (at, suspend) in world.faults.suspend_requests.clone() {
-            world.schedule(Micros(at), SimEvent::SuspendRequest(suspend));
+        for (time_us, suspend) in simulation.faults.suspend_requests.clone() {
+            simulation.schedule(Micros(time_us), SimEvent::SuspendRequest(suspend));
         }
-        world
+        simulation
     }
 
-    fn schedule(&mut self, at: Micros, item: SimEvent) {
+    fn schedule(&mut self, time: Micros, sim_event: SimEvent) {
         self.next_event_number += 1;
-        self.queue.insert((at, self.next_event_number), item);
+        self.event_queue
+            .insert((time, self.next_event_number), sim_event);
     }
 
-    fn schedule_soon(&mut self, item: SimEvent) {
-        let at = self.now + Micros(self.dice.below(5_000));
+    fn schedule_soon(&mut self, sim_event: SimEvent) {
+        let time = self.now + Micros(self.rng.below(5_000));
         // Each tasker answers in the order of its requests.
-        let channel = match &item {
+        let channel = match &sim_event {
             SimEvent::Source(_) => (2, 0),
             SimEvent::Target(_) => (3, 0),
-            _ => return self.schedule(at, item),
+            _ => return self.schedule(time, sim_event),
         };
-        let last = self.last_arrival.entry(channel).or_default();
-        let at = at.max(*last);
-        *last = at;
-        self.schedule(at, item);
+        let last_arrival = self.last_arrival.entry(channel).or_default();
+        let time = time.max(*last_arrival);
+        *last_arrival = time;
+        self.schedule(time, sim_event);
     }
 
-    fn send(&mut self, from: HostId, to: HostId, item: SimEvent) {
+    fn send(&mut self, from: HostId, to: HostId, sim_event: SimEvent) {
         if self.lost_hosts.contains(&from) || self.lost_hosts.contains(&to) {
             return;
         }
-        let at = self.now + Micros(self.dice.below(5_000));
-        let last = self
+        let time = self.now + Micros(self.rng.below(5_000));
+        let last_arrival = self
             .last_arrival
             .entry((from.index(), to.index()))
             .or_default();
-        let at = at.max(*last);
-        *last = at;
-        self.schedule(at, item);
+        let time = time.max(*last_arrival);
+        *last_arrival = time;
+        self.schedule(time, sim_event);
     }
 
     /// Schedules the answer of a tasker: a success, a failure, or no answer.
-    fn answer_as_tasker<T>(
+    fn schedule_tasker_answer<T>(
         &mut self,
         answer: T,
         to_event: impl Fn(Result<T, Failure>) -> SimEvent,
     ) {
-        if self.dice.below(100) < self.faults.stalls_percent {
+        if self.rng.below(100) < self.faults.step_stalls_percent {
             return;
         }
-        let result = if self.dice.below(100) < self.faults.step_fails_percent {
+        let result = if self.rng.below(100) < self.faults.step_fails_percent {
             Err(Failure::Engine("dice".into()))
         } else {
             Ok(answer)
@@ -232,20 +235,20 @@ impl Simulation {
         self.schedule_soon(to_event(result));
     }
 
-    fn run(mut self) -> Simulation {
+    fn run_to_end(mut self) -> Self {
         for _ in 0..10_000 {
-            self.run_outputs();
+            self.execute_outputs();
             self.check_single_copy();
-            let next = self.queue.keys().next().copied();
-            let timer = self.coordinator.next_deadline();
-            match (next, timer) {
-                (Some((at, _)), timer) if timer.is_none_or(|t| at <= t) => {
-                    let ((at, _), item) = self.queue.pop_first().expect("just seen");
-                    self.now = self.now.max(at);
-                    self.handle(item);
+            let next_event = self.event_queue.keys().next().copied();
+            let next_deadline = self.coordinator.next_deadline();
+            match (next_event, next_deadline) {
+                (Some((time, _)), next_deadline) if next_deadline.is_none_or(|t| time <= t) => {
+                    let ((time, _), sim_event) = self.event_queue.pop_first().expect("just seen");
+                    self.now = self.now.max(time);
+                    self.handle(sim_event);
                 }
-                (_, Some(at)) => {
-                    self.now = self.now.max(at);
+                (_, Some(time)) => {
+                    self.now = self.now.max(time);
                     self.coordinator.on_timer(self.now);
                 }
                 (None, None) => return self,
@@ -255,8 +258,8 @@ impl Simulation {
         panic!("the protocol does not come to rest");
     }
 
-    fn handle(&mut self, item: SimEvent) {
-        match item {
+    fn handle(&mut self, sim_event: SimEvent) {
+        match sim_event {
             SimEvent::Order(at, ..) if self.lost_hosts.contains(&at) => {}
             SimEvent::Order(_, of, MigrationOrder::Inspect) => self.source = Some(Source::new(of)),
             SimEvent::Order(
@@ -264,8 +267,8 @@ impl Simulation {
                 of,
                 MigrationOrder::Prepare {
                     facts,
-                    supports_post_copy: memory_can_follow,
-                    pre_copy: pre_copies,
+                    supports_post_copy,
+                    pre_copy: uses_pre_copy,
                     ..
                 },
             ) => {
@@ -274,32 +277,29 @@ impl Simulation {
                     of,
                     facts,
                     PathBuf::from("/token"),
-                    memory_can_follow,
-                    pre_copies,
+                    supports_post_copy,
+                    uses_pre_copy,
                 ));
             }
             SimEvent::Order(at, of, order) if at == of.from => {
-                if let MigrationOrder::Resume {
-                    suspensions: suspended,
-                } = order
-                {
-                    self.suspensions.0 = suspended;
+                if let MigrationOrder::Resume { suspensions } = order {
+                    self.suspensions.0 = suspensions;
                 }
                 if self.source.is_none() && order == MigrationOrder::Release {
                     // The task has exited, so the migration no longer exists at the source.
                     let report = StepReport::Failed {
                         step: Step::KillSource,
-                        why: Failure::TaskEnded,
+                        failure: Failure::TaskEnded,
                     };
                     return self.send(at, HostId::MASTER, SimEvent::Report(at, of.id, report));
                 }
-                self.source_event(SourceEvent::Order(order));
+                self.handle_source_event(SourceEvent::Order(order));
             }
             SimEvent::Order(_, _, order) => {
                 if let MigrationOrder::Run(parting) = &order {
-                    (self.suspensions.1, self.target_runs) = (parting.suspensions, true);
+                    (self.suspensions.1, self.has_target_run) = (parting.suspensions, true);
                 }
-                self.target_event(TargetEvent::Order(order));
+                self.handle_target_event(TargetEvent::Order(order));
             }
             SimEvent::SuspendRequest(suspend) => self.request_suspension(suspend),
             SimEvent::ForwardedRequest(from, id, (suspend, number)) => {
@@ -310,14 +310,16 @@ impl Simulation {
                     &suspend_order(suspend),
                 );
             }
-            SimEvent::SuspendDecision(holds, asked) => self.on_suspend_decision(holds, asked),
+            SimEvent::SuspendDecision(decision, request) => {
+                self.on_suspend_decision(decision, request)
+            }
             SimEvent::Report(from, id, report) => {
                 self.coordinator.on_report(self.now, from, id, report)
             }
-            SimEvent::Source(event) => self.source_event(event),
-            SimEvent::Target(event) => self.target_event(event),
+            SimEvent::Source(event) => self.handle_source_event(event),
+            SimEvent::Target(event) => self.handle_target_event(event),
             SimEvent::LocationRecorded(id) => {
-                let result = if self.dice.below(100) < self.faults.step_fails_percent {
+                let result = if self.rng.below(100) < self.faults.step_fails_percent {
                     Err(Failure::Io("disk".into()))
                 } else {
                     Ok(())
@@ -329,16 +331,16 @@ impl Simulation {
             SimEvent::LoseHost(lost) => {
                 self.lost_hosts.push(lost);
                 if lost == host(2) {
-                    (self.source, self.copies.0) = (None, Copy::Dead);
+                    (self.source, self.copies.0) = (None, CopyState::Dead);
                 } else {
-                    (self.target, self.copies.1) = (None, Copy::Dead);
+                    (self.target, self.copies.1) = (None, CopyState::Dead);
                 }
                 self.schedule_soon(SimEvent::LossDetected(lost));
             }
             SimEvent::KillTask => {
-                if self.copies.0 == Copy::Running || self.copies.0 == Copy::Stopped {
-                    self.copies.0 = Copy::Dead;
-                    self.source_event(SourceEvent::TaskExited);
+                if self.copies.0 == CopyState::Running || self.copies.0 == CopyState::Stopped {
+                    self.copies.0 = CopyState::Dead;
+                    self.handle_source_event(SourceEvent::TaskExited);
                 }
             }
         }
@@ -346,73 +348,78 @@ impl Simulation {
 
     /// Sends a suspend request to the daemon of the task's current host, if the previous request
     /// was acknowledged.
-    fn request_suspension(&mut self, suspend: bool) {
+    fn request_suspension(&mut self, is_suspend: bool) {
         if self
             .awaited_host
-            .is_some_and(|at| !self.lost_hosts.contains(&at))
+            .is_some_and(|task_host| !self.lost_hosts.contains(&task_host))
         {
-            return self.schedule(self.now + Micros(1000), SimEvent::SuspendRequest(suspend));
+            return self.schedule(
+                self.now + Micros(1000),
+                SimEvent::SuspendRequest(is_suspend),
+            );
         }
-        self.requests.push(suspend);
-        let request = (suspend, self.requests.len());
-        let at = self.location;
-        (self.acknowledged, self.awaited_host) = (None, None);
-        if self.lost_hosts.contains(&at) {
+        self.requests.push(is_suspend);
+        let request = (is_suspend, self.requests.len());
+        let task_host = self.location;
+        (self.acknowledged_request, self.awaited_host) = (None, None);
+        if self.lost_hosts.contains(&task_host) {
             return;
         }
         let source = self
             .source
             .as_ref()
-            .filter(|source| at == host(2) && source.coordinator_decides_suspension());
+            .filter(|source| task_host == host(2) && source.coordinator_decides_suspension());
         let target = self
             .target
             .as_ref()
-            .filter(|_| at == host(3) && !self.target_runs);
+            .filter(|_| task_host == host(3) && !self.has_target_run);
         if let Some(id) = source
             .map(|s| s.migration().id)
             .or(target.map(|t| t.migration().id))
         {
-            self.awaited_host = Some(at);
+            self.awaited_host = Some(task_host);
             return self.send(
-                at,
+                task_host,
                 HostId::MASTER,
-                SimEvent::ForwardedRequest(at, id, request),
+                SimEvent::ForwardedRequest(task_host, id, request),
             );
         }
-        let holds = if at == host(2) {
+        let suspensions = if task_host == host(2) {
             &mut self.suspensions.0
         } else {
             &mut self.suspensions.1
         };
-        *holds = holds.apply(&suspend_order(suspend));
-        self.acknowledged = Some(request);
+        *suspensions = suspensions.apply_order(&suspend_order(is_suspend));
+        self.acknowledged_request = Some(request);
     }
 
-    fn on_suspend_decision(&mut self, holds: Option<Suspensions>, request: NumberedRequest) {
+    fn on_suspend_decision(&mut self, suspensions: Option<Suspensions>, request: NumberedRequest) {
         if request.1 != self.requests.len() {
             return;
         }
         self.awaited_host = None;
-        let Some(holds) = holds else { return };
-        if self.location == host(2) || !self.target_runs {
-            self.suspensions.0 = holds;
+        let Some(suspensions) = suspensions else {
+            return;
+        };
+        if self.location == host(2) || !self.has_target_run {
+            self.suspensions.0 = suspensions;
         }
-        if self.target_runs {
-            self.suspensions.1 = holds;
+        if self.has_target_run {
+            self.suspensions.1 = suspensions;
         }
-        self.acknowledged = Some(request);
+        self.acknowledged_request = Some(request);
     }
 
-    fn source_event(&mut self, event: SourceEvent) {
-        // Update the simulated copy to the time of the answer.
+    fn handle_source_event(&mut self, event: SourceEvent) {
+        // Update the simulated copy to its state at the time of the answer.
         match &event {
-            SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => {
-                self.copies.0 = Copy::Stopped
+            SourceEvent::Stopped(Ok(())) if self.copies.0 == CopyState::Running => {
+                self.copies.0 = CopyState::Stopped
             }
-            SourceEvent::TaskResumed if self.copies.0 == Copy::Stopped => {
-                self.copies.0 = Copy::Running
+            SourceEvent::TaskResumed if self.copies.0 == CopyState::Stopped => {
+                self.copies.0 = CopyState::Running
             }
-            SourceEvent::Killed(_) => self.copies.0 = Copy::Dead,
+            SourceEvent::Killed(_) => self.copies.0 = CopyState::Dead,
             _ => {}
         }
         let with_suspensions = |inspected| InspectedTask {
@@ -428,16 +435,16 @@ impl Simulation {
         }
     }
 
-    fn target_event(&mut self, event: TargetEvent) {
+    fn handle_target_event(&mut self, event: TargetEvent) {
         match &event {
-            TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => {
-                self.copies.1 = Copy::Stopped
+            TargetEvent::Restored(Ok(())) if self.copies.1 == CopyState::None => {
+                self.copies.1 = CopyState::Stopped
             }
-            TargetEvent::RunCompleted(Ok(())) if self.copies.1 == Copy::Stopped => {
-                self.copies.1 = Copy::Running
+            TargetEvent::RunCompleted(Ok(())) if self.copies.1 == CopyState::Stopped => {
+                self.copies.1 = CopyState::Running
             }
             TargetEvent::Discarded | TargetEvent::MemoryArrived(Err(_)) => {
-                self.copies.1 = Copy::Dead
+                self.copies.1 = CopyState::Dead
             }
             _ => {}
         }
@@ -446,7 +453,7 @@ impl Simulation {
         }
     }
 
-    fn run_outputs(&mut self) {
+    fn execute_outputs(&mut self) {
         let master = HostId::MASTER;
         while let Some(output) = self.coordinator.poll() {
             match output {
@@ -465,10 +472,10 @@ impl Simulation {
                 CoordinatorOutput::LogEvent(EventKind::Migrated {
                     resident,
                     frozen,
-                    transfer_time: whole,
+                    transfer_time,
                     ..
                 }) => {
-                    self.final_event_values = Some((resident, frozen, whole));
+                    self.final_event_values = Some((resident, frozen, transfer_time));
                 }
                 CoordinatorOutput::LogEvent(_) => {}
                 CoordinatorOutput::SuspendDecided {
@@ -477,12 +484,12 @@ impl Simulation {
                     suspensions,
                     ..
                 } => {
-                    let number = request.0 as usize;
-                    let suspend = self.requests[number - 1];
+                    let request_number = request.0 as usize;
+                    let is_suspend = self.requests[request_number - 1];
                     self.send(
                         master,
                         host,
-                        SimEvent::SuspendDecision(suspensions, (suspend, number)),
+                        SimEvent::SuspendDecision(suspensions, (is_suspend, request_number)),
                     );
                 }
                 CoordinatorOutput::Ended { result, .. } => {
@@ -491,14 +498,14 @@ impl Simulation {
             }
         }
         while let Some(output) = self.source.as_mut().and_then(Source::poll) {
-            self.source_output(output);
+            self.execute_source_output(output);
         }
         while let Some(output) = self.target.as_mut().and_then(Target::poll) {
-            self.target_output(output);
+            self.execute_target_output(output);
         }
     }
 
-    fn source_output(&mut self, output: SourceOutput) {
+    fn execute_source_output(&mut self, output: SourceOutput) {
         let id = self.source.as_ref().expect("it spoke").migration().id;
         match output {
             SourceOutput::Report(report) => self.send(
@@ -507,14 +514,15 @@ impl Simulation {
                 SimEvent::Report(host(2), id, report),
             ),
             SourceOutput::Inspect => {
-                let (refuse, supports_post_copy) = (self.faults.refuse, self.faults.post_copy);
-                let supports_pre_copy = self.faults.pre_copy;
-                self.answer_as_tasker((), move |_| {
-                    SimEvent::Source(SourceEvent::Inspected(if refuse {
+                let (refuses_task, supports_post_copy) =
+                    (self.faults.refuses_task, self.faults.uses_post_copy);
+                let supports_pre_copy = self.faults.uses_pre_copy;
+                self.schedule_tasker_answer((), move |_| {
+                    SimEvent::Source(SourceEvent::Inspected(if refuses_task {
                         Err(Refusal::Pinned)
                     } else {
                         let facts = TaskFacts {
-                            resident_bytes: RESIDENT_BYTES,
+                            memory_bytes: RESIDENT_BYTES,
                             ..TaskFacts::default()
                         };
                         Ok(InspectedTask {
@@ -528,38 +536,42 @@ impl Simulation {
             }
             SourceOutput::OpenMemoryStream => {
                 assert!(
-                    !std::mem::replace(&mut self.memory_stream_open, true),
+                    !std::mem::replace(&mut self.is_memory_stream_open, true),
                     "one way for one move"
                 );
             }
             SourceOutput::PreCopy => {
                 assert!(
-                    self.memory_stream_open
+                    self.is_memory_stream_open
                         && !self.source_is_buffering
                         && self.target_receives_pre_copy,
                     "the other end is ready, and the task runs"
                 );
-                self.answer_as_tasker(77, |r| SimEvent::Source(SourceEvent::PreCopied(r)));
+                self.schedule_tasker_answer(77, |result| {
+                    SimEvent::Source(SourceEvent::PreCopied(result))
+                });
             }
             SourceOutput::DiscardPreCopy => self.pre_copy_discarded = true,
             SourceOutput::BufferIncoming => self.source_is_buffering = true,
             SourceOutput::Quiesce { .. } => {
-                self.answer_as_tasker((), |_| SimEvent::Source(SourceEvent::Quiesced))
+                self.schedule_tasker_answer((), |_| SimEvent::Source(SourceEvent::Quiesced))
             }
             SourceOutput::RequestExit { engine, .. } => {
                 assert_eq!(engine, self.engine);
-                self.answer_as_tasker((), |r| SimEvent::Source(SourceEvent::Stopped(r)));
+                self.schedule_tasker_answer((), |result| {
+                    SimEvent::Source(SourceEvent::Stopped(result))
+                });
             }
-            SourceOutput::SendRecord => {
-                self.answer_as_tasker(0, |r| SimEvent::Target(TargetEvent::Received(r)))
-            }
-            SourceOutput::Stop => {
-                self.answer_as_tasker((), |r| SimEvent::Source(SourceEvent::Stopped(r)))
-            }
+            SourceOutput::SendRecord => self.schedule_tasker_answer(0, |result| {
+                SimEvent::Target(TargetEvent::ImagesReceived(result))
+            }),
+            SourceOutput::Stop => self.schedule_tasker_answer((), |result| {
+                SimEvent::Source(SourceEvent::Stopped(result))
+            }),
             SourceOutput::Dump { post_copy } => {
-                assert_eq!(post_copy, self.memory_stream_open);
-                self.answer_as_tasker(DumpReport::default(), |r| {
-                    SimEvent::Source(SourceEvent::Dumped(r))
+                assert_eq!(post_copy, self.is_memory_stream_open);
+                self.schedule_tasker_answer(DumpReport::default(), |result| {
+                    SimEvent::Source(SourceEvent::Dumped(result))
                 });
             }
             SourceOutput::StartSendingImages => self.start_sending_images(),
@@ -587,38 +599,40 @@ impl Simulation {
     }
 
     fn start_sending_images(&mut self) {
-        if self.dice.below(100) < self.faults.step_fails_percent {
+        if self.rng.below(100) < self.faults.step_fails_percent {
             let transfer_error = || Failure::Images("cut".into());
-            self.answer_as_tasker((), move |_| {
+            self.schedule_tasker_answer((), move |_| {
                 SimEvent::Source(SourceEvent::ImagesSent(Err(transfer_error())))
             });
-            self.answer_as_tasker((), move |_| {
-                SimEvent::Target(TargetEvent::Received(Err(transfer_error())))
+            self.schedule_tasker_answer((), move |_| {
+                SimEvent::Target(TargetEvent::ImagesReceived(Err(transfer_error())))
             });
         }
     }
 
     fn finish_sending_images(&mut self) {
-        let fails = self.dice.below(100) < self.faults.step_fails_percent;
-        let ack_lost = self.dice.below(100) < self.faults.lost_ack_percent;
+        let has_failed = self.rng.below(100) < self.faults.step_fails_percent;
+        let is_ack_lost = self.rng.below(100) < self.faults.lost_ack_percent;
         let transfer_error = || Err(Failure::Images("cut".into()));
-        let sent = SimEvent::Source(SourceEvent::ImagesSent(if fails || ack_lost {
+        let event = SimEvent::Source(SourceEvent::ImagesSent(if has_failed || is_ack_lost {
             transfer_error()
         } else {
             Ok(())
         }));
-        if ack_lost {
-            let at = self.now + Micros(self.dice.below(60_000));
-            self.schedule(at, sent);
+        if is_ack_lost {
+            let time = self.now + Micros(self.rng.below(60_000));
+            self.schedule(time, event);
         } else {
-            self.schedule_soon(sent);
+            self.schedule_soon(event);
         }
-        if !fails {
-            self.answer_as_tasker(1, |r| SimEvent::Target(TargetEvent::Received(r)));
+        if !has_failed {
+            self.schedule_tasker_answer(1, |result| {
+                SimEvent::Target(TargetEvent::ImagesReceived(result))
+            });
         }
     }
 
-    fn target_output(&mut self, output: TargetOutput) {
+    fn execute_target_output(&mut self, output: TargetOutput) {
         let id = self.target.as_ref().expect("it spoke").migration().id;
         match output {
             TargetOutput::Report(report) => self.send(
@@ -628,8 +642,8 @@ impl Simulation {
             ),
             TargetOutput::Prepare(_) => {
                 let engine = self.engine;
-                self.answer_as_tasker((), move |r| {
-                    let verdict = if r.is_ok() {
+                self.schedule_tasker_answer((), move |result| {
+                    let verdict = if result.is_ok() {
                         vec![]
                     } else {
                         vec![Refusal::Pinned]
@@ -642,16 +656,18 @@ impl Simulation {
                 });
             }
             TargetOutput::ReceivePreCopy => self.target_receives_pre_copy = true,
-            TargetOutput::Restore => {
-                self.answer_as_tasker((), |r| SimEvent::Target(TargetEvent::Restored(r)))
-            }
+            TargetOutput::Restore => self.schedule_tasker_answer((), |result| {
+                SimEvent::Target(TargetEvent::Restored(result))
+            }),
             TargetOutput::Run(_) => {
                 self.schedule_soon(SimEvent::Target(TargetEvent::RunCompleted(Ok(()))));
                 if self.target.as_ref().is_some_and(Target::uses_post_copy) {
                     // This step has no deadline, so the answer must not be lost.
-                    let stalls = std::mem::take(&mut self.faults.stalls_percent);
-                    self.answer_as_tasker((), |r| SimEvent::Target(TargetEvent::MemoryArrived(r)));
-                    self.faults.stalls_percent = stalls;
+                    let stalls_percent = std::mem::take(&mut self.faults.step_stalls_percent);
+                    self.schedule_tasker_answer((), |result| {
+                        SimEvent::Target(TargetEvent::MemoryArrived(result))
+                    });
+                    self.faults.step_stalls_percent = stalls_percent;
                 }
             }
             TargetOutput::Discard => self.schedule_soon(SimEvent::Target(TargetEvent::Discarded)),
@@ -666,7 +682,7 @@ impl Simulation {
     fn check_single_copy(&self) {
         // A stopped copy counts as alive because it could continue.
         assert!(
-            self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
+            self.copies.1 != CopyState::Running || self.copies.0 == CopyState::Dead,
             "two live copies: {:?}",
             self.copies
         );
@@ -678,7 +694,7 @@ const RESIDENT_BYTES: u64 = 2 << 30;
 
 /// Simulates one migration until no event remains.
 fn simulate(seed: u64, faults: Faults) -> Simulation {
-    Simulation::new(seed, faults).run()
+    Simulation::new(seed, faults).run_to_end()
 }
 
 /// Without faults the task migrates, and the source transfers the ownership and all memory to the
@@ -686,18 +702,24 @@ fn simulate(seed: u64, faults: Faults) -> Simulation {
 #[test]
 fn migration_without_faults_succeeds() {
     for seed in 1..500 {
-        let world = simulate(seed, Faults::default());
+        let simulation = simulate(seed, Faults::default());
         assert!(
-            matches!(world.result, Some(Ok(_))),
+            matches!(simulation.result, Some(Ok(_))),
             "seed {seed}: {:?}",
-            world.result
+            simulation.result
         );
-        assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
-        assert!(
-            world.ownership_transferred && world.source.is_none() && world.target.is_none(),
+        assert_eq!(
+            simulation.copies,
+            (CopyState::Dead, CopyState::Running),
             "seed {seed}"
         );
-        assert_eq!(world.location, host(3));
+        assert!(
+            simulation.ownership_transferred
+                && simulation.source.is_none()
+                && simulation.target.is_none(),
+            "seed {seed}"
+        );
+        assert_eq!(simulation.location, host(3));
     }
 }
 
@@ -705,69 +727,76 @@ fn migration_without_faults_succeeds() {
 /// the duration until all memory had arrived.
 #[test]
 fn event_reports_memory_and_transfer_time() {
-    let mut later = 0;
+    let mut longer_count = 0;
     for seed in 1..200 {
         for post_copy in [false, true] {
-            let world = simulate(
+            let simulation = simulate(
                 seed,
                 Faults {
-                    post_copy,
+                    uses_post_copy: post_copy,
                     ..Faults::default()
                 },
             );
-            let (resident, frozen, whole) = world.final_event_values.expect("it has moved");
-            match (world.engine, post_copy) {
+            let (resident_bytes, stopped_duration, transfer_time) =
+                simulation.final_event_values.expect("it has moved");
+            match (simulation.engine, post_copy) {
                 // All memory may have arrived before the task runs.
                 (Engine::Criu, true) => {
-                    assert!(resident == RESIDENT_BYTES && whole >= frozen, "seed {seed}");
-                    later += u32::from(whole > frozen);
+                    assert!(
+                        resident_bytes == RESIDENT_BYTES && transfer_time >= stopped_duration,
+                        "seed {seed}"
+                    );
+                    longer_count += u32::from(transfer_time > stopped_duration);
                 }
                 (Engine::Criu, false) => {
-                    assert!(resident == RESIDENT_BYTES && whole == frozen, "seed {seed}")
+                    assert!(
+                        resident_bytes == RESIDENT_BYTES && transfer_time == stopped_duration,
+                        "seed {seed}"
+                    )
                 }
                 // A program that is restarted sends no memory.
-                _ => assert_eq!(resident, 0, "seed {seed}"),
+                _ => assert_eq!(resident_bytes, 0, "seed {seed}"),
             }
         }
     }
     assert!(
-        later > 20,
-        "memory that follows comes later as a rule: {later}"
+        longer_count > 20,
+        "memory that follows comes later as a rule: {longer_count}"
     );
 }
 
 /// A task that the source refuses to migrate keeps running at the source.
 #[test]
 fn refused_task_keeps_running() {
-    let world = simulate(
+    let simulation = simulate(
         7,
         Faults {
-            refuse: true,
+            refuses_task: true,
             ..Faults::default()
         },
     );
-    let Some(Err(error)) = world.result else {
-        panic!("{:?}", world.result)
+    let Some(Err(error)) = simulation.result else {
+        panic!("{:?}", simulation.result)
     };
     assert_eq!(error.step, Step::Inspect);
-    assert_eq!(error.why, Failure::Refused(vec![Refusal::Pinned]));
-    assert_eq!(world.copies, (Copy::Running, Copy::None));
+    assert_eq!(error.failure, Failure::Refused(vec![Refusal::Pinned]));
+    assert_eq!(simulation.copies, (CopyState::Running, CopyState::None));
 }
 
 /// Whichever host is lost, the surviving copy is suspended exactly if the last acknowledged request
 /// was a suspend request.
 #[test]
 fn surviving_copy_obeys_last_suspend_request() {
-    let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
+    let (mut target_count, mut source_count, mut source_lost_count) = (0, 0, 0);
     for seed in 1..40_000 {
-        let mut dice = Rng(seed * 13 + 5);
-        let mut suspend_requests: Vec<(u64, bool)> = (0..1 + dice.below(4))
-            .map(|_| (dice.below(60_000), dice.below(2) == 0))
+        let mut rng = Rng(seed * 13 + 5);
+        let mut suspend_requests: Vec<(u64, bool)> = (0..1 + rng.below(4))
+            .map(|_| (rng.below(60_000), rng.below(2) == 0))
             .collect();
         suspend_requests.sort_unstable();
-        let lost_host = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.below(60_000)));
+        let lost_host = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), rng.below(60_000)));
         let step_fails_percent = 3 * (seed % 2);
-        let world = simulate(
+        let simulation = simulate(
             seed,
             Faults {
                 suspend_requests,
@@ -776,28 +805,29 @@ fn surviving_copy_obeys_last_suspend_request() {
                 ..Faults::default()
             },
         );
-        let Some((suspended, _)) = world.acknowledged else {
+        let Some((is_suspended, _)) = simulation.acknowledged_request else {
             continue;
         };
-        if world.copies.1 == Copy::Running {
+        if simulation.copies.1 == CopyState::Running {
             assert_eq!(
-                world.suspensions.1.is_suspended(),
-                suspended,
+                simulation.suspensions.1.is_suspended(),
+                is_suspended,
                 "seed {seed}: at the target"
             );
-            at_target += u32::from(suspended);
-            source_lost += u32::from(suspended && world.lost_hosts.contains(&host(2)));
-        } else if world.copies.0 == Copy::Running {
+            target_count += u32::from(is_suspended);
+            source_lost_count +=
+                u32::from(is_suspended && simulation.lost_hosts.contains(&host(2)));
+        } else if simulation.copies.0 == CopyState::Running {
             assert_eq!(
-                world.suspensions.0.is_suspended(),
-                suspended,
+                simulation.suspensions.0.is_suspended(),
+                is_suspended,
                 "seed {seed}: at the source"
             );
-            back += u32::from(suspended);
+            source_count += u32::from(is_suspended);
         }
     }
     assert!(
-        at_target > 1000 && back > 1000 && source_lost > 100,
-        "{at_target} {back} {source_lost}"
+        target_count > 1000 && source_count > 1000 && source_lost_count > 100,
+        "{target_count} {source_count} {source_lost_count}"
     );
 }

@@ -8,13 +8,13 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-/// Sends a number of pages to the source ([`PRE_COPY_COUNT`]).
-fn send_page_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
-    stream.write_all(&HeaderLayout::Long.write(&PageHeader {
+/// Sends the number `page_count` to the source ([`PRE_COPY_COUNT`]).
+fn send_page_count(stream: &mut UnixStream, page_count: u64) -> io::Result<()> {
+    stream.write_all(&HeaderLayout::Long.encode(&PageHeader {
         command: PRE_COPY_COUNT,
-        pages,
+        page_count,
         address: 0,
-        process: 0,
+        namespace_pid: 0,
     }))
 }
 
@@ -22,10 +22,10 @@ fn send_page_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
 ///
 /// # Errors
 /// The source does not read from the stream any more.
-pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()> {
+pub fn acknowledge(received_pages: &ReceivedPages, stream: &OwnedFd) -> io::Result<()> {
     send_page_count(
         &mut UnixStream::from(stream.try_clone()?),
-        received.page_count(),
+        received_pages.page_count(),
     )
 }
 
@@ -38,41 +38,45 @@ pub(in super::super) fn receive(
     stream: &OwnedFd,
     bytes_max: u64,
 ) -> Result<ReceivedPages, Failure> {
-    let failed =
-        |what: String| Failure::Images(format!("pre-copied memory does not arrive: {what}"));
-    let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
-    let mut received = ReceivedPages::empty();
-    let mut content = vec![0; (BLOCK_PAGES * received.page_size()) as usize];
-    send_page_count(&mut stream, bytes_max / received.page_size())
-        .map_err(|e| failed(e.to_string()))?;
+    let to_failure =
+        |reason: String| Failure::Images(format!("pre-copied memory does not arrive: {reason}"));
+    let mut stream = UnixStream::from(stream.try_clone().map_err(|e| to_failure(e.to_string()))?);
+    let mut received_pages = ReceivedPages::empty();
+    let mut content = vec![0; (BLOCK_PAGES * received_pages.page_size()) as usize];
+    send_page_count(&mut stream, bytes_max / received_pages.page_size())
+        .map_err(|e| to_failure(e.to_string()))?;
     loop {
-        let mut head = [0; HeaderLayout::Long.bytes()];
+        let mut header = [0; HeaderLayout::Long.bytes()];
         stream
-            .read_exact(&mut head)
-            .map_err(|e| failed(e.to_string()))?;
+            .read_exact(&mut header)
+            .map_err(|e| to_failure(e.to_string()))?;
         let PageHeader {
             command,
-            pages,
+            page_count: pages,
             address,
-            process,
-        } = HeaderLayout::Long.read(&head);
+            namespace_pid: process,
+        } = HeaderLayout::Long.decode(&header);
         match command {
-            PRE_COPY_COUNT => return Ok(received),
+            PRE_COPY_COUNT => return Ok(received_pages),
             PRE_COPY_PAGES => {
-                let length = received.bytes_within_block(address, pages);
+                let length = received_pages.bytes_within_block(address, pages);
                 let length =
-                    length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
+                    length.ok_or_else(|| to_failure(format!("{pages} pages at {address:#x}")))?;
                 stream
                     .read_exact(&mut content[..length])
-                    .map_err(|e| failed(e.to_string()))?;
-                received
+                    .map_err(|e| to_failure(e.to_string()))?;
+                received_pages
                     .insert(process, address, &content[..length])
-                    .map_err(|e| failed(e.to_string()))?;
+                    .map_err(|e| to_failure(e.to_string()))?;
             }
-            other => return Err(failed(format!("unknown command {other:#x} of the source"))),
+            other => {
+                return Err(to_failure(format!(
+                    "unknown command {other:#x} of the source"
+                )));
+            }
         }
-        if received.stored_bytes() > bytes_max {
-            return Err(failed(format!(
+        if received_pages.stored_bytes() > bytes_max {
+            return Err(to_failure(format!(
                 "the source has sent more than the permitted {bytes_max} bytes"
             )));
         }
@@ -88,53 +92,56 @@ mod tests {
     #[test]
     fn malformed_pre_copies_are_refused() {
         let page = page_size();
-        let send_commands = |words: &[(u32, u64, u64)], bytes_max| {
-            let (mut theirs, ours) = UnixStream::pair().expect("descriptors");
-            for (command, pages, address) in words {
-                let head = PageHeader {
+        let send_commands = |commands: &[(u32, u64, u64)], bytes_max| {
+            let (mut source_stream, target_stream) = UnixStream::pair().expect("descriptors");
+            for (command, page_count, address) in commands {
+                let header = PageHeader {
                     command: *command,
-                    pages: *pages,
+                    page_count: *page_count,
                     address: *address,
-                    process: 7,
+                    namespace_pid: 7,
                 };
-                theirs
-                    .write_all(&HeaderLayout::Long.write(&head))
+                source_stream
+                    .write_all(&HeaderLayout::Long.encode(&header))
                     .expect("there is room");
-                theirs
+                source_stream
                     .write_all(&vec![
                         5;
                         if *command == PRE_COPY_PAGES {
-                            (pages.min(&2) * page) as usize
+                            (page_count.min(&2) * page) as usize
                         } else {
                             0
                         }
                     ])
                     .expect("room");
             }
-            theirs
+            source_stream
                 .shutdown(std::net::Shutdown::Write)
                 .expect("it is open");
-            receive(&ours.into(), bytes_max).map(|store| store.stored_bytes())
+            receive(&target_stream.into(), bytes_max).map(|store| store.stored_bytes())
         };
-        let good = [
+        let valid_commands = [
             (PRE_COPY_PAGES, 2, 0),
             (PRE_COPY_PAGES, 1, page),
             (PRE_COPY_COUNT, 0, 0),
         ];
-        assert_eq!(send_commands(&good, 2 * page), Ok(2 * page));
+        assert_eq!(send_commands(&valid_commands, 2 * page), Ok(2 * page));
         assert!(
-            matches!(send_commands(&good, page), Err(Failure::Images(why)) if why.contains("more than the permitted"))
+            matches!(send_commands(&valid_commands, page), Err(Failure::Images(why)) if why.contains("more than the permitted"))
         );
-        for bad in [
-            &good[..2],
+        for invalid_commands in [
+            &valid_commands[..2],
             &[(PRE_COPY_PAGES, 1, 5)],
             &[(PRE_COPY_PAGES, 1 << 60, 0)],
             &[(7, 1, 0)],
             &[],
         ] {
             assert!(
-                matches!(send_commands(bad, 9 * page), Err(Failure::Images(_))),
-                "{bad:?}"
+                matches!(
+                    send_commands(invalid_commands, 9 * page),
+                    Err(Failure::Images(_))
+                ),
+                "{invalid_commands:?}"
             );
         }
     }

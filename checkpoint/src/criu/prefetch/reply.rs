@@ -5,16 +5,16 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use thiserror::Error;
 
-/// The source has sent something other than the expected reply. Nothing of the reply was passed on;
-/// the memory that is still missing cannot be fetched.
+/// The source has sent something other than the expected reply. No data of this reply was delivered
+/// to CRIU, and the memory that is still missing cannot be fetched.
 #[derive(Debug, Error)]
 pub(super) enum UnexpectedReply {
     #[error("the source has sent {0:?} in reply to a request for nothing")]
-    Unasked(PageHeader),
+    Unrequested(PageHeader),
     #[error(
         "the source has sent {reply:?} in reply to a request for {pages} pages at {address:#x} of process {process}"
     )]
-    Different {
+    Mismatch {
         process: u64,
         address: u64,
         pages: u64,
@@ -28,54 +28,71 @@ pub(super) enum UnexpectedReply {
 pub(super) enum IncomingReply {
     Header {
         bytes: [u8; HeaderLayout::BYTES_MAX],
-        filled: usize,
+        filled_bytes: usize,
     },
-    /// The bitmap of a reply with changed pages. The bitmap selects those of the `pages` pages
-    /// whose content follows; `known` contains the pre-copied content of all of them.
+    /// The bitmap of a reply with changed pages. The bitmap selects the pages, of the `pages`
+    /// requested ones, whose content follows. `known` contains the pre-copied content of all
+    /// requested pages.
     Bitmap {
-        known: Vec<u8>,
-        pages: u64,
+        pre_copied: Vec<u8>,
+        page_count: u64,
         bitmap: Vec<u8>,
-        filled: usize,
+        filled_bytes: usize,
     },
     Pages {
         bytes: Vec<u8>,
         /// The ranges of `bytes` that are not filled yet, in order.
-        rest: VecDeque<Range<usize>>,
+        unfilled_ranges: VecDeque<Range<usize>>,
     },
 }
 
 impl Default for IncomingReply {
-    fn default() -> IncomingReply {
-        IncomingReply::Header {
+    fn default() -> Self {
+        Self::Header {
             bytes: [0; HeaderLayout::BYTES_MAX],
-            filled: 0,
+            filled_bytes: 0,
         }
     }
 }
 
 impl IncomingReply {
-    /// Returns the buffer into which the next bytes must be read. `head_bytes` is the size of a
+    /// Returns the buffer into which the next bytes must be read. `header_bytes` is the size of a
     /// header.
-    pub(super) fn buffer(&mut self, head_bytes: usize) -> &mut [u8] {
+    pub(super) fn buffer(&mut self, header_bytes: usize) -> &mut [u8] {
         match self {
-            IncomingReply::Header { bytes, filled } => &mut bytes[*filled..head_bytes],
-            IncomingReply::Bitmap { bitmap, filled, .. } => &mut bitmap[*filled..],
-            IncomingReply::Pages { bytes, rest } => {
-                &mut bytes[rest.front().cloned().unwrap_or_default()]
-            }
+            Self::Header {
+                bytes,
+                filled_bytes: filled,
+            } => &mut bytes[*filled..header_bytes],
+            Self::Bitmap {
+                bitmap,
+                filled_bytes: filled,
+                ..
+            } => &mut bitmap[*filled..],
+            Self::Pages {
+                bytes,
+                unfilled_ranges: rest,
+            } => &mut bytes[rest.front().cloned().unwrap_or_default()],
         }
     }
 
-    /// Processes `bytes` bytes that were read into the buffer.
-    pub(super) fn advance(&mut self, bytes: usize) {
+    /// Processes `byte_count` bytes that were read into the buffer.
+    pub(super) fn advance(&mut self, byte_count: usize) {
         match self {
-            IncomingReply::Header { filled, .. } | IncomingReply::Bitmap { filled, .. } => {
-                *filled += bytes
+            Self::Header {
+                filled_bytes: filled,
+                ..
             }
-            IncomingReply::Pages { rest, .. } => {
-                if let Some(first) = rest.front_mut() {
-                    first.start += bytes;
+            | Self::Bitmap {
+                filled_bytes: filled,
+                ..
+            } => *filled += byte_count,
+            Self::Pages {
+                unfilled_ranges: rest,
+                ..
+            } => {
+                if let Some(first_range) = rest.front_mut() {
+                    first_range.start += byte_count;
                 }
                 if rest.front().is_some_and(Range::is_empty) {
                     rest.pop_front();
@@ -84,31 +101,36 @@ impl IncomingReply {
         }
     }
 
-    /// Returns the header if it is complete and the content after it is not determined yet.
+    /// Returns the header if it is complete and [`expect_pages`](Self::expect_pages) or
+    /// [`expect_bitmap`](Self::expect_bitmap) was not called yet.
     pub(super) fn header(&self, layout: HeaderLayout) -> Option<PageHeader> {
         match self {
-            IncomingReply::Header { bytes, filled } if *filled == layout.bytes() => {
-                Some(layout.read(bytes))
-            }
+            Self::Header {
+                bytes,
+                filled_bytes: filled,
+            } if *filled == layout.bytes() => Some(layout.decode(bytes)),
             _ => None,
         }
     }
 
-    /// Expects the content of all pages next. It is read into `body`, which has the size of the
-    /// pages.
+    /// Expects the content of all pages next, which is read into `body`. The length of `body` is
+    /// the total size of the pages.
     pub(super) fn expect_pages(&mut self, body: Vec<u8>) {
-        let rest = std::iter::once(0..body.len()).collect();
-        *self = IncomingReply::Pages { bytes: body, rest };
+        let unfilled_ranges = std::iter::once(0..body.len()).collect();
+        *self = Self::Pages {
+            bytes: body,
+            unfilled_ranges,
+        };
     }
 
-    /// Expects a bitmap next, and then those of the `pages` pages that have changed. `known` is the
-    /// pre-copied content of all pages.
-    pub(super) fn expect_bitmap(&mut self, known: Vec<u8>, pages: u64) {
-        *self = IncomingReply::Bitmap {
-            known,
-            pages,
-            bitmap: vec![0; bitmap_bytes(pages)],
-            filled: 0,
+    /// Expects a bitmap of `page_count` pages next, and then the content of the changed pages. `pre_copied`
+    /// is the pre-copied content of all pages.
+    pub(super) fn expect_bitmap(&mut self, pre_copied: Vec<u8>, page_count: u64) {
+        *self = Self::Bitmap {
+            pre_copied,
+            page_count,
+            bitmap: vec![0; bitmap_bytes(page_count)],
+            filled_bytes: 0,
         };
     }
 
@@ -116,12 +138,12 @@ impl IncomingReply {
     ///
     /// # Errors
     /// The bitmap has bits beyond the requested pages.
-    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), UnexpectedReply> {
-        let IncomingReply::Bitmap {
-            known,
-            pages,
+    pub(super) fn apply_bitmap(&mut self, page_size: u64) -> Result<(), UnexpectedReply> {
+        let Self::Bitmap {
+            pre_copied: known,
+            page_count: pages,
             bitmap,
-            filled,
+            filled_bytes: filled,
         } = self
         else {
             return Ok(());
@@ -129,32 +151,36 @@ impl IncomingReply {
         if *filled < bitmap.len() {
             return Ok(());
         }
-        let (count, page) = (*pages as usize, page as usize);
-        let has_changed = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
-        if (count..bitmap.len() * 8).any(has_changed) {
-            return Err(UnexpectedReply::TooManyChangedPages(count));
+        let (page_count, page_size) = (*pages as usize, page_size as usize);
+        let has_changed = |index: usize| bitmap[index / 8] & (1 << (index % 8)) != 0;
+        if (page_count..bitmap.len() * 8).any(has_changed) {
+            return Err(UnexpectedReply::TooManyChangedPages(page_count));
         }
-        let mut rest = VecDeque::<Range<usize>>::new();
-        for number in (0..count).filter(|number| has_changed(*number)) {
-            let (start, end) = (number * page, (number + 1) * page);
-            match rest.back_mut() {
-                Some(last) if last.end == start => last.end = end,
-                _ => rest.push_back(start..end),
+        let mut unfilled_ranges = VecDeque::<Range<usize>>::new();
+        for index in (0..page_count).filter(|index| has_changed(*index)) {
+            let (start, end) = (index * page_size, (index + 1) * page_size);
+            match unfilled_ranges.back_mut() {
+                Some(last_range) if last_range.end == start => last_range.end = end,
+                _ => unfilled_ranges.push_back(start..end),
             }
         }
-        *self = IncomingReply::Pages {
+        *self = Self::Pages {
             bytes: std::mem::take(known),
-            rest,
+            unfilled_ranges,
         };
         Ok(())
     }
 
-    /// Returns the pages if all of them have arrived; then expects the header of the next reply.
+    /// Returns the pages and expects the header of the next reply; `None` if not all pages have
+    /// arrived.
     pub(super) fn take_pages(&mut self) -> Option<Vec<u8>> {
         match self {
-            IncomingReply::Pages { bytes, rest } if rest.is_empty() => {
+            Self::Pages {
+                bytes,
+                unfilled_ranges: rest,
+            } if rest.is_empty() => {
                 let bytes = std::mem::take(bytes);
-                *self = IncomingReply::default();
+                *self = Self::default();
                 Some(bytes)
             }
             _ => None,
@@ -166,45 +192,51 @@ impl IncomingReply {
 mod tests {
     use super::*;
 
-    const PAGE: u64 = 4;
+    const PAGE_BYTES: u64 = 4;
 
-    fn receive_bytes(coming: &mut IncomingReply, bytes: &[u8]) {
+    fn receive_bytes(reply: &mut IncomingReply, bytes: &[u8]) {
         for byte in bytes {
-            coming.buffer(24)[0] = *byte;
-            coming.advance(1);
-            coming.apply_bitmap(PAGE).expect("they are no more");
+            reply.buffer(24)[0] = *byte;
+            reply.advance(1);
+            reply.apply_bitmap(PAGE_BYTES).expect("they are no more");
         }
     }
 
     /// Changed pages replace the pre-copied content of exactly those pages.
     #[test]
     fn changed_pages_replace_known_pages() {
-        let mut coming = IncomingReply::default();
-        coming.expect_bitmap(vec![1; 40], 10);
-        receive_bytes(&mut coming, &[0b1000_0110, 0b10]);
-        assert_eq!(coming.take_pages(), None);
-        receive_bytes(&mut coming, &[2; 15]);
-        assert_eq!(coming.take_pages(), None);
-        receive_bytes(&mut coming, &[2]);
-        let body = coming.take_pages().expect("all is here");
+        let mut reply = IncomingReply::default();
+        reply.expect_bitmap(vec![1; 40], 10);
+        receive_bytes(&mut reply, &[0b1000_0110, 0b10]);
+        assert_eq!(reply.take_pages(), None);
+        receive_bytes(&mut reply, &[2; 15]);
+        assert_eq!(reply.take_pages(), None);
+        receive_bytes(&mut reply, &[2]);
+        let body = reply.take_pages().expect("all is here");
         let pages: Vec<u8> = body
-            .chunks(PAGE as usize)
+            .chunks(PAGE_BYTES as usize)
             .map(|page| page[0] * page[3])
             .collect();
         assert_eq!(pages, [1, 4, 4, 1, 1, 1, 1, 4, 1, 4]);
-        assert!(matches!(coming, IncomingReply::Header { filled: 0, .. }));
+        assert!(matches!(
+            reply,
+            IncomingReply::Header {
+                filled_bytes: 0,
+                ..
+            }
+        ));
     }
 
     /// An empty bitmap completes the reply. Bits beyond the requested pages are an error.
     #[test]
     fn bits_beyond_the_range_are_an_error() {
-        let mut coming = IncomingReply::default();
-        coming.expect_bitmap(vec![1; 12], 3);
-        receive_bytes(&mut coming, &[0]);
-        assert_eq!(coming.take_pages(), Some(vec![1; 12]));
-        coming.expect_bitmap(vec![1; 12], 3);
-        coming.buffer(24)[0] = 0b1000;
-        coming.advance(1);
-        assert!(coming.apply_bitmap(PAGE).is_err());
+        let mut reply = IncomingReply::default();
+        reply.expect_bitmap(vec![1; 12], 3);
+        receive_bytes(&mut reply, &[0]);
+        assert_eq!(reply.take_pages(), Some(vec![1; 12]));
+        reply.expect_bitmap(vec![1; 12], 3);
+        reply.buffer(24)[0] = 0b1000;
+        reply.advance(1);
+        assert!(reply.apply_bitmap(PAGE_BYTES).is_err());
     }
 }

@@ -4,7 +4,7 @@ use super::super::process::raise_thread_priority;
 use super::super::uffd_keeper::UffdKeeper;
 use super::reply::UnexpectedReply;
 use super::uffd_batching::{LazyPagesConnection, UffdCloseReports};
-use super::{MissingMemory, Prefetcher, write_from};
+use super::{MissingMemory, Prefetcher, write_and_remove};
 use crate::engine::pages::page_size;
 use crate::engine::{FetchCompletion, ReceivedPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -24,31 +24,32 @@ const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 /// The proxy's thread. It ends when CRIU has received all memory and the reply to its PS_IOV_CLOSE,
 /// when CRIU closes its connection, or when the source closes the stream.
 ///
-/// Returns true if CRIU was done or no memory was missing, false if CRIU still lacks memory. An
-/// error means that the source has violated the protocol, or that the images are damaged.
+/// The thread's result is true if CRIU was done or no memory was missing, and false if CRIU still
+/// lacks memory. An error means that the source has violated the protocol, or that the images are
+/// damaged.
 pub(in super::super) type PrefetchThread = JoinHandle<Result<bool, Failure>>;
 
 /// Starts the proxy for the task whose images are in `dir`. `source` is the stream to the source,
-/// `pre_copied` the pre-copied memory. When CRIU closes a userfaultfd, the proxy closes the copy in
-/// `uffds` as well.
+/// `received_pages` the pre-copied memory. When CRIU closes a userfaultfd, the proxy closes the copy in
+/// `uffd_keeper` as well.
 ///
 /// # Errors
 /// No file descriptor or thread is available.
 pub(in super::super) fn start(
     dir: &Path,
     source: OwnedFd,
-    pre_copied: ReceivedPages,
-    uffds: UffdKeeper,
+    received_pages: ReceivedPages,
+    uffd_keeper: UffdKeeper,
 ) -> Result<(PrefetchThread, LazyPagesConnection, FetchCompletion), Failure> {
-    let io = |e: io::Error| Failure::Io(format!("cannot prefetch memory: {e}"));
-    let (engine_stream, stream) = UnixStream::pair().map_err(io)?;
+    let to_failure = |e: io::Error| Failure::Io(format!("cannot prefetch memory: {e}"));
+    let (engine_stream, stream) = UnixStream::pair().map_err(to_failure)?;
     let source = Arc::new(UnixStream::from(source));
     // Both streams are nonblocking, so that neither CRIU nor the source delays the other.
     engine_stream
         .set_nonblocking(true)
         .and_then(|()| source.set_nonblocking(true))
-        .map_err(io)?;
-    let (connection, closed) = LazyPagesConnection::new(stream).map_err(io)?;
+        .map_err(to_failure)?;
+    let (connection, close_reports) = LazyPagesConnection::new(stream).map_err(to_failure)?;
     let completion = FetchCompletion::new(source.clone());
     let thread_completion = completion.clone();
     let thread = std::thread::Builder::new().name("ahead".into());
@@ -58,59 +59,62 @@ pub(in super::super) fn start(
         // While the images are read, CRIU's requests wait in the socket.
         let prefetcher = Prefetcher::new(
             MissingMemory::read_from_images(&dir)?,
-            pre_copied,
+            received_pages,
             page_size(),
             Instant::now(),
         );
-        let result = run(
+        let result = run_proxy(
             prefetcher,
             engine_stream,
             &source,
-            (closed, uffds),
+            (close_reports, uffd_keeper),
             &thread_completion,
         );
         // Closing is not enough, because other handles have the stream open.
         let _ = source.shutdown(Shutdown::Both);
-        result.map_err(|why| Failure::Engine(why.to_string()))
+        result.map_err(|error| Failure::Engine(error.to_string()))
     });
-    Ok((thread_handle.map_err(io)?, connection, completion))
+    Ok((thread_handle.map_err(to_failure)?, connection, completion))
 }
 
-fn run(
+fn run_proxy(
     mut prefetcher: Prefetcher,
     mut engine: UnixStream,
     mut source: &UnixStream,
-    (closed, uffds): (UffdCloseReports, UffdKeeper),
+    (report_receiver, uffd_keeper): (UffdCloseReports, UffdKeeper),
     completion: &FetchCompletion,
 ) -> Result<bool, UnexpectedReply> {
-    let mut requests = [0; REQUEST_BUFFER_BYTES];
-    let mut close_reports = Some(closed);
+    let mut request_buffer = [0; REQUEST_BUFFER_BYTES];
+    let mut close_reports = Some(report_receiver);
     loop {
-        let [asks, answers] = wait_ready(&mut prefetcher, &engine, source, close_reports.as_ref());
+        let [is_engine_readable, is_source_readable] =
+            wait_ready(&mut prefetcher, &engine, source, close_reports.as_ref());
         prefetcher.set_now(Instant::now());
         match close_reports
             .as_ref()
             .map(UffdCloseReports::take_closed_inodes)
         {
-            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| uffds.close_copy(inode)),
+            Some(Some(inodes)) => inodes
+                .into_iter()
+                .for_each(|inode| uffd_keeper.close_copy(inode)),
             Some(None) => close_reports = None,
             None => {}
         }
-        if asks {
-            match bytes_read(engine.read(&mut requests)) {
+        if is_engine_readable {
+            match read_byte_count(engine.read(&mut request_buffer)) {
                 Some(0) => return Ok(prefetcher.engine_is_done()),
-                Some(bytes) => prefetcher.receive_from_engine(&requests[..bytes]),
+                Some(bytes) => prefetcher.receive_from_engine(&request_buffer[..bytes]),
                 None => {}
             }
             if prefetcher.engine_has_all_memory() {
                 completion.mark_complete();
             }
         }
-        if answers {
-            match bytes_read(source.read(prefetcher.receive_buffer())) {
+        if is_source_readable {
+            match read_byte_count(source.read(prefetcher.receive_buffer())) {
                 Some(0) if prefetcher.engine_has_all_memory() => {
-                    // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for it. The socket
-                    // buffer has space for four bytes, or CRIU has exited.
+                    // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for this reply. The
+                    // socket buffer has space for four bytes, unless CRIU has exited.
                     let _ = engine.write(prefetcher.missing_close_reply());
                     return Ok(true);
                 }
@@ -119,12 +123,12 @@ fn run(
                 None => {}
             }
         }
-        let done = prefetcher
+        let write_result = prefetcher
             .write_replies(&mut engine)
-            .and_then(|()| write_from(&mut source, prefetcher.bytes_for_source()));
-        if done.is_err() {
-            // CRIU or the source has closed its stream. The other one is notified by the end of its
-            // own stream.
+            .and_then(|()| write_and_remove(&mut source, prefetcher.bytes_for_source()));
+        if write_result.is_err() {
+            // CRIU or the source has closed its stream. The remaining program detects the end of
+            // its own stream.
             return Ok(prefetcher.engine_is_done());
         }
         // CRIU may wait long for the CPU time that it needs to exit. Neither host waits for that
@@ -137,8 +141,8 @@ fn run(
 
 /// Returns the number of bytes that were read: 0 at the end of the stream or after an error, `None`
 /// if no data is available.
-fn bytes_read(read: io::Result<usize>) -> Option<usize> {
-    match read {
+fn read_byte_count(read_result: io::Result<usize>) -> Option<usize> {
+    match read_result {
         Err(e)
             if matches!(
                 e.kind(),
@@ -147,7 +151,7 @@ fn bytes_read(read: io::Result<usize>) -> Option<usize> {
         {
             None
         }
-        read => Some(read.unwrap_or(0)),
+        read_result => Some(read_result.unwrap_or(0)),
     }
 }
 
@@ -157,7 +161,7 @@ fn wait_ready(
     prefetcher: &mut Prefetcher,
     engine: &UnixStream,
     source: &UnixStream,
-    closes: Option<&UffdCloseReports>,
+    close_reports: Option<&UffdCloseReports>,
 ) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
@@ -172,7 +176,7 @@ fn wait_ready(
         PollFd::new(engine.as_fd(), of_engine),
         PollFd::new(source.as_fd(), of_other),
     ];
-    fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
+    fds.extend(close_reports.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
     // If `poll` fails, the caller tries to read and calls this function again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;

@@ -10,8 +10,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 /// The compiled library. A statically linked CRIU does not load it. Without the library CRIU may
-/// lose requests if the task unmaps memory or forks while requests are open, and does not finish
-/// with processes that have all their memory.
+/// lose requests if the task unmaps memory or forks while requests are open. CRIU then also never
+/// finishes a process that has all its memory.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/uffd_batching.so"));
 
 /// The descriptors that `criu lazy-pages` inherits.
@@ -27,22 +27,22 @@ pub(in super::super) struct LazyPagesConnection {
 impl LazyPagesConnection {
     /// Creates a connection on whose `stream` CRIU requests pages. Also returns the receiver of the
     /// library's reports.
-    pub(super) fn new(stream: UnixStream) -> io::Result<(LazyPagesConnection, UffdCloseReports)> {
+    pub(super) fn new(stream: UnixStream) -> io::Result<(Self, UffdCloseReports)> {
         let mut library = File::from(memfd_create(c"sempa-uffd-batching", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
-        let (ours, closed) = socketpair(
+        let (report_receiver, report_sender) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
             SockFlag::SOCK_CLOEXEC,
         )?;
         Ok((
-            LazyPagesConnection {
+            Self {
                 stream,
-                close_report_socket: closed,
+                close_report_socket: report_sender,
                 library,
             },
-            UffdCloseReports(ours),
+            UffdCloseReports(report_receiver),
         ))
     }
 

@@ -1,61 +1,65 @@
 //! Tests of spawned jobs: their environment, output and trace records.
 
 use super::*;
-use crate::session::job_output::{TAG_CLOSE_JOB, TAG_TRACES};
+use crate::session::job_output::{TAG_CLOSE_JOB_BASE, TAG_TRACE_BASE};
 use bytes::Bytes;
 use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::task::Sink;
 
-/// Exported variables are in the environment of spawned tasks.
 #[test]
 fn exported_variables_reach_spawned_tasks() {
     let mut session = session();
-    assert_eq!(run_ok(&mut session, "export"), "PVM_EXPORT=\n");
-    run_ok(&mut session, "export COLOUR MISSING COLOUR");
+    assert_eq!(run_successfully(&mut session, "export"), "PVM_EXPORT=\n");
+    run_successfully(&mut session, "export COLOUR MISSING COLOUR");
     assert_eq!(
-        run_ok(&mut session, "export"),
+        run_successfully(&mut session, "export"),
         "PVM_EXPORT=COLOUR:MISSING\n"
     );
-    run_ok(&mut session, "setenv COLOUR blue");
-    assert_eq!(run_ok(&mut session, "setenv COLOUR"), "blue\n");
-    run_ok(&mut session, "spawn hello -v");
-    run_ok(&mut session, "unexport COLOUR");
-    assert_eq!(run_ok(&mut session, "export"), "PVM_EXPORT=MISSING\n");
-    let spawned = session.vm.spawned.borrow();
-    let env: Vec<&[u8]> = spawned[0].env.iter().map(Vec::as_slice).collect();
+    run_successfully(&mut session, "setenv COLOUR blue");
+    assert_eq!(run_successfully(&mut session, "setenv COLOUR"), "blue\n");
+    run_successfully(&mut session, "spawn hello -v");
+    run_successfully(&mut session, "unexport COLOUR");
+    assert_eq!(
+        run_successfully(&mut session, "export"),
+        "PVM_EXPORT=MISSING\n"
+    );
+    let spawn_requests = session.vm.spawn_requests.borrow();
+    let env: Vec<&[u8]> = spawn_requests[0].env.iter().map(Vec::as_slice).collect();
     assert_eq!(env, [&b"PVM_EXPORT=COLOUR:MISSING"[..], b"COLOUR=blue"]);
-    assert_eq!(spawned[0].args, [b"-v"]);
-    assert_eq!(spawned[0].output, Sink::default());
+    assert_eq!(spawn_requests[0].args, [b"-v"]);
+    assert_eq!(spawn_requests[0].output_sink, Sink::default());
 }
 
-/// Output of a job is shown until the job has finished.
 #[test]
 fn job_output_is_shown_until_end() {
     let mut session = session();
     assert_eq!(
-        run_ok(&mut session, "spawn -> hello"),
+        run_successfully(&mut session, "spawn -> hello"),
         "[1]\n1 successful\nt80001\n"
     );
-    let sink = session.vm.spawned.borrow()[0].output;
+    let sink = session.vm.spawn_requests.borrow()[0].output_sink;
     assert_eq!(sink.tid, CONSOLE);
-    assert_eq!(run_ok(&mut session, "jobs"), " 1: t80001\n");
-    let shown = |session: &mut Session<FakeVm>, words: &[i32], bytes: &[u8]| {
-        let shown = handle_message(session, &output_message(sink.tag, 0x80001, words, bytes));
-        String::from_utf8(shown).expect("text")
+    assert_eq!(run_successfully(&mut session, "jobs"), " 1: t80001\n");
+    let shown_text = |session: &mut Session<FakeVm>, words: &[i32], bytes: &[u8]| {
+        let shown_text = handle_message(session, &output_message(sink.tag, 0x80001, words, bytes));
+        String::from_utf8(shown_text).expect("text")
     };
-    assert_eq!(shown(&mut session, &[-1, 0], b""), "");
-    assert_eq!(shown(&mut session, &[6], b"hello\n"), "[1:t80001] hello\n");
+    assert_eq!(shown_text(&mut session, &[-1, 0], b""), "");
     assert_eq!(
-        shown(&mut session, &[0], b""),
+        shown_text(&mut session, &[6], b"hello\n"),
+        "[1:t80001] hello\n"
+    );
+    assert_eq!(
+        shown_text(&mut session, &[0], b""),
         "[1:t80001] EOF\n[1] finished\n"
     );
     assert!(!as_session(&mut session).has_jobs());
-    assert_eq!(run_ok(&mut session, "jobs"), "");
+    assert_eq!(run_successfully(&mut session, "jobs"), "");
 }
 
-/// Output can go to a file, and an existing file is not overwritten.
+/// `spawn ->FILE` refuses an existing file, and `spawn ->>FILE` accepts it.
 #[test]
 fn output_file_is_never_overwritten() {
     let path = std::env::temp_dir().join(format!("pvm-console-job-{}", std::process::id()));
@@ -63,10 +67,10 @@ fn output_file_is_never_overwritten() {
     let path_text = path.display().to_string();
     let mut session = session();
     assert_eq!(
-        run_ok(&mut session, &format!("spawn ->{path_text} hello")),
+        run_successfully(&mut session, &format!("spawn ->{path_text} hello")),
         "[1]\n1 successful\nt80001\n"
     );
-    let tag = session.vm.spawned.borrow()[0].output.tag;
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
     assert_eq!(
         handle_message(&mut session, &output_message(tag, 0x80001, &[3], b"abc")),
         b""
@@ -79,13 +83,15 @@ fn output_file_is_never_overwritten() {
         std::fs::read_to_string(&path).expect("written"),
         "[1:t80001] abc\n[1:t80001] EOF\n"
     );
-    let again = run_line(&mut session, &format!("spawn ->{path_text} hello"));
-    assert_eq!(again.refusal, Some(format!("{path_text}: File exists")));
-    run_ok(&mut session, &format!("spawn ->>{path_text} hello"));
+    let second_spawn = run_line(&mut session, &format!("spawn ->{path_text} hello"));
+    assert_eq!(
+        second_spawn.refusal,
+        Some(format!("{path_text}: File exists"))
+    );
+    run_successfully(&mut session, &format!("spawn ->>{path_text} hello"));
     std::fs::remove_file(&path).expect("ours");
 }
 
-/// The error about a missing program says what to do.
 #[test]
 fn missing_program_error_gives_advice() {
     let mut session = session();
@@ -94,153 +100,172 @@ fn missing_program_error_gives_advice() {
     assert!(outcome.failed && !as_session(&mut session).has_jobs());
     assert_eq!(outcome.errors.len(), 1);
     assert!(outcome.errors[0].starts_with("spawn nofile: it is not in the search path"));
-    let debugged = run_line(&mut session, "spawn -? nofile");
-    assert!(debugged.errors[0].starts_with("spawn nofile: the program, or the debugger"));
-    let unwritable = run_line(&mut session, "spawn ->/nonexistent/file hello").refusal;
+    let debugger_spawn = run_line(&mut session, "spawn -? nofile");
+    assert!(debugger_spawn.errors[0].starts_with("spawn nofile: the program, or the debugger"));
+    let write_refusal = run_line(&mut session, "spawn ->/nonexistent/file hello").refusal;
     assert_eq!(
-        unwritable.as_deref(),
+        write_refusal.as_deref(),
         Some("/nonexistent/file: No such file or directory")
     );
 }
 
-/// Spawned tasks receive the tids of their siblings.
 #[test]
 fn spawned_tasks_receive_siblings() {
     let mut session = session();
-    run_ok(&mut session, "spawn hello");
-    let sent = session.vm.sent.borrow();
-    assert_eq!(sent.len(), 1);
+    run_successfully(&mut session, "spawn hello");
+    let messages = session.vm.sent_messages.borrow();
+    assert_eq!(messages.len(), 1);
     assert_eq!(
-        (sent[0].dst, sent[0].ctx, sent[0].tag),
+        (messages[0].dst, messages[0].ctx, messages[0].tag),
         (Tid::from_raw(0x80001), CTX_TASK_CONTROL, TC_SIBLINGS)
     );
-    let mut body = Vm::unpack(&sent[0]).expect("readable");
-    assert_eq!((body.int(), body.int()), (Ok(1), Ok(0x80001)));
+    let mut body = Vm::unpack(&messages[0]).expect("readable");
+    assert_eq!((body.read_int(), body.read_int()), (Ok(1), Ok(0x80001)));
 }
 
-/// Only daemons report output: a message from a task is ignored, even with the tag of a job.
+/// The console accepts job output only from daemons. A message from a task is ignored, even if it
+/// has the tag of a job.
 #[test]
 fn forged_output_is_ignored() {
     let mut session = session();
-    run_ok(&mut session, "spawn -> hello");
-    let tag = session.vm.spawned.borrow()[0].output.tag;
-    let forged = Message {
+    run_successfully(&mut session, "spawn -> hello");
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    let forged_message = Message {
         src: Tid::from_raw(0x40002),
         ..output_message(tag, 0x80001, &[6], b"forged")
     };
-    assert_eq!(handle_message(&mut session, &forged), b"");
+    assert_eq!(handle_message(&mut session, &forged_message), b"");
 }
 
-/// The spawn of a traced job has the selected events, the settings and the destination of records,
-/// and the console shows the records of the hosts.
+/// The request to spawn a traced job contains the event mask, the trace settings and the
+/// destination of records. The console shows records about the hosts.
 #[test]
 fn traced_spawn_requests_records() {
     let mut session = session();
-    run_ok(&mut session, "trace buf 100");
-    run_ok(&mut session, "trace opt count");
-    run_ok(&mut session, "trace - *");
-    run_ok(&mut session, "trace + addhosts");
-    let shown = run_ok(&mut session, "spawn -@ hello");
+    run_successfully(&mut session, "trace buf 100");
+    run_successfully(&mut session, "trace opt count");
+    run_successfully(&mut session, "trace - *");
+    run_successfully(&mut session, "trace + addhosts");
+    let shown_text = run_successfully(&mut session, "spawn -@ hello");
     assert!(
-        shown.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""),
-        "{shown}"
+        shown_text.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""),
+        "{shown_text}"
     );
     assert!(
-        shown.contains("\n[T1:tc0000] \"host_add(0)\" { "),
-        "{shown}"
+        shown_text.contains("\n[T1:tc0000] \"host_add(0)\" { "),
+        "{shown_text}"
     );
     assert!(
-        shown.ends_with(", 1000 };;\n1 successful\nt80001\n"),
-        "{shown}"
+        shown_text.ends_with(", 1000 };;\n1 successful\nt80001\n"),
+        "{shown_text}"
     );
-    assert_eq!(run_ok(&mut session, "jobs"), "T1: t80001\n");
-    let spawned = session.vm.spawned.borrow();
-    assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"), "addhosts");
+    assert_eq!(run_successfully(&mut session, "jobs"), "T1: t80001\n");
+    let spawn_requests = session.vm.spawn_requests.borrow();
+    assert!(
+        spawn_requests[0].env[0].starts_with(b"PVMTMASK=A@@@"),
+        "addhosts"
+    );
     assert_eq!(
-        spawned[0].env[0]["PVMTMASK=".len() + 75 / 4],
+        spawn_requests[0].env[0]["PVMTMASK=".len() + 75 / 4],
         b'@' + 8,
         "newtask is always in it"
     );
     assert_eq!(
-        spawned[0].env[1..3],
+        spawn_requests[0].env[1..3],
         [&b"PVMTRCBUF=100"[..], b"PVMTRCOPT=3"]
     );
     assert_eq!(
-        (spawned[0].output.tid, spawned[0].trace.tid),
+        (
+            spawn_requests[0].output_sink.tid,
+            spawn_requests[0].trace_sink.tid
+        ),
         (CONSOLE, CONSOLE)
     );
-    assert_eq!(spawned[0].trace.tag, TAG_TRACES + 1);
+    assert_eq!(spawn_requests[0].trace_sink.tag, TAG_TRACE_BASE + 1);
 }
 
-/// A traced job shows the records of its tasks and those that the console adds.
+/// The console shows the records that tasks send, and adds records about the start, the output and
+/// the end of each task.
 #[test]
 fn traced_job_shows_records() {
     let mut session = session();
-    run_ok(&mut session, "spawn -@ hello");
+    run_successfully(&mut session, "spawn -@ hello");
     let (output_tag, trace_tag) = {
-        let spawned = session.vm.spawned.borrow();
-        (spawned[0].output.tag, spawned[0].trace.tag)
+        let spawn_requests = session.vm.spawn_requests.borrow();
+        (
+            spawn_requests[0].output_sink.tag,
+            spawn_requests[0].trace_sink.tag,
+        )
     };
-    let mut shown =
+    let mut shown_text =
         |message: &Message| String::from_utf8(handle_message(&mut session, message)).expect("text");
-    let met = shown(&output_message(output_tag, 0x80001, &[-2, 0], b""));
+    let connect_text = shown_text(&output_message(output_tag, 0x80001, &[-2, 0], b""));
     assert!(
-        met.starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"),
-        "{met}"
+        connect_text
+            .starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"),
+        "{connect_text}"
     );
     assert!(
-        met.ends_with(" 524289, [9] { \"CREATION\" } };;\n"),
-        "{met}"
+        connect_text.ends_with(" 524289, [9] { \"CREATION\" } };;\n"),
+        "{connect_text}"
     );
     let mut body = Packer::new(Encoding::Xdr);
-    body.items([-5, 75]).str(b"newtask").int(-6);
-    let record = Message {
+    body.pack_items([-5, 75]).pack_str(b"newtask").pack_int(-6);
+    let record_message = Message {
         src: Tid::from_raw(0x80001),
         body: body.finish(),
         ..output_message(trace_tag, 0, &[], b"")
     };
     assert_eq!(
-        shown(&record),
+        shown_text(&record_message),
         "[T1:t80001] \n[T1:t80001] #1150: \"newtask(0)\"\n[T1:t80001] {\n[T1:t80001] };;\n[T1:t80001] \n\
          [T1:t80001] \"newtask(0)\" {  };;\n"
     );
-    let rubbish = Message {
+    let malformed_message = Message {
         body: Bytes::from_static(&[0; 4]),
-        ..record
+        ..record_message
     };
-    assert!(shown(&rubbish).starts_with("[1] trace records of t80001 cannot be read: "));
-    let line = shown(&output_message(output_tag, 0x80001, &[6], b"hello\n"));
     assert!(
-        line.ends_with(", [6] { \"hello\" } };;\n"),
-        "the output is in the trace and not shown: {line}"
+        shown_text(&malformed_message).starts_with("[1] trace records of t80001 cannot be read: ")
     );
-    let end = shown(&output_message(output_tag, 0x80001, &[0], b""));
+    let output_text = shown_text(&output_message(output_tag, 0x80001, &[6], b"hello\n"));
     assert!(
-        end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"),
-        "{end}"
+        output_text.ends_with(", [6] { \"hello\" } };;\n"),
+        "the output is in the trace and not shown: {output_text}"
     );
-    let reminder = session
+    let end_text = shown_text(&output_message(output_tag, 0x80001, &[0], b""));
+    assert!(
+        end_text.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"),
+        "{end_text}"
+    );
+    let close_message = session
         .vm
-        .sent
+        .sent_messages
         .borrow()
         .last()
         .cloned()
         .expect("sent to itself");
-    assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSE_JOB + 1));
+    assert_eq!(
+        (close_message.dst, close_message.tag),
+        (CONSOLE, TAG_CLOSE_JOB_BASE + 1)
+    );
     assert!(
         as_session(&mut session).has_jobs(),
         "the last records arrive after the end of the output"
     );
-    let forged = Message {
+    let forged_message = Message {
         src: Tid::from_raw(0x40009),
-        ..reminder.clone()
+        ..close_message.clone()
     };
-    assert_eq!(handle_message(&mut session, &forged), b"");
-    assert_eq!(handle_message(&mut session, &reminder), b"[1] finished\n");
+    assert_eq!(handle_message(&mut session, &forged_message), b"");
+    assert_eq!(
+        handle_message(&mut session, &close_message),
+        b"[1] finished\n"
+    );
     assert!(!as_session(&mut session).has_jobs());
 }
 
-/// A trace can go to a file that only its owner can read.
+/// A trace file has mode 600.
 #[test]
 fn trace_file_is_private() {
     use std::os::unix::fs::PermissionsExt;
@@ -248,28 +273,28 @@ fn trace_file_is_private() {
     let _ = std::fs::remove_file(&path);
     let mut session = session();
     assert_eq!(
-        run_ok(
+        run_successfully(
             &mut session,
             &format!("spawn -> -@{} hello", path.display())
         ),
         "[1]\n1 successful\nt80001\n"
     );
-    let tag = session.vm.spawned.borrow()[0].output.tag;
-    let shown = handle_message(&mut session, &output_message(tag, 0x80001, &[3], b"abc"));
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    let shown_bytes = handle_message(&mut session, &output_message(tag, 0x80001, &[3], b"abc"));
     assert_eq!(
-        String::from_utf8_lossy(&shown),
+        String::from_utf8_lossy(&shown_bytes),
         "[1] libpvmtrc: Task TID=0x80001 Connected to Console\n"
     );
-    let shown = handle_message(&mut session, &output_message(tag, 0x80001, &[0], b""));
+    let shown_bytes = handle_message(&mut session, &output_message(tag, 0x80001, &[0], b""));
     assert!(
-        shown.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"),
+        shown_bytes.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"),
         "{}",
-        String::from_utf8_lossy(&shown)
+        String::from_utf8_lossy(&shown_bytes)
     );
-    let written = std::fs::read_to_string(&path).expect("written");
+    let trace_text = std::fs::read_to_string(&path).expect("written");
     assert!(
-        written.starts_with("/*\n") && written.contains("{ \"abc\" } };;\n"),
-        "{written}"
+        trace_text.starts_with("/*\n") && trace_text.contains("{ \"abc\" } };;\n"),
+        "{trace_text}"
     );
     assert_eq!(
         std::fs::metadata(&path)
@@ -282,38 +307,40 @@ fn trace_file_is_private() {
     std::fs::remove_file(&path).expect("ours");
 }
 
-/// Trace settings are shown as in PVM.
 #[test]
 fn trace_settings_match_pvm() {
     let mut session = session();
     assert_eq!(
-        run_ok(&mut session, "trace buf"),
+        run_successfully(&mut session, "trace buf"),
         "\nTrace Buffering set to 0 bytes\n\n"
     );
     assert_eq!(
-        run_ok(&mut session, "trace opt"),
+        run_successfully(&mut session, "trace opt"),
         "\nTrace Options set to \"full\"\n\n"
     );
-    assert_eq!(run_ok(&mut session, "trace opt time"), "");
+    assert_eq!(run_successfully(&mut session, "trace opt time"), "");
     assert_eq!(
-        run_ok(&mut session, "getopt PvmTraceOptions"),
+        run_successfully(&mut session, "getopt PvmTraceOptions"),
         "PvmTraceOptions Currently Set to 2\n"
     );
-    let unknown = run_line(&mut session, "trace opt foo").refusal;
+    let option_refusal = run_line(&mut session, "trace opt foo").refusal;
     assert_eq!(
-        unknown.as_deref(),
+        option_refusal.as_deref(),
         Some("\nError:  Unknown Trace Option \"foo\"\n")
     );
     assert_eq!(
         run_line(&mut session, "trace nosuch").refusal.as_deref(),
         Some("no such event \"nosuch\"")
     );
-    assert_eq!(run_ok(&mut session, "trace").lines().count(), 26);
-    let both = run_line(&mut session, "trace - * nosuch + send opt");
+    assert_eq!(run_successfully(&mut session, "trace").lines().count(), 26);
+    let outcome = run_line(&mut session, "trace - * nosuch + send opt");
     assert_eq!(
-        both.text, "\nTrace Options set to \"time\"\n\n",
+        outcome.text, "\nTrace Options set to \"time\"\n\n",
         "what is known is done"
     );
-    assert_eq!(both.refusal.as_deref(), Some("no such event \"nosuch\""));
-    assert_eq!(run_ok(&mut session, "trace").matches('*').count(), 1);
+    assert_eq!(outcome.refusal.as_deref(), Some("no such event \"nosuch\""));
+    assert_eq!(
+        run_successfully(&mut session, "trace").matches('*').count(),
+        1
+    );
 }

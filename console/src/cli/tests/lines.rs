@@ -4,7 +4,6 @@ use super::*;
 use crate::commands::has_json;
 use crate::outcome::AfterCommand;
 
-/// Empty lines, comments and wrong commands do nothing.
 #[test]
 fn empty_lines_and_errors_do_nothing() {
     let mut session = session();
@@ -28,43 +27,44 @@ fn empty_lines_and_errors_do_nothing() {
 #[test]
 fn alias_loop_is_refused() {
     let mut session = session();
-    run_ok(&mut session, "alias x echo 1 2");
-    assert_eq!(run_ok(&mut session, "x 3"), "1 2 3\n");
-    assert_eq!(run_ok(&mut session, "alias"), "x\techo 1 2\n");
-    run_ok(&mut session, "alias a b");
-    run_ok(&mut session, "alias b a");
+    run_successfully(&mut session, "alias x echo 1 2");
+    assert_eq!(run_successfully(&mut session, "x 3"), "1 2 3\n");
+    assert_eq!(run_successfully(&mut session, "alias"), "x\techo 1 2\n");
+    run_successfully(&mut session, "alias a b");
+    run_successfully(&mut session, "alias b a");
     assert_eq!(
         run_line(&mut session, "a").refusal.as_deref(),
         Some("alias loop")
     );
-    run_ok(&mut session, "alias ps ps -a");
+    run_successfully(&mut session, "alias ps ps -a");
     assert_eq!(
-        run_ok(&mut session, "ps").lines().count(),
+        run_successfully(&mut session, "ps").lines().count(),
         3,
         "an alias may widen the command whose name it has"
     );
-    run_ok(&mut session, "unalias x a b ps unknown");
-    assert_eq!(run_ok(&mut session, "alias"), "");
+    run_successfully(&mut session, "unalias x a b ps unknown");
+    assert_eq!(run_successfully(&mut session, "alias"), "");
 }
 
-/// The simple commands answer as in PVM.
+/// `names`, `getopt`, `id`, `version`, `reset`, `put`, `jobs`, `quit` and `halt` print what PVM's
+/// console prints.
 #[test]
 fn simple_commands_answer_as_in_pvm() {
     let mut session = session();
     assert_eq!(
-        run_ok(&mut session, "names"),
+        run_successfully(&mut session, "names"),
         "<svc>:\n\tindex=0 owner=0x40001/262145 flags=0x0\n\n"
     );
     assert_eq!(
-        run_ok(&mut session, "getopt PvmRoute"),
+        run_successfully(&mut session, "getopt PvmRoute"),
         "PvmRoute Currently Set to 1\n"
     );
-    assert_eq!(run_ok(&mut session, "id"), "t40001\n");
-    assert_eq!(run_ok(&mut session, "version"), "3.4.6\n");
-    assert_eq!(run_ok(&mut session, "reset"), "");
-    assert_eq!(run_ok(&mut session, "put svc 1"), "");
+    assert_eq!(run_successfully(&mut session, "id"), "t40001\n");
+    assert_eq!(run_successfully(&mut session, "version"), "3.4.6\n");
+    assert_eq!(run_successfully(&mut session, "reset"), "");
+    assert_eq!(run_successfully(&mut session, "put svc 1"), "");
     assert_eq!(
-        run_ok(&mut session, "jobs -l"),
+        run_successfully(&mut session, "jobs -l"),
         "                    HOST      TID   FLAG 0x COMMAND\n"
     );
     assert_eq!(
@@ -77,11 +77,10 @@ fn simple_commands_answer_as_in_pvm() {
     );
 }
 
-/// Every command that prints something has JSON output.
 #[test]
 fn printing_commands_have_json() {
     let mut session = session();
-    run_ok(&mut session, "alias x echo 1");
+    run_successfully(&mut session, "alias x echo 1");
     for line in [
         "add ha9",
         "alias",
@@ -107,14 +106,17 @@ fn printing_commands_have_json() {
         "version",
     ] {
         let outcome = run_line(&mut session, line);
-        assert!(!outcome.json.is_empty() && !outcome.as_json, "{line}");
+        assert!(
+            !outcome.json_values.is_empty() && !outcome.prints_json,
+            "{line}"
+        );
         let name = line.split(' ').next().expect("a word");
-        let asked = run_line(
+        let json_outcome = run_line(
             &mut session,
             &line.replacen(name, &format!("{name} --json"), 1),
         );
         assert!(
-            asked.as_json && asked.json.len() == outcome.json.len(),
+            json_outcome.prints_json && json_outcome.json_values.len() == outcome.json_values.len(),
             "{line}"
         );
     }

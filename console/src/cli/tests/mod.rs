@@ -17,7 +17,7 @@ use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::migration::{Failure, MigrationTargets, Refusal, Step};
 use sempa_proto::rm::{
-    JobUsage, RmQuery, RmReply, SuspensionInfo, TaskOutcome, TaskUsage, UsageTotals, UserUsage,
+    JobUsage, RmQuery, RmReply, SuspensionStart, TaskOutcome, TaskUsage, UsageTotals, UserUsage,
     WaitingSpawn,
 };
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
@@ -29,16 +29,16 @@ use std::cell::RefCell;
 
 const CONSOLE: Tid = Tid::from_raw(0x40001);
 
-/// Answers from tables and records the requests.
+/// A virtual machine that answers from tables and records the requests.
 #[derive(Default)]
 struct FakeVm {
     requests: RefCell<Vec<Request>>,
-    spawned: RefCell<Vec<SpawnRequest>>,
-    sent: RefCell<Vec<Message>>,
+    spawn_requests: RefCell<Vec<SpawnRequest>>,
+    sent_messages: RefCell<Vec<Message>>,
 }
 
-fn suspended() -> SuspensionInfo {
-    SuspensionInfo {
+fn suspension_info() -> SuspensionStart {
+    SuspensionStart {
         since: Micros(5),
         cause: sempa_proto::suspend::SuspendCause::JobRequested {
             requested_by: Tid::from_raw(0x80001),
@@ -47,52 +47,52 @@ fn suspended() -> SuspensionInfo {
 }
 
 fn waiting_spawn() -> WaitingSpawn {
-    let (program, why) = (
+    let (program, reason) = (
         "worker".into(),
         "no host is free: h1: owner present (olga on pts/1)".into(),
     );
-    let (by, job) = (Tid::from_raw(0x40003), Tid::from_raw(0x40002));
+    let (requester, job) = (Tid::from_raw(0x40003), Tid::from_raw(0x40002));
     WaitingSpawn {
         program,
-        count: 3,
-        requested_by: by,
+        task_count: 3,
+        requested_by: requester,
         job,
         user: 7,
         since: Micros(5),
         queue_position: 1,
-        why,
+        last_result: reason,
     }
 }
 
 /// Returns the resource manager's answer about a job with two tasks, one of which is suspended.
 fn job_reply(job: Tid) -> RmReply {
-    let used = |n: i32| TaskUsage {
+    let task_usage = |n: i32| TaskUsage {
         tid: Tid::from_raw(0x40002 + n),
         job,
         user: 7,
         program: "worker".into(),
         host: "ha1".into(),
-        started: Micros(0),
-        ended: (n == 3).then_some((Micros(5), TaskOutcome::Status(0x300))),
-        used: sempa_proto::migration::Usage::default(),
+        started_at: Micros(0),
+        end: (n == 3).then_some((Micros(5), TaskOutcome::Status(0x300))),
+        usage: sempa_proto::migration::Usage::default(),
         migrations: 0,
         evictions: 0,
         counts_toward_limits: true,
-        suspension: (n == 1).then(suspended),
-        suspended_total: Micros(0),
+        suspension: (n == 1).then(suspension_info),
+        suspended_time: Micros(0),
     };
-    let tasks = (0..=1).map(used).collect();
-    let (sums, program) = (UsageTotals::default(), "master".into());
-    let (began, suspended) = (Micros(0), Some(suspended()));
+    let tasks = (0..=1).map(task_usage).collect();
+    let (usage_totals, program) = (UsageTotals::default(), "master".into());
+    let (started_at, job_suspension) = (Micros(0), Some(suspension_info()));
     RmReply::Job {
         job: JobUsage {
             job,
             user: 7,
             program,
-            started: began,
-            ended: None,
-            totals: sums,
-            suspension: suspended,
+            started_at,
+            ended_at: None,
+            totals: usage_totals,
+            suspension: job_suspension,
         },
         tasks,
     }
@@ -112,29 +112,29 @@ impl VirtualMachine for FakeVm {
     }
 
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
-        let all = [
+        let all_tasks = [
             task(0xc0001, 0x40002, 12, 6, "child"),
             task(0x40001, 0, 10, 4, ""),
             task(0x40002, -35, 11, 6, "parent"),
         ];
-        let wanted = |task: &TaskInfo| {
+        let is_selected = |task: &TaskInfo| {
             selector == Tid::NONE || task.host.tid() == selector || task.tid == selector
         };
-        Ok(all.into_iter().filter(wanted).collect())
+        Ok(all_tasks.into_iter().filter(is_selected).collect())
     }
 
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
-        let found = request.file != "nofile";
-        self.spawned.borrow_mut().push(request);
-        Ok(vec![if found {
+        let program_exists = request.program != "nofile";
+        self.spawn_requests.borrow_mut().push(request);
+        Ok(vec![if program_exists {
             Ok(Tid::from_raw(0x80001))
         } else {
             Err(PvmError::NoFile)
         }])
     }
 
-    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
-        let one = |line: &String| match line.as_str() {
+    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+        let add_host = |line: &String| match line.as_str() {
             "ha9" => AddedHost {
                 result: Ok(host(9, "ha9")),
                 reason: String::new(),
@@ -144,60 +144,65 @@ impl VirtualMachine for FakeVm {
                 reason: "ssh: no route to it".into(),
             },
         };
-        Ok(lines.iter().map(one).collect())
+        Ok(lines.iter().map(add_host).collect())
     }
 
-    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
-        let one = |name: &String| match name.as_str() {
+    fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
+        let delete_host = |name: &String| match name.as_str() {
             "nohost" => Err(PvmError::NoHost),
             "ha1" => Err(PvmError::BadParam),
             _ => Ok(()),
         };
-        Ok(names.iter().map(one).collect())
+        Ok(names.iter().map(delete_host).collect())
     }
 
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
+    fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error> {
         if tid.raw() != 0x40002 {
-            let refusal = Refusal::UnsupportedResource {
+            let resource_refusal = Refusal::UnsupportedResource {
                 what: "an io_uring ring".into(),
             };
             return Err(Error::new(
                 PvmError::Denied,
-                format!("{tid} cannot move: {refusal}"),
+                format!("{tid} cannot move: {resource_refusal}"),
             ));
         }
-        let file = Refusal::File {
+        let file_refusal = Refusal::File {
             path: "/data".into(),
             why: "it does not exist on the target".into(),
         };
-        let memory = Refusal::Memory { need: 9, have: 8 };
+        let memory_refusal = Refusal::Memory { need: 9, have: 8 };
         let host = |n| HostId::new(n).expect("an index");
-        let mut verdicts = vec![(host(2), vec![file, memory]), (host(3), Vec::new())];
-        verdicts.truncate(if to.is_some() { 1 } else { 2 });
+        let mut verdicts = vec![
+            (host(2), vec![file_refusal, memory_refusal]),
+            (host(3), Vec::new()),
+        ];
+        verdicts.truncate(if target.is_some() { 1 } else { 2 });
         Ok(MigrationTargets {
             tid,
             from: HostId::MASTER,
-            resident_bytes: (4 << 20) + 1,
+            memory_bytes: (4 << 20) + 1,
             verdicts,
-            engines: Vec::new(),
+            usable_engines: Vec::new(),
         })
     }
 
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError> {
-        match to {
+    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
+        match target {
             "ha2" => Ok(MigrationReport {
                 id: MigrationId(1),
-                bytes: 4096,
-                frozen: Micros(98_000),
+                image_bytes: 4096,
+                frozen_time: Micros(98_000),
                 engine: Engine::Criu,
             }),
             "ha3" => Err(MigrationError {
                 step: Step::Dump,
-                why: Failure::Killed { signal: 9 },
+                failure: Failure::Killed { signal: 9 },
             }
             .into()),
             "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
-            _ => Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {to}")).into()),
+            _ => {
+                Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {target}")).into())
+            }
         }
     }
 
@@ -215,16 +220,16 @@ impl VirtualMachine for FakeVm {
     }
 
     fn send(&self, message: Message) -> Result<(), Error> {
-        self.sent.borrow_mut().push(message);
+        self.sent_messages.borrow_mut().push(message);
         Ok(())
     }
 
-    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error> {
-        Ok(match question {
+    fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error> {
+        Ok(match query {
             RmQuery::Job(tid) if tid.raw() == 0x40002 => job_reply(*tid),
             RmQuery::Suspend { job, suspend } if job.raw() == 0x40003 => {
                 let tid = |n: i32| Tid::from_raw(0x40002 + n);
-                let others = if *suspend {
+                let unchanged_tasks = if *suspend {
                     vec![(tid(0), "no daemon has started it".to_string())]
                 } else {
                     vec![]
@@ -232,21 +237,21 @@ impl VirtualMachine for FakeVm {
                 RmReply::Suspended {
                     job: tid(0),
                     tasks: vec![tid(1), tid(2)],
-                    unchanged: others,
+                    unchanged_tasks,
                 }
             }
             RmQuery::Kill(job) | RmQuery::KillStatus(job) if job.raw() == 0x40002 => {
-                let left = if matches!(question, RmQuery::Kill(_)) {
+                let remaining_count = if matches!(query, RmQuery::Kill(_)) {
                     2
                 } else {
                     0
                 };
                 RmReply::KillProgress {
                     job: *job,
-                    asked: 1500,
-                    forced: 3,
-                    left,
-                    failed: Vec::new(),
+                    exit_requests: 1500,
+                    forced_kills: 3,
+                    remaining_tasks: remaining_count,
+                    signal_failures: Vec::new(),
                 }
             }
             RmQuery::Kill(job) if job.raw() == 0x40003 => {
@@ -256,21 +261,21 @@ impl VirtualMachine for FakeVm {
                 )];
                 RmReply::KillProgress {
                     job: *job,
-                    asked: 2,
-                    forced: 0,
-                    left: 0,
-                    failed,
+                    exit_requests: 2,
+                    forced_kills: 0,
+                    remaining_tasks: 0,
+                    signal_failures: failed,
                 }
             }
             RmQuery::CancelVacated(tid) if tid.raw() == 0x40009 => RmReply::VacatedCancelled {
                 job: *tid,
                 checkpoint: "c7".into(),
-                starting: false,
+                restart_started: false,
             },
             RmQuery::Users { .. } => RmReply::Users(vec![UserUsage {
                 user: 7,
                 totals: UsageTotals::default(),
-                index: 1.5,
+                up_down_index: 1.5,
             }]),
             RmQuery::Jobs { .. } => RmReply::Jobs(Vec::new()),
             RmQuery::WaitingSpawns { user } => RmReply::WaitingSpawns(match user {
@@ -292,7 +297,7 @@ impl VirtualMachine for FakeVm {
                 }]))
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
-            Request::DebugQuery(_) => Ok(Reply::Numbers(vec![3])),
+            Request::DebugQuery(_) => Ok(Reply::DebugValues(vec![3])),
             _ => Ok(Reply::Done),
         };
         self.requests.borrow_mut().push(request);
@@ -314,7 +319,7 @@ fn run_line(session: &mut Session<FakeVm>, line: &str) -> Outcome {
     execute::run_line(session, line)
 }
 
-fn run_ok(session: &mut Session<FakeVm>, line: &str) -> String {
+fn run_successfully(session: &mut Session<FakeVm>, line: &str) -> String {
     let outcome = run_line(session, line);
     assert!(!outcome.failed, "{line}: {outcome:?}");
     outcome.text
@@ -325,9 +330,11 @@ fn handle_message(session: &mut Session<FakeVm>, message: &Message) -> Vec<u8> {
     as_session(session).handle_message(message)
 }
 
-fn output_message(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
+fn output_message(tag: i32, tid: i32, numbers: &[i32], bytes: &[u8]) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(tid).items(words.iter().copied()).bytes(bytes);
+    body.pack_int(tid)
+        .pack_items(numbers.iter().copied())
+        .pack_bytes(bytes);
     let src = HostId::MASTER.daemon_tid();
     Message {
         src,

@@ -12,18 +12,18 @@ fn job_kill_waits_for_end() {
         "1500 tasks of job t40002 were asked to end, and have ended, 3 of them by SIGKILL\n"
     );
     assert_eq!((outcome.failed, outcome.errors.len()), (false, 0));
-    assert_eq!(outcome.json[0]["forced"], 3);
-    let some = run_line(&mut session, "job kill t40003");
+    assert_eq!(outcome.json_values[0]["forced"], 3);
+    let partial_kill = run_line(&mut session, "job kill t40003");
     assert_eq!(
-        some.errors,
+        partial_kill.errors,
         ["job kill: t40005: its daemon does not answer"]
     );
     assert!(
-        !some.failed
-            && some
+        !partial_kill.failed
+            && partial_kill
                 .text
                 .starts_with("2 tasks of job t40003 were asked to end, and have ended"),
-        "{some:?}"
+        "{partial_kill:?}"
     );
 }
 
@@ -38,14 +38,14 @@ fn job_kill_cancels_vacated_job() {
             ),
         "{outcome:?}"
     );
-    let nobody = run_line(&mut session(), "job kill t4000a");
-    assert!(nobody.failed, "{nobody:?}");
+    let unknown_job = run_line(&mut session(), "job kill t4000a");
+    assert!(unknown_job.failed, "{unknown_job:?}");
 }
 
 /// A command about a job, task or host that the resource manager does not know fails with an error.
 #[test]
 fn unknown_to_rm_is_failure() {
-    for (line, said) in [
+    for (line, expected_error) in [
         (
             "why nohost",
             "why: the resource manager knows nothing of nohost",
@@ -65,20 +65,23 @@ fn unknown_to_rm_is_failure() {
     ] {
         let outcome = run_line(&mut session(), line);
         assert!(
-            outcome.failed && outcome.errors[0].starts_with(said),
+            outcome.failed && outcome.errors[0].starts_with(expected_error),
             "{outcome:?}"
         );
     }
 }
 
-/// Jobs are suspended through the resource manager, single tasks by their daemon.
+/// The resource manager suspends jobs, and the daemon of a task suspends a single task.
 #[test]
 fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
     let mut session = session();
     let outcome = run_line(&mut session, "job suspend t40003");
-    let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is unchanged: no daemon has started it\n";
-    assert_eq!((outcome.text.as_str(), outcome.failed), (text, false));
-    assert_eq!(outcome.json[0]["others"][0]["tid"], "t40002");
+    let expected_text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is unchanged: no daemon has started it\n";
+    assert_eq!(
+        (outcome.text.as_str(), outcome.failed),
+        (expected_text, false)
+    );
+    assert_eq!(outcome.json_values[0]["others"][0]["tid"], "t40002");
     let outcome = run_line(&mut session, "job resume t40003");
     assert_eq!(
         outcome.text,
@@ -90,14 +93,14 @@ fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
         ("t40003 is suspended\n", false)
     );
     let tid = Tid::from_raw(0x40003);
-    let asked = session.vm.requests.borrow();
+    let requests = session.vm.requests.borrow();
     assert!(
-        asked.contains(&Request::Suspend {
+        requests.contains(&Request::Suspend {
             tid,
             suspend: true,
             cause: None
         }),
-        "{asked:?}"
+        "{requests:?}"
     );
 }
 
@@ -108,18 +111,27 @@ fn waiting_spawns_follow_jobs() {
     let line = "waiting: 3 of worker for job t40002, user 7, since 1970-01-01T00:00:00.000Z, number 1 in turn: \
                 no host is free: h1: owner present (olga on pts/1)";
     assert_eq!(outcome.text.lines().last(), Some(line));
-    let value = &outcome.json[0]["waiting"][0];
+    let waiting_json = &outcome.json_values[0]["waiting"][0];
     assert_eq!(
-        (&value["count"], &value["job"], &value["by"]),
+        (
+            &waiting_json["count"],
+            &waiting_json["job"],
+            &waiting_json["by"]
+        ),
         (&3.into(), &"t40002".into(), &"t40003".into())
     );
-    assert_eq!((&value["since_us"], &value["turn"]), (&5.into(), &1.into()));
+    assert_eq!(
+        (&waiting_json["since_us"], &waiting_json["turn"]),
+        (&5.into(), &1.into())
+    );
     let outcome = run_line(&mut session(), "job list --user 9");
     assert!(!outcome.text.contains("waiting"), "{}", outcome.text);
-    assert_eq!(outcome.json[0]["waiting"].as_array().map(Vec::len), Some(0));
+    assert_eq!(
+        outcome.json_values[0]["waiting"].as_array().map(Vec::len),
+        Some(0)
+    );
 }
 
-/// `usage` and `job status` have text and JSON output.
 #[test]
 fn usage_and_jobs_have_text_and_json() {
     let outcome = run_line(&mut session(), "usage");
@@ -132,18 +144,18 @@ fn usage_and_jobs_have_text_and_json() {
         "{}",
         outcome.text
     );
-    assert_eq!(outcome.json[0]["users"][0]["index"], 1.5);
+    assert_eq!(outcome.json_values[0]["users"][0]["index"], 1.5);
     let outcome = run_line(&mut session(), "job status t40002");
-    assert_eq!(outcome.json[0]["tasks"][1]["tid"], "t40003");
+    assert_eq!(outcome.json_values[0]["tasks"][1]["tid"], "t40003");
     assert!(outcome.text.contains("runs"), "{}", outcome.text);
     assert!(
         outcome.text.contains("suspended by t80001 since "),
         "{}",
         outcome.text
     );
-    assert_eq!(outcome.json[0]["job"]["suspended"]["since_us"], 5);
+    assert_eq!(outcome.json_values[0]["job"]["suspended"]["since_us"], 5);
     assert_eq!(
-        outcome.json[0]["tasks"][1]["suspended"]["why"],
+        outcome.json_values[0]["tasks"][1]["suspended"]["why"],
         "suspended by t80001"
     );
 }

@@ -1,13 +1,14 @@
 //! The jobs that remain on a host, and the order in which a drain checkpoints them. Pure.
 
-use super::estimate::{ESTIMATE_MAX_AGE, TransferTotals, write_seconds};
+use super::estimate::{ESTIMATE_AGE_MAX, TransferTotals, write_seconds};
 use sempa_proto::checkpoint::CheckpointEntry;
 use sempa_proto::{Micros, Tid};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// Tasks that remain on a host, each with the reason why it cannot leave, if there is one.
+/// Tasks that remain on a host, each with the reason why it cannot leave. The reason is `None` if
+/// the task can leave.
 pub(super) type RemainingTasks = BTreeMap<Tid, Option<String>>;
 
 /// State of a task that is still on the host.
@@ -31,30 +32,30 @@ pub(super) struct RemainingJob {
     /// since its newest checkpoint.
     pub(super) unsaved_work: Micros,
     /// Bytes of memory of all tasks of the job, on all hosts.
-    pub(super) bytes: u64,
+    pub(super) memory_bytes: u64,
     pub(super) state: DepartureState,
 }
 
 impl RemainingJob {
     /// Returns the microseconds of work saved per second of checkpointing.
-    fn work_saved_per_second(&self, moved: TransferTotals) -> u64 {
-        (self.unsaved_work.0 as f64 / write_seconds(1, self.bytes, moved)) as u64
+    fn work_saved_per_second(&self, transfer_totals: TransferTotals) -> u64 {
+        (self.unsaved_work.0 as f64 / write_seconds(1, self.memory_bytes, transfer_totals)) as u64
     }
 }
 
 /// The attempts of this drain to checkpoint a job.
 #[derive(Debug)]
-pub(super) struct Attempts {
+pub(super) struct CheckpointAttempts {
     pub(super) count: u32,
-    pub(super) last_at: Instant,
-    /// True if another attempt would fail, too.
-    pub(super) is_permanent: bool,
+    pub(super) last_attempt_at: Instant,
+    /// True if every further attempt would fail, too.
+    pub(super) failure_is_permanent: bool,
     /// The error line that was printed last.
     pub(super) last_error: String,
 }
 
-/// Returns the state of a job whose tasks on the host have these states. One stuck task makes the
-/// job stuck; otherwise one migrating task makes it migrating.
+/// Returns the state of a job from the states of its tasks on the host. The job is stuck if a task
+/// is stuck. Otherwise the job is migrating if a task is migrating or if there are no tasks.
 pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
     let stuck = states.iter().find(|state| **state == DepartureState::Stuck);
     stuck
@@ -67,106 +68,115 @@ pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
 ///
 /// Stuck jobs come first, ordered by the work that is saved per second of writing. Queued jobs
 /// follow, the largest first, because the largest would leave last. If `queued_leave_in_time` is
-/// true, queued jobs are not selected. Jobs with failed attempts come after all others.
+/// true, queued jobs are not selected. Jobs with failed attempts come after all others, and are not
+/// selected until the last attempt is [`ESTIMATE_MAX_AGE`] ago.
 pub(super) fn select_job(
     mut jobs: Vec<RemainingJob>,
     queued_leave_in_time: bool,
-    rate: TransferTotals,
-    attempts: &BTreeMap<Tid, Attempts>,
+    transfer_totals: TransferTotals,
+    attempts: &BTreeMap<Tid, CheckpointAttempts>,
 ) -> Option<RemainingJob> {
-    jobs.retain(|rest| match rest.state {
+    jobs.retain(|remaining_job| match remaining_job.state {
         DepartureState::Stuck => true,
         DepartureState::Queued => !queued_leave_in_time,
         DepartureState::Migrating => false,
     });
-    jobs.retain(|rest| {
+    jobs.retain(|remaining_job| {
         attempts
-            .get(&rest.job)
-            .is_none_or(|attempts| attempts.last_at.elapsed() >= ESTIMATE_MAX_AGE)
+            .get(&remaining_job.job)
+            .is_none_or(|attempts| attempts.last_attempt_at.elapsed() >= ESTIMATE_AGE_MAX)
     });
-    jobs.into_iter().min_by_key(|rest| {
-        let worth = if rest.state == DepartureState::Stuck {
-            rest.work_saved_per_second(rate)
+    jobs.into_iter().min_by_key(|remaining_job| {
+        let priority = if remaining_job.state == DepartureState::Stuck {
+            remaining_job.work_saved_per_second(transfer_totals)
         } else {
-            rest.bytes
+            remaining_job.memory_bytes
         };
         (
-            attempts.get(&rest.job).map_or(0, |attempts| attempts.count),
-            rest.state,
-            Reverse((worth, rest.task_count)),
-            rest.job,
+            attempts
+                .get(&remaining_job.job)
+                .map_or(0, |attempts| attempts.count),
+            remaining_job.state,
+            Reverse((priority, remaining_job.task_count)),
+            remaining_job.job,
         )
     })
 }
 
-/// Returns the first task of the job of a task. A task on the host counts as spawned even if its
-/// parent has exited.
-pub(super) fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTasks) -> Tid {
-    let spawned = |tid: &Tid| {
+/// Returns the first task of the job to which `tid` belongs. A task on the host counts as spawned
+/// even if its parent has exited.
+pub(super) fn find_job(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTasks) -> Tid {
+    let is_spawned = |tid: &Tid| {
         tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task())
     };
-    topmost_spawned(tid, parents, spawned)
+    topmost_spawned(tid, parents, is_spawned)
 }
 
-/// Returns the jobs of these tasks. The job with most tasks comes first, because one checkpoint
-/// covers all its tasks. `console` is the console that requested the drain.
-pub(super) fn jobs_of(
+/// Returns the jobs of these tasks, each as the tid of its first task. The job with most tasks
+/// comes first, because one checkpoint covers all its tasks. `console` is the console that
+/// requested the drain.
+pub(super) fn find_jobs(
     console: Tid,
     parents: &BTreeMap<Tid, Tid>,
     tasks: &RemainingTasks,
 ) -> Vec<Tid> {
     let mut jobs = BTreeMap::<Tid, usize>::new();
     for tid in tasks.keys() {
-        *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
+        *jobs.entry(find_job(*tid, parents, tasks)).or_default() += 1;
     }
     // Omits jobs whose parent was started by hand and is alive: the parent cannot be checkpointed,
     // and would notice that its children end.
     jobs.retain(|job, _| {
         parents
             .get(job)
-            .is_none_or(|by| *by == console || !parents.contains_key(by))
+            .is_none_or(|parent| *parent == console || !parents.contains_key(parent))
     });
     let mut jobs: Vec<(Tid, usize)> = jobs.into_iter().collect();
-    jobs.sort_by_key(|(job, many)| (Reverse(*many), *job));
+    jobs.sort_by_key(|(job, task_count)| (Reverse(*task_count), *job));
     jobs.into_iter().map(|(job, _)| job).collect()
 }
 
-/// Returns the first task of the job of `tid`: the topmost ancestor that was spawned.
-fn topmost_spawned(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -> Tid {
-    let mut top = tid;
+/// Returns the first task of the job of `tid`: the topmost ancestor for which `is_spawned` returns
+/// true, or `tid` if there is none.
+fn topmost_spawned(
+    tid: Tid,
+    parents: &BTreeMap<Tid, Tid>,
+    is_spawned: impl Fn(&Tid) -> bool,
+) -> Tid {
+    let mut topmost = tid;
     // Bounded by the number of tasks, in case a daemon reports a cycle.
     for _ in 0..parents.len() {
         match parents
-            .get(&top)
-            .filter(|parent| parents.contains_key(parent) && spawned(parent))
+            .get(&topmost)
+            .filter(|parent| parents.contains_key(parent) && is_spawned(parent))
         {
-            Some(parent) => top = *parent,
+            Some(parent) => topmost = *parent,
             None => break,
         }
     }
-    top
+    topmost
 }
 
-/// Returns the line about what a job loses if the host leaves. `kept` is the checkpoint of the job
-/// that this drain caused, if there is one.
+/// Returns the line about the work that a job loses if the host leaves. `drain_checkpoint` is the checkpoint of
+/// the job that this drain caused, if there is one.
 pub(super) fn loss_line(
     host: &str,
     job: Tid,
     checkpoints: &[CheckpointEntry],
-    kept: Option<&String>,
+    drain_checkpoint: Option<&String>,
 ) -> String {
     let newest = checkpoints
         .iter()
-        .filter(|set| set.job == job && set.unusable_reason.is_none())
-        .max_by_key(|set| set.created);
-    let lost = newest.map_or("all its work".into(), |set| {
-        format!("its work since {}", set.name)
+        .filter(|checkpoint| checkpoint.job == job && checkpoint.unusable_reason.is_none())
+        .max_by_key(|checkpoint| checkpoint.created_at);
+    let loss = newest.map_or("all its work".into(), |checkpoint| {
+        format!("its work since {}", checkpoint.name)
     });
-    let more = match newest.is_some_and(|set| Some(&set.name) == kept) {
+    let advice = match newest.is_some_and(|checkpoint| Some(&checkpoint.name) == drain_checkpoint) {
         true => String::new(),
         false => format!("; 'drain {host} --checkpoint' checkpoints it"),
     };
-    format!("job {job} loses {lost} if {host} leaves now{more}\n")
+    format!("job {job} loses {loss} if {host} leaves now{advice}\n")
 }
 
 #[cfg(test)]
@@ -177,57 +187,67 @@ mod tests {
     #[test]
     fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, bytes, state| RemainingJob {
+        let remaining_job = |n, tasks, bytes, state| RemainingJob {
             job: tid(n),
             task_count: tasks,
             unsaved_work: Micros(9),
-            bytes,
+            memory_bytes: bytes,
             state,
         };
         use DepartureState::{Migrating, Queued, Stuck};
-        let rests = || {
+        let candidates = || {
             vec![
-                rest(1, 9, 90, Migrating),
-                rest(2, 1, 50, Queued),
-                rest(3, 2, 60, Queued),
-                rest(4, 1, 99, Stuck),
-                rest(5, 2, 1, Stuck),
+                remaining_job(1, 9, 90, Migrating),
+                remaining_job(2, 1, 50, Queued),
+                remaining_job(3, 2, 60, Queued),
+                remaining_job(4, 1, 99, Stuck),
+                remaining_job(5, 2, 1, Stuck),
             ]
         };
-        let mut tried = BTreeMap::new();
-        let order = |leave, tried: &mut BTreeMap<Tid, Attempts>| -> Vec<i32> {
-            let mut rests = rests();
-            let next = std::iter::from_fn(|| {
-                let next = select_job(rests.clone(), leave, TransferTotals::default(), tried)?;
-                rests.retain(|rest| rest.job != next.job);
-                (1..=5).find(|n| tid(*n) == next.job)
-            });
-            next.collect()
-        };
-        assert_eq!(order(false, &mut tried), [5, 4, 3, 2]);
-        assert_eq!(order(true, &mut tried), [5, 4], "the others leave in time");
-        let mut failed = |n, at| {
-            tried.insert(
+        let mut attempts = BTreeMap::new();
+        let selection_order =
+            |leave_in_time, attempts: &mut BTreeMap<Tid, CheckpointAttempts>| -> Vec<i32> {
+                let mut candidates = candidates();
+                let selected = std::iter::from_fn(|| {
+                    let selected = select_job(
+                        candidates.clone(),
+                        leave_in_time,
+                        TransferTotals::default(),
+                        attempts,
+                    )?;
+                    candidates.retain(|remaining_job| remaining_job.job != selected.job);
+                    (1..=5).find(|n| tid(*n) == selected.job)
+                });
+                selected.collect()
+            };
+        assert_eq!(selection_order(false, &mut attempts), [5, 4, 3, 2]);
+        assert_eq!(
+            selection_order(true, &mut attempts),
+            [5, 4],
+            "the others leave in time"
+        );
+        let mut order_after_failure = |n, attempt_time| {
+            attempts.insert(
                 tid(n),
-                Attempts {
+                CheckpointAttempts {
                     count: 1,
-                    last_at: at,
-                    is_permanent: false,
+                    last_attempt_at: attempt_time,
+                    failure_is_permanent: false,
                     last_error: String::new(),
                 },
             );
-            order(false, &mut tried)
+            selection_order(false, &mut attempts)
         };
-        let before = Instant::now()
-            .checked_sub(ESTIMATE_MAX_AGE)
+        let retry_is_due = Instant::now()
+            .checked_sub(ESTIMATE_AGE_MAX)
             .expect("the machine runs for longer");
         assert_eq!(
-            failed(5, before),
+            order_after_failure(5, retry_is_due),
             [4, 3, 2, 5],
             "a job that cannot be checkpointed yet does not delay others"
         );
         assert_eq!(
-            failed(4, Instant::now()),
+            order_after_failure(4, Instant::now()),
             [3, 2, 5],
             "a failed job is not tried again at once"
         );
@@ -245,79 +265,89 @@ mod tests {
     #[test]
     fn job_saving_most_work_per_second_is_first() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, hours: u64, bytes| {
-            let at_stake = Micros::from_secs(3600 * hours);
+        let remaining_job = |n, tasks, hours: u64, bytes| {
+            let unsaved = Micros::from_secs(3600 * hours);
             RemainingJob {
                 job: tid(n),
                 task_count: tasks,
-                unsaved_work: at_stake,
-                bytes,
+                unsaved_work: unsaved,
+                memory_bytes: bytes,
                 state: DepartureState::Stuck,
             }
         };
-        let first = |rests: &[RemainingJob]| {
-            let next = select_job(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
-            next.expect("there is one").job
+        let first_job = |jobs: &[RemainingJob]| {
+            let selected = select_job(jobs.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
+            selected.expect("there is one").job
         };
-        // Many tasks with a recent checkpoint, and one task that has run for a month.
+        // Job 1 has many tasks and a recent checkpoint. The only task of job 2 has run for a month.
         assert_eq!(
-            first(&[rest(1, 60, 1, 1 << 20), rest(2, 1, 720, 1 << 20)]),
+            first_job(&[
+                remaining_job(1, 60, 1, 1 << 20),
+                remaining_job(2, 1, 720, 1 << 20)
+            ]),
             tid(2)
         );
-        // 10 GB take 200 seconds: a hundred other jobs can be saved in that time.
+        // Writing 10 GB takes 200 seconds. A hundred other jobs can be saved in that time.
         assert_eq!(
-            first(&[rest(1, 1, 20, 1 << 20), rest(2, 1, 720, 10_000_000_000)]),
+            first_job(&[
+                remaining_job(1, 1, 20, 1 << 20),
+                remaining_job(2, 1, 720, 10_000_000_000)
+            ]),
             tid(1)
         );
         assert_eq!(
-            first(&[rest(1, 1, 5, 1 << 20), rest(2, 2, 5, 1 << 20)]),
+            first_job(&[
+                remaining_job(1, 1, 5, 1 << 20),
+                remaining_job(2, 2, 5, 1 << 20)
+            ]),
             tid(2)
         );
     }
 
-    /// The loss of a job is its work since its newest usable checkpoint.
     #[test]
     fn loss_counts_from_newest_usable_checkpoint() {
-        let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let entry = |set: &str, job, made, broken: Option<&str>| CheckpointEntry {
-            name: set.into(),
-            job,
-            created: Micros(made),
-            tasks: 1,
-            bytes: 1,
-            unusable_reason: broken.map(String::from),
-            job_ended_at: None,
-            copy_hosts: Vec::new(),
-        };
-        let sets = [
+        let (job, other_job) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let entry =
+            |checkpoint_name: &str, job, created_us, reason: Option<&str>| CheckpointEntry {
+                name: checkpoint_name.into(),
+                job,
+                created_at: Micros(created_us),
+                task_count: 1,
+                stored_bytes: 1,
+                unusable_reason: reason.map(String::from),
+                job_ended_at: None,
+                copy_hosts: Vec::new(),
+            };
+        let checkpoints = [
             entry("a", job, 1, None),
             entry("b", job, 2, None),
             entry("c", job, 3, Some("cut short")),
         ];
         assert_eq!(
-            loss_line("h2", job, &sets, None),
+            loss_line("h2", job, &checkpoints, None),
             "job t40001 loses its work since b if h2 leaves now; 'drain h2 --checkpoint' checkpoints it\n"
         );
-        let kept = |set: &str| loss_line("h2", job, &sets, Some(&set.into()));
+        let line_after_checkpoint = |checkpoint_name: &str| {
+            loss_line("h2", job, &checkpoints, Some(&checkpoint_name.into()))
+        };
         assert_eq!(
-            kept("b"),
+            line_after_checkpoint("b"),
             "job t40001 loses its work since b if h2 leaves now\n"
         );
         assert_eq!(
-            kept("c"),
-            loss_line("h2", job, &sets, None),
+            line_after_checkpoint("c"),
+            loss_line("h2", job, &checkpoints, None),
             "an unusable checkpoint does not count"
         );
-        let all = loss_line("h2", other, &sets, None);
-        assert!(all.starts_with("job t40002 loses all its work if h2 leaves now;"));
+        let other_line = loss_line("h2", other_job, &checkpoints, None);
+        assert!(other_line.starts_with("job t40002 loses all its work if h2 leaves now;"));
     }
 
-    /// The first task of a job is the topmost ancestor that was spawned.
     #[test]
     fn job_starts_at_topmost_spawned_ancestor() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        // A console, its child and its grandchild; a task whose parent has ended; two tasks that a
-        // faulty daemon reports as parents of each other.
+        // Task 1 is a console, task 2 is its child, and task 3 is its grandchild. The parent of
+        // task 4 has ended. A faulty daemon reports tasks 5 and 6 as parents of each other.
         let parents = BTreeMap::from([
             (tid(1), Tid::NONE),
             (tid(2), tid(1)),
@@ -326,8 +356,8 @@ mod tests {
             (tid(5), tid(6)),
             (tid(6), tid(5)),
         ]);
-        let job = |of: i32| {
-            topmost_spawned(tid(of), &parents, |tid| {
+        let job = |number: i32| {
+            topmost_spawned(tid(number), &parents, |tid| {
                 parents.get(tid).is_some_and(|parent| parent.is_task())
             })
         };

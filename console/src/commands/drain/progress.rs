@@ -1,7 +1,7 @@
 //! Progress of a drain as read from the event log: the migration step of each task, the rate of
 //! migrations, and the work that jobs would lose.
 
-use super::estimate::{TransferTotals, megabytes};
+use super::estimate::{TransferTotals, megabytes_text};
 use super::jobs::DepartureState;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
@@ -10,14 +10,14 @@ use sempa_proto::migration::Step;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Events fetched by one request.
+/// Maximum number of events in the reply to one request.
 const EVENTS_BATCH_MAX: u32 = 4096;
-/// Minimum bytes of a migration that is used to measure the rate.
+/// Minimum bytes of a migration from which the transfer rate is measured.
 const RATE_SAMPLE_BYTES_MIN: u64 = 16 << 20;
 
-/// Why a drain ended or was superseded.
+/// Reason why a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum DrainEnd {
+pub(super) enum DrainEndReason {
     /// The drain was cancelled.
     Cancelled,
     /// A later drain with a deadline replaced this one. The tid is the console that requested the
@@ -25,28 +25,28 @@ pub(super) enum DrainEnd {
     Superseded(Tid),
 }
 
-/// State accumulated from the event log.
+/// State of a drain, accumulated from the event log.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct DrainProgress {
     /// The console that requested the drain.
     requester: Tid,
     /// Number of the next event to read.
     next_event: u64,
-    /// Last completed step of each running migration.
-    steps: BTreeMap<Tid, Step>,
-    /// Bytes of the last migration of each task.
+    /// Last completed step of the running migration of each task.
+    last_steps: BTreeMap<Tid, Step>,
+    /// The larger of the transferred and the resident bytes of the last migration of each task.
     image_bytes: BTreeMap<Tid, u64>,
     /// Sums over all migrations with at least [`RATE_SAMPLE_BYTES_MIN`].
-    pub(super) transferred: TransferTotals,
-    /// The host that is being drained.
-    pub(super) host: Option<HostId>,
+    pub(super) transfer_totals: TransferTotals,
+    /// The host that is being drained. `None` until the start of the drain has been read.
+    pub(super) drained_host: Option<HostId>,
     /// Bytes of the tasks that have left the host since the drain started.
     pub(super) departed_bytes: u64,
     /// Name of the newest checkpoint of each job, if it was completed since the drain started.
-    pub(super) checkpoints: BTreeMap<Tid, String>,
-    /// Why this drain ended; `None` while it lasts. After the end the host may still be drained by
-    /// another request.
-    pub(super) end: Option<DrainEnd>,
+    pub(super) drain_checkpoints: BTreeMap<Tid, String>,
+    /// Reason why this drain ended; `None` while the drain runs. After the end the host may still
+    /// be drained by another request.
+    pub(super) end_reason: Option<DrainEndReason>,
     /// Time of the oldest event in the log, in microseconds since the Unix epoch.
     log_start: Option<Micros>,
     /// Start time of each running task whose start is in the log, in microseconds since the Unix
@@ -57,16 +57,16 @@ pub(super) struct Progress {
     checkpointed_at: BTreeMap<Tid, Micros>,
 }
 
-impl Progress {
-    /// Creates the state for a drain requested by this console.
-    pub(super) fn new(requester: Tid) -> Progress {
-        Progress {
+impl DrainProgress {
+    /// Creates the state of a drain that `requester` requested.
+    pub(super) fn new(requester: Tid) -> Self {
+        Self {
             requester,
-            ..Progress::default()
+            ..Self::default()
         }
     }
 
-    /// Reads all new events.
+    /// Reads all events that have been added since the last call.
     pub(super) fn read_events(&mut self, machine: &dyn VirtualMachine) -> Result<(), Error> {
         loop {
             let events = machine.events(self.next_event, EVENTS_BATCH_MAX)?;
@@ -85,56 +85,61 @@ impl Progress {
         match kind {
             EventKind::DrainStarted {
                 host,
-                requested_by: by,
+                requested_by: requester,
                 ..
-            } if *by == self.requester => {
-                (self.host, self.departed_bytes, self.checkpoints, self.end) =
-                    (Some(*host), 0, BTreeMap::new(), None);
+            } if *requester == self.requester => {
+                (
+                    self.drained_host,
+                    self.departed_bytes,
+                    self.drain_checkpoints,
+                    self.end_reason,
+                ) = (Some(*host), 0, BTreeMap::new(), None);
             }
             // The resource manager keeps only the newest deadline of a host.
             EventKind::DrainStarted {
                 host,
-                requested_by: by,
+                requested_by: requester,
                 deadline: Some(_),
-            } if self.host == Some(*host) => {
-                self.end.get_or_insert(DrainEnd::Superseded(*by));
+            } if self.drained_host == Some(*host) => {
+                self.end_reason
+                    .get_or_insert(DrainEndReason::Superseded(*requester));
             }
-            EventKind::DrainEnded { host, .. } if self.host == Some(*host) => {
-                self.end = Some(DrainEnd::Cancelled)
+            EventKind::DrainEnded { host, .. } if self.drained_host == Some(*host) => {
+                self.end_reason = Some(DrainEndReason::Cancelled)
             }
             EventKind::TaskStarted { tid, .. } => drop(self.started_at.insert(*tid, at)),
             EventKind::TaskEnded { tid, .. } => drop(self.started_at.remove(tid)),
             EventKind::Checkpointed {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 ..
             } => {
-                self.checkpoints.insert(*job, set.clone());
+                self.drain_checkpoints.insert(*job, checkpoint_name.clone());
                 self.checkpointed_at.insert(*job, at);
             }
-            EventKind::MigrationStep { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
+            EventKind::MigrationStep { tid, step, .. } => drop(self.last_steps.insert(*tid, *step)),
             EventKind::Migrated {
                 tid,
                 from,
                 bytes,
                 resident,
-                transfer_time: whole,
+                transfer_time: duration,
                 ..
             } => {
-                self.steps.remove(tid);
+                self.last_steps.remove(tid);
                 let bytes = *bytes.max(resident);
                 self.image_bytes.insert(*tid, bytes);
-                if self.host == Some(*from) {
+                if self.drained_host == Some(*from) {
                     self.departed_bytes = self.departed_bytes.saturating_add(bytes);
                 }
                 if bytes >= RATE_SAMPLE_BYTES_MIN {
-                    self.transferred = (
-                        self.transferred.0.saturating_add(bytes),
-                        self.transferred.1 + *whole,
+                    self.transfer_totals = (
+                        self.transfer_totals.0.saturating_add(bytes),
+                        self.transfer_totals.1 + *duration,
                     );
                 }
             }
-            EventKind::MigrationFailed { tid, .. } => drop(self.steps.remove(tid)),
+            EventKind::MigrationFailed { tid, .. } => drop(self.last_steps.remove(tid)),
             _ => {}
         }
     }
@@ -142,47 +147,52 @@ impl Progress {
     /// Returns the work that a job with these tasks would lose at time `now`: the sum, over the
     /// tasks, of the time since the later of the task's start and the job's newest checkpoint.
     pub(super) fn unsaved_work(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
-        let (first, written) = (
+        let (oldest_event_time, checkpoint_time) = (
             self.log_start.unwrap_or(now),
             self.checkpointed_at.get(&job).copied().unwrap_or_default(),
         );
-        let since = |tid: &Tid| {
+        let unsaved_since = |tid: &Tid| {
             self.started_at
                 .get(tid)
                 .copied()
-                .unwrap_or(first)
-                .max(written)
+                .unwrap_or(oldest_event_time)
+                .max(checkpoint_time)
         };
         Micros(tasks.iter().fold(0, |sum: u64, tid| {
-            sum.saturating_add(now.since(since(tid)).0)
+            sum.saturating_add(now.since(unsaved_since(tid)).0)
         }))
     }
 
     /// Returns a clause about the migration of a task that can leave.
     pub(super) fn migration_text(&self, tid: Tid) -> String {
-        match self.steps.get(&tid) {
+        match self.last_steps.get(&tid) {
             None => "it is migrating".into(),
-            // The coordinator limits concurrent migrations, so the task is queued.
+            // The coordinator limits concurrent migrations, so a task waits after the inspection.
             Some(Step::Inspect) => "it is queued; the smallest tasks migrate first".into(),
             Some(step) => format!("it is migrating, {step} done"),
         }
     }
 
-    /// Returns the state of a task; `why` is the reason why it cannot leave, if there is one.
-    pub(super) fn departure_state(&self, tid: Tid, why: Option<&String>) -> DepartureState {
-        match (why, self.steps.get(&tid)) {
+    /// Returns the state of a task. `stuck_reason` is the reason why the task cannot leave; `None` if it
+    /// can.
+    pub(super) fn departure_state(
+        &self,
+        tid: Tid,
+        stuck_reason: Option<&String>,
+    ) -> DepartureState {
+        match (stuck_reason, self.last_steps.get(&tid)) {
             (Some(_), _) => DepartureState::Stuck,
             (None, Some(Step::Inspect)) => DepartureState::Queued,
             (None, _) => DepartureState::Migrating,
         }
     }
 
-    /// Returns the size of the last migration of a task for the progress line. Empty if the size is
-    /// unknown.
+    /// Returns the size of the last migration of a task for the progress line. The text is empty if
+    /// the size is unknown.
     pub(super) fn size_text(&self, tid: Tid) -> String {
         self.image_bytes
             .get(&tid)
-            .map(|bytes| format!(", {}", megabytes(*bytes)))
+            .map(|bytes| format!(", {}", megabytes_text(*bytes)))
             .unwrap_or_default()
     }
 }
@@ -193,11 +203,10 @@ mod tests {
     use sempa_proto::MigrationId;
     use sempa_proto::migration::{MigrationCause, Usage};
 
-    /// The clause about a migrating task follows from the event log.
     #[test]
     fn progress_text_follows_log() {
         let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
-        let moving = |step| EventKind::MigrationStep {
+        let migration_step = |step| EventKind::MigrationStep {
             id: MigrationId(1),
             tid,
             from: host,
@@ -205,26 +214,26 @@ mod tests {
             step,
             bytes: 0,
         };
-        let mut heard = Progress::default();
+        let mut progress = DrainProgress::default();
         assert_eq!(
             (
-                heard.migration_text(tid).as_str(),
-                heard.size_text(tid).as_str()
+                progress.migration_text(tid).as_str(),
+                progress.size_text(tid).as_str()
             ),
             ("it is migrating", "")
         );
-        heard.apply_event(Micros(1), &moving(Step::Inspect));
+        progress.apply_event(Micros(1), &migration_step(Step::Inspect));
         assert_eq!(
-            heard.migration_text(tid),
+            progress.migration_text(tid),
             "it is queued; the smallest tasks migrate first"
         );
-        heard.apply_event(Micros(1), &moving(Step::Dump));
+        progress.apply_event(Micros(1), &migration_step(Step::Dump));
         assert_eq!(
-            heard.migration_text(tid),
+            progress.migration_text(tid),
             format!("it is migrating, {} done", Step::Dump)
         );
         let (cause, frozen) = (MigrationCause::Drain { requested_by: tid }, Micros(1));
-        heard.apply_event(
+        progress.apply_event(
             Micros(1),
             &EventKind::Migrated {
                 id: MigrationId(1),
@@ -240,157 +249,182 @@ mod tests {
         );
         assert_eq!(
             (
-                heard.migration_text(tid).as_str(),
-                heard.size_text(tid).as_str()
+                progress.migration_text(tid).as_str(),
+                progress.size_text(tid).as_str()
             ),
             ("it is migrating", ", 12.3 MB")
         );
     }
 
-    /// Departed bytes and checkpoints count from the start of the drain.
+    /// Only migrations and checkpoints after the start of the drain are counted.
     #[test]
     fn totals_count_from_start_of_drain() {
-        let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
-        let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
-        let begun = |by| EventKind::DrainStarted {
+        let [console, other_console, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
+        let (host, other_host, event_time) =
+            (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
+        let drain_started = |requester| EventKind::DrainStarted {
             host,
-            requested_by: by,
+            requested_by: requester,
             deadline: None,
         };
-        let written = |set: &str| EventKind::Checkpointed {
-            checkpoint: set.into(),
+        let checkpointed = |checkpoint_name: &str| EventKind::Checkpointed {
+            checkpoint: checkpoint_name.into(),
             job,
             tasks: 1,
             bytes: 1,
-            frozen: time,
+            frozen: event_time,
             vacated: false,
         };
-        let moved = |from| EventKind::Migrated {
+        let migrated = |source| EventKind::Migrated {
             id: MigrationId(1),
             tid: job,
-            from,
-            to: elsewhere,
-            cause: MigrationCause::Drain { requested_by: me },
+            from: source,
+            to: other_host,
+            cause: MigrationCause::Drain {
+                requested_by: console,
+            },
             bytes: 7,
             resident: 5,
-            frozen: time,
-            transfer_time: time,
+            frozen: event_time,
+            transfer_time: event_time,
         };
-        let mut heard = Progress::new(me);
-        let mut hear = |kinds: &[EventKind]| {
+        let mut progress = DrainProgress::new(console);
+        let mut totals_after = |kinds: &[EventKind]| {
             kinds
                 .iter()
-                .for_each(|kind| heard.apply_event(Micros(1), kind));
-            (heard.departed_bytes, heard.checkpoints.get(&job).cloned())
+                .for_each(|kind| progress.apply_event(Micros(1), kind));
+            (
+                progress.departed_bytes,
+                progress.drain_checkpoints.get(&job).cloned(),
+            )
         };
-        assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
         assert_eq!(
-            hear(&[moved(host), written("b"), moved(elsewhere), written("c")]),
+            totals_after(&[checkpointed("a"), migrated(host), drain_started(console)]),
+            (0, None)
+        );
+        assert_eq!(
+            totals_after(&[
+                migrated(host),
+                checkpointed("b"),
+                migrated(other_host),
+                checkpointed("c")
+            ]),
             (7, Some("c".into()))
         );
         assert_eq!(
-            hear(&[begun(other)]),
+            totals_after(&[drain_started(other_console)]),
             (7, Some("c".into())),
             "it has no time of its own"
         );
     }
 
-    /// A drain is over if it is cancelled or a later order has a deadline.
+    /// A drain of another host, or a later drain without a deadline, does not end this drain.
     #[test]
     fn cancel_or_later_deadline_ends_drain() {
-        let [me, other] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
-        let (host, elsewhere) = (HostId::new(2).expect("a host"), HostId::MASTER);
-        let begun = |by, host, until: Option<u64>| EventKind::DrainStarted {
+        let [console, other_console] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
+        let (host, other_host) = (HostId::new(2).expect("a host"), HostId::MASTER);
+        let drain_started = |requester, host, deadline_us: Option<u64>| EventKind::DrainStarted {
             host,
-            requested_by: by,
-            deadline: until.map(Micros),
+            requested_by: requester,
+            deadline: deadline_us.map(Micros),
         };
-        let ended = |host| EventKind::DrainEnded {
+        let drain_ended = |host| EventKind::DrainEnded {
             host,
-            requested_by: other,
+            requested_by: other_console,
         };
-        let mut heard = Progress::new(me);
-        let mut hear = |kinds: &[EventKind]| {
+        let mut progress = DrainProgress::new(console);
+        let mut end_after = |kinds: &[EventKind]| {
             kinds
                 .iter()
-                .for_each(|kind| heard.apply_event(Micros(1), kind));
-            heard.end
+                .for_each(|kind| progress.apply_event(Micros(1), kind));
+            progress.end_reason
         };
         assert_eq!(
-            hear(&[
-                begun(other, host, Some(9)),
-                ended(host),
-                begun(me, host, None)
+            end_after(&[
+                drain_started(other_console, host, Some(9)),
+                drain_ended(host),
+                drain_started(console, host, None)
             ]),
             None,
             "it was before"
         );
         assert_eq!(
-            hear(&[
-                begun(other, elsewhere, Some(9)),
-                ended(elsewhere),
-                begun(other, host, None)
+            end_after(&[
+                drain_started(other_console, other_host, Some(9)),
+                drain_ended(other_host),
+                drain_started(other_console, host, None)
             ]),
             None
         );
         assert_eq!(
-            hear(&[begun(other, host, Some(9))]),
-            Some(DrainEnd::Superseded(other))
+            end_after(&[drain_started(other_console, host, Some(9))]),
+            Some(DrainEndReason::Superseded(other_console))
         );
         assert_eq!(
-            hear(&[ended(host), begun(other, host, Some(9))]),
-            Some(DrainEnd::Cancelled),
+            end_after(&[
+                drain_ended(host),
+                drain_started(other_console, host, Some(9))
+            ]),
+            Some(DrainEndReason::Cancelled),
             "that comes too late"
         );
     }
 
-    /// Unsaved work counts from a task's start or its job's newest checkpoint.
     #[test]
     fn unsaved_work_counts_from_start_or_checkpoint() {
-        let [job, child, other] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
-        let start = |tid| EventKind::TaskStarted {
+        let [job, child, other_job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
+        let task_started = |tid| EventKind::TaskStarted {
             tid,
             parent: Tid::NONE,
             name: "w".into(),
             user: 1,
         };
-        let (set, tasks, bytes, frozen, parked) = ("a".to_string(), 2, 1, Micros(1), false);
-        let written = EventKind::Checkpointed {
-            checkpoint: set,
+        let (checkpoint_name, tasks, bytes, frozen, is_vacated) =
+            ("a".to_string(), 2, 1, Micros(1), false);
+        let checkpointed = EventKind::Checkpointed {
+            checkpoint: checkpoint_name,
             job,
             tasks,
             bytes,
             frozen,
-            vacated: parked,
+            vacated: is_vacated,
         };
-        let mut heard = Progress::default();
-        heard.apply_event(Micros(100), &start(child));
-        let stake = |heard: &Progress, tids: &[Tid]| heard.unsaved_work(Micros(1000), job, tids).0;
+        let mut progress = DrainProgress::default();
+        progress.apply_event(Micros(100), &task_started(child));
+        let unsaved_us = |progress: &DrainProgress, tids: &[Tid]| {
+            progress.unsaved_work(Micros(1000), job, tids).0
+        };
         assert_eq!(
-            stake(&heard, &[job, child]),
+            unsaved_us(&progress, &[job, child]),
             1800,
             "a task whose start is not in the log counts from the oldest event"
         );
-        heard.apply_event(Micros(300), &start(other));
-        heard.apply_event(Micros(400), &written);
-        heard.apply_event(Micros(900), &start(child));
-        assert_eq!((stake(&heard, &[job, child]), stake(&heard, &[])), (700, 0));
+        progress.apply_event(Micros(300), &task_started(other_job));
+        progress.apply_event(Micros(400), &checkpointed);
+        progress.apply_event(Micros(900), &task_started(child));
         assert_eq!(
-            heard.unsaved_work(Micros(1000), other, &[other]),
+            (
+                unsaved_us(&progress, &[job, child]),
+                unsaved_us(&progress, &[])
+            ),
+            (700, 0)
+        );
+        assert_eq!(
+            progress.unsaved_work(Micros(1000), other_job, &[other_job]),
             Micros(700),
             "the set is of another job"
         );
-        heard.apply_event(
+        progress.apply_event(
             Micros(950),
             &EventKind::TaskEnded {
-                tid: other,
+                tid: other_job,
                 status: 0,
                 used: Usage::default(),
             },
         );
         assert!(
-            !heard.started_at.contains_key(&other)
-                && heard.unsaved_work(Micros(1), job, &[child]) == Micros(0)
+            !progress.started_at.contains_key(&other_job)
+                && progress.unsaved_work(Micros(1), job, &[child]) == Micros(0)
         );
     }
 }

@@ -1,19 +1,19 @@
 //! Runs a drain: polls the resource manager, prints progress, and checkpoints jobs in time.
 
 use super::estimate::{
-    ESTIMATE_MAX_AGE, MEMORY_QUERIES_TIMEOUT, WriteEstimate, can_leave_in_time, megabytes,
+    ESTIMATE_AGE_MAX, MEMORY_QUERIES_TIMEOUT, WriteEstimate, can_leave_in_time, megabytes_text,
     write_time_with_margin,
 };
 use super::jobs::{
-    Attempts, DepartureState, RemainingJob, RemainingTasks, job_of, job_state, jobs_of, loss_line,
-    select_job,
+    CheckpointAttempts, DepartureState, RemainingJob, RemainingTasks, find_job, find_jobs,
+    job_state, loss_line, select_job,
 };
-use super::order::DrainOrder;
-use super::progress::{DrainEnd, Progress};
+use super::order::DrainRequest;
+use super::progress::{DrainEndReason, DrainProgress};
 use crate::clock::unix_micros;
-use crate::commands::checkpoint::job_after_failure;
+use crate::commands::checkpoint::job_state_clause;
 use crate::outcome::Outcome;
-use crate::virtual_machine::{VirtualMachine, unexpected_reply};
+use crate::virtual_machine::{VirtualMachine, unexpected_reply_error};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CheckpointFailure, CheckpointReport};
 use sempa_proto::rm::{RmQuery, RmReply};
@@ -26,11 +26,12 @@ use std::time::{Duration, Instant};
 
 /// Interval for polling the resource manager.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Without a deadline, the time limit for the first task to leave, and then for each further task.
+/// Time limit, if the drain has no deadline, for the first task to leave, and then for each further
+/// task.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub(crate) fn unknown_host(command: &str, host: &str) -> Outcome {
-    Outcome::error(format!(
+pub(crate) fn unknown_host_outcome(command: &str, host: &str) -> Outcome {
+    Outcome::from_error(format!(
         "{command}: the resource manager knows no host {host}; 'conf' lists them"
     ))
 }
@@ -39,59 +40,59 @@ pub(crate) fn unknown_host(command: &str, host: &str) -> Outcome {
 /// of tasks that stay because they belong to the host or were started by hand. `None` means that
 /// the host is unknown.
 pub(crate) fn unpack_drain_reply(
-    answer: RmReply,
+    reply: RmReply,
 ) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
-    match answer {
+    match reply {
         RmReply::Drain {
-            drained,
+            is_drained: drained,
             tasks,
-            staying: stay,
-        } => Ok(Some((drained, tasks.into_iter().collect(), stay))),
+            bound_tasks: staying_count,
+        } => Ok(Some((drained, tasks.into_iter().collect(), staying_count))),
         RmReply::NotFound => Ok(None),
-        _ => Err(unexpected_reply()),
+        _ => Err(unexpected_reply_error()),
     }
 }
 
 /// State of a running drain.
 struct DrainRun<'a> {
     machine: &'a dyn VirtualMachine,
-    order: &'a DrainOrder,
+    request: &'a DrainRequest,
     /// The console that requested the drain. Its children are checkpointed although the console is
     /// alive.
     console: Tid,
-    show: &'a mut dyn FnMut(&str),
-    started: Instant,
+    print_line: &'a mut dyn FnMut(&str),
+    started_at: Instant,
     /// Number of tasks to migrate at the start of the drain.
     initial_task_count: usize,
-    remaining: RemainingTasks,
-    departed: Vec<Tid>,
+    remaining_tasks: RemainingTasks,
+    departed_tasks: Vec<Tid>,
     /// Names of the checkpoints of jobs that this drain has ended.
     ended_checkpoints: Vec<String>,
-    /// Name of the checkpoint of each job that continues.
+    /// Name of the checkpoint of each job that this drain has checkpointed and not ended.
     continued_checkpoints: BTreeMap<Tid, String>,
-    attempts: BTreeMap<Tid, Attempts>,
-    progress: Progress,
+    attempts: BTreeMap<Tid, CheckpointAttempts>,
+    progress: DrainProgress,
     estimate: WriteEstimate,
 }
 
 impl DrainRun<'_> {
-    /// Waits until the host is empty or the time is over, and checkpoints jobs that are due.
-    /// Returns false if the drain was cancelled or superseded.
+    /// Waits until the host is empty or the time limit is reached, and checkpoints jobs that are
+    /// due. Returns false if the drain was cancelled or superseded.
     fn wait_until_empty(&mut self) -> Result<bool, Error> {
-        let deadline = self.order.deadline;
-        let mut until = self.started + deadline.unwrap_or(PROGRESS_TIMEOUT);
-        while !self.remaining.is_empty() && Instant::now() < until {
+        let deadline = self.request.deadline;
+        let mut wait_end = self.started_at + deadline.unwrap_or(PROGRESS_TIMEOUT);
+        while !self.remaining_tasks.is_empty() && Instant::now() < wait_end {
             std::thread::sleep(POLL_INTERVAL);
-            let before = self.departed.len();
-            if !self.poll()? {
+            let departed_count = self.departed_tasks.len();
+            if !self.poll_rm()? {
                 return Ok(false);
             }
-            if deadline.is_none() && self.departed.len() > before {
-                until = Instant::now() + PROGRESS_TIMEOUT;
+            if deadline.is_none() && self.departed_tasks.len() > departed_count {
+                wait_end = Instant::now() + PROGRESS_TIMEOUT;
             }
             if deadline.is_some()
                 && let Some(job) =
-                    self.next_due_job(until.saturating_duration_since(Instant::now()))?
+                    self.next_due_job(wait_end.saturating_duration_since(Instant::now()))?
             {
                 self.checkpoint_job(&job, true)?;
             }
@@ -101,173 +102,190 @@ impl DrainRun<'_> {
 
     /// Polls the resource manager and prints progress. Returns false if the drain was cancelled or
     /// superseded.
-    fn poll(&mut self) -> Result<bool, Error> {
-        let host = &self.order.host;
+    fn poll_rm(&mut self) -> Result<bool, Error> {
+        let host = &self.request.host;
         let query = RmQuery::DrainStatus { host: host.clone() };
-        let (drained, mut now) = match self.machine.ask_rm(&query) {
-            // The drain continues without a resource manager: the next resource manager learns of
-            // the drain, and checkpoints cannot wait for that.
-            Err(error) if self.order.may_checkpoint() && is_rm_unavailable(&error) => {
+        let (is_drained, mut remaining) = match self.machine.ask_rm(&query) {
+            // The drain continues without a resource manager, because checkpoints must not be late.
+            // The next resource manager learns of the drain.
+            Err(error) if self.request.may_checkpoint() && is_rm_unavailable(&error) => {
                 (true, self.remaining_without_rm()?)
             }
-            answer => match unpack_drain_reply(answer?)? {
-                Some((drained, now, _)) => (drained, now),
+            reply => match unpack_drain_reply(reply?)? {
+                Some((is_drained, remaining, _)) => (is_drained, remaining),
                 None => return Ok(false),
             },
         };
         // The resource manager may not know yet that a job has ended after its checkpoint.
-        now.retain(|tid, _| !self.departed.contains(tid));
+        remaining.retain(|tid, _| !self.departed_tasks.contains(tid));
         self.progress.read_events(self.machine)?;
-        for tid in self.remaining.keys().filter(|tid| !now.contains_key(tid)) {
-            self.departed.push(*tid);
-            let (gone, all) = (self.departed.len(), self.initial_task_count);
-            (self.show)(&format!(
-                "{tid} has left ({gone} of {all}{})\n",
+        for tid in self
+            .remaining_tasks
+            .keys()
+            .filter(|tid| !remaining.contains_key(tid))
+        {
+            self.departed_tasks.push(*tid);
+            let (departed_count, total_count) =
+                (self.departed_tasks.len(), self.initial_task_count);
+            (self.print_line)(&format!(
+                "{tid} has left ({departed_count} of {total_count}{})\n",
                 self.progress.size_text(*tid)
             ));
         }
-        self.remaining = now;
-        let over = match self.progress.end {
-            _ if !drained => Some(DrainEnd::Cancelled),
+        self.remaining_tasks = remaining;
+        let end_reason = match self.progress.end_reason {
+            _ if !is_drained => Some(DrainEndReason::Cancelled),
             // A drain that does not checkpoint only prints progress, so a later drain does not end
             // it.
-            Some(DrainEnd::Superseded(_)) if !self.order.may_checkpoint() => None,
-            over => over,
+            Some(DrainEndReason::Superseded(_)) if !self.request.may_checkpoint() => None,
+            end_reason => end_reason,
         };
-        match over {
-            Some(DrainEnd::Cancelled) => (self.show)(&format!(
+        match end_reason {
+            Some(DrainEndReason::Cancelled) => (self.print_line)(&format!(
                 "{host} accepts tasks again: the drain was cancelled\n"
             )),
-            Some(DrainEnd::Superseded(by)) => (self.show)(&format!(
-                "a later drain of {host} by {by} replaces this one\n"
+            Some(DrainEndReason::Superseded(requester)) => (self.print_line)(&format!(
+                "a later drain of {host} by {requester} replaces this one\n"
             )),
             None => {}
         }
-        Ok(over.is_none())
+        Ok(end_reason.is_none())
     }
 
-    /// Returns the tasks of the last poll that are still on the host. For the time in which no
-    /// resource manager answers.
+    /// Returns the tasks of the last poll that are still on the host. Used while no resource
+    /// manager answers.
     fn remaining_without_rm(&self) -> Result<RemainingTasks, Error> {
-        let all = self.machine.tasks(Tid::NONE)?;
-        let is_there = |tid: &Tid| {
-            let here = |task: &&TaskInfo| {
-                task.tid == *tid && self.progress.host.is_none_or(|host| task.host == host)
+        let all_tasks = self.machine.tasks(Tid::NONE)?;
+        let is_on_host = |tid: &Tid| {
+            let matches_task = |task: &&TaskInfo| {
+                task.tid == *tid
+                    && self
+                        .progress
+                        .drained_host
+                        .is_none_or(|host| task.host == host)
             };
-            all.iter().any(|task| here(&task))
+            all_tasks.iter().any(|task| matches_task(&task))
         };
         Ok(self
-            .remaining
+            .remaining_tasks
             .iter()
-            .filter(|(tid, _)| is_there(tid))
-            .map(|(tid, why)| (*tid, why.clone()))
+            .filter(|(tid, _)| is_on_host(tid))
+            .map(|(tid, reason)| (*tid, reason.clone()))
             .collect())
     }
 
     /// Returns the jobs that have tasks on the host and can be checkpointed, the job with most
     /// tasks first.
     fn remaining_jobs(&mut self) -> Result<Vec<RemainingJob>, Error> {
-        let (machine, all) = (self.machine, parents(self.machine)?);
-        let mut members = BTreeMap::<Tid, Vec<Tid>>::new();
-        for tid in all
-            .keys()
-            .chain(self.remaining.keys().filter(|tid| !all.contains_key(tid)))
-        {
-            members
-                .entry(job_of(*tid, &all, &self.remaining))
+        let (machine, parent_tids) = (self.machine, task_parents(self.machine)?);
+        let mut tasks_by_job = BTreeMap::<Tid, Vec<Tid>>::new();
+        for tid in parent_tids.keys().chain(
+            self.remaining_tasks
+                .keys()
+                .filter(|tid| !parent_tids.contains_key(tid)),
+        ) {
+            tasks_by_job
+                .entry(find_job(*tid, &parent_tids, &self.remaining_tasks))
                 .or_default()
                 .push(*tid);
         }
-        // A job that continues is checkpointed once. A checkpoint made by the daemons counts.
-        let is_over = |job: &Tid| {
-            !self.order.checkpoint
+        // A job that continues is checkpointed once. A checkpoint that the daemons made by schedule
+        // counts, too.
+        let needs_no_checkpoint = |job: &Tid| {
+            !self.request.checkpoints_all
                 && (self.continued_checkpoints.contains_key(job)
-                    || self.progress.checkpoints.contains_key(job))
+                    || self.progress.drain_checkpoints.contains_key(job))
                 || self
                     .attempts
                     .get(job)
-                    .is_some_and(|tried| tried.is_permanent)
+                    .is_some_and(|attempts| attempts.failure_is_permanent)
         };
-        let jobs: Vec<Tid> = jobs_of(self.console, &all, &self.remaining)
+        let jobs: Vec<Tid> = find_jobs(self.console, &parent_tids, &self.remaining_tasks)
             .into_iter()
-            .filter(|job| !is_over(job))
+            .filter(|job| !needs_no_checkpoint(job))
             .collect();
-        let (mut remaining, begun) = (Vec::new(), Instant::now());
-        let ask = |tid: Tid| match begun.elapsed() < MEMORY_QUERIES_TIMEOUT {
+        let (mut remaining_jobs, query_start) = (Vec::new(), Instant::now());
+        let query_bytes = |tid: Tid| match query_start.elapsed() < MEMORY_QUERIES_TIMEOUT {
             // After the time limit, further tasks are not queried.
             true => Some(
                 machine
-                    .can_migrate(tid, Some(&self.order.host))
+                    .can_migrate(tid, Some(&self.request.host))
                     .ok()?
-                    .resident_bytes,
+                    .memory_bytes,
             ),
             false => None,
         };
         for job in jobs {
-            let job_tasks = members.remove(&job).unwrap_or_default();
+            let job_tasks = tasks_by_job.remove(&job).unwrap_or_default();
             let states = job_tasks
                 .iter()
-                .filter_map(|tid| Some((*tid, self.remaining.get(tid)?)));
+                .filter_map(|tid| Some((*tid, self.remaining_tasks.get(tid)?)));
             let states: Vec<DepartureState> = states
-                .map(|(tid, why)| self.progress.departure_state(tid, why.as_ref()))
+                .map(|(tid, reason)| self.progress.departure_state(tid, reason.as_ref()))
                 .collect();
-            let (bytes, at_stake) = (
-                self.estimate.bytes(&job_tasks, ask),
+            let (bytes, unsaved) = (
+                self.estimate.total_bytes(&job_tasks, query_bytes),
                 self.progress.unsaved_work(unix_micros(), job, &job_tasks),
             );
-            remaining.push(RemainingJob {
+            remaining_jobs.push(RemainingJob {
                 job,
                 task_count: states.len(),
-                unsaved_work: at_stake,
-                bytes,
+                unsaved_work: unsaved,
+                memory_bytes: bytes,
                 state: job_state(&states),
             });
         }
-        Ok(remaining)
+        Ok(remaining_jobs)
     }
 
-    /// Returns the job to checkpoint next, if the time `left` before the deadline does not exceed
-    /// the time for checkpoints of all jobs.
-    fn next_due_job(&mut self, left: Duration) -> Result<Option<RemainingJob>, Error> {
+    /// Returns the job to checkpoint next. Returns `None` if no job is ready, or if the time `remaining_time`
+    /// before the deadline exceeds the time for checkpoints of all jobs.
+    fn next_due_job(&mut self, remaining_time: Duration) -> Result<Option<RemainingJob>, Error> {
         if self
             .estimate
-            .last_result
-            .is_some_and(|(at, time)| at.elapsed() < ESTIMATE_MAX_AGE && left > time)
+            .last_estimate
+            .is_some_and(|(computed_at, write_time)| {
+                computed_at.elapsed() < ESTIMATE_AGE_MAX && remaining_time > write_time
+            })
         {
             return Ok(None);
         }
         let jobs = self.remaining_jobs()?;
         let bytes = jobs
             .iter()
-            .fold(0, |sum: u64, job| sum.saturating_add(job.bytes));
-        let time = write_time_with_margin(jobs.len(), bytes, self.progress.transferred);
-        let mut next = None;
-        if left <= time {
+            .fold(0, |sum: u64, job| sum.saturating_add(job.memory_bytes));
+        let write_time = write_time_with_margin(jobs.len(), bytes, self.progress.transfer_totals);
+        let mut next_job = None;
+        if remaining_time <= write_time {
             let movable: Vec<Tid> = self
-                .remaining
+                .remaining_tasks
                 .iter()
-                .filter(|(_, why)| why.is_none())
+                .filter(|(_, reason)| reason.is_none())
                 .map(|(tid, _)| *tid)
                 .collect();
-            let bytes = self.estimate.bytes(&movable, |_| None);
+            let bytes = self.estimate.total_bytes(&movable, |_| None);
             let queued_leave_in_time = can_leave_in_time(
-                self.started.elapsed(),
+                self.started_at.elapsed(),
                 self.progress.departed_bytes,
                 bytes,
-                left,
+                remaining_time,
             );
-            next = select_job(
+            next_job = select_job(
                 jobs,
                 queued_leave_in_time,
-                self.progress.transferred,
+                self.progress.transfer_totals,
                 &self.attempts,
             );
         }
-        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]. Then jobs whose
+        // If no job is ready, the result is used for [`ESTIMATE_MAX_AGE`]. After that, jobs whose
         // checkpoint failed and tasks that may still leave are examined again.
-        let time = if left <= time { Duration::ZERO } else { time };
-        self.estimate.last_result = next.is_none().then(|| (Instant::now(), time));
-        Ok(next)
+        let write_time = if remaining_time <= write_time {
+            Duration::ZERO
+        } else {
+            write_time
+        };
+        self.estimate.last_estimate = next_job.is_none().then(|| (Instant::now(), write_time));
+        Ok(next_job)
     }
 
     /// Checkpoints a job and, with `--checkpoint`, ends it. `retry_later` is true if the caller
@@ -277,59 +295,69 @@ impl DrainRun<'_> {
         remaining_job: &RemainingJob,
         retry_later: bool,
     ) -> Result<(), Error> {
-        let (job, host, ends) = (remaining_job.job, &self.order.host, self.order.checkpoint);
-        // The job may have got a checkpoint from its schedule during the estimate.
+        let (job, host, ends_job) = (
+            remaining_job.job,
+            &self.request.host,
+            self.request.checkpoints_all,
+        );
+        // The job's schedule may have caused a checkpoint during the estimate.
         self.progress.read_events(self.machine)?;
-        if !ends && self.progress.checkpoints.contains_key(&job) {
+        if !ends_job && self.progress.drain_checkpoints.contains_key(&job) {
             return Ok(());
         }
         if !self.attempts.contains_key(&job) {
-            (self.show)(&format!(
+            (self.print_line)(&format!(
                 "job {job} is being checkpointed, {}\n",
-                megabytes(remaining_job.bytes)
+                megabytes_text(remaining_job.memory_bytes)
             ));
         }
-        let result = request_checkpoint(self.machine, job, ends)?;
-        let attempts = Attempts {
+        let result = request_checkpoint(self.machine, job, ends_job)?;
+        let attempts = CheckpointAttempts {
             count: 0,
-            last_at: self.started,
-            is_permanent: false,
+            last_attempt_at: self.started_at,
+            failure_is_permanent: false,
             last_error: String::new(),
         };
         let attempts = self.attempts.entry(job).or_insert(attempts);
-        (attempts.count, attempts.last_at) = (attempts.count + 1, Instant::now());
+        (attempts.count, attempts.last_attempt_at) = (attempts.count + 1, Instant::now());
         match result {
-            Ok(report) if ends => {
-                (self.show)(&format!(
+            Ok(report) if ends_job => {
+                (self.print_line)(&format!(
                     "job {job} has ended; 'restart {}' restarts it\n",
                     report.name
                 ));
-                self.remaining.retain(|tid, _| !report.tasks.contains(tid));
-                self.departed.extend(report.tasks);
+                self.remaining_tasks
+                    .retain(|tid, _| !report.tasks.contains(tid));
+                self.departed_tasks.extend(report.tasks);
                 self.ended_checkpoints.push(report.name);
             }
-            Ok(CheckpointReport { name: set, .. }) => {
-                let text = format!("job {job} is in the store as {set} and continues; ");
-                (self.show)(&format!(
-                    "{text}'restart {set}' restarts it if {host} leaves\n"
+            Ok(CheckpointReport {
+                name: checkpoint_name,
+                ..
+            }) => {
+                let text =
+                    format!("job {job} is in the store as {checkpoint_name} and continues; ");
+                (self.print_line)(&format!(
+                    "{text}'restart {checkpoint_name}' restarts it if {host} leaves\n"
                 ));
-                self.continued_checkpoints.insert(job, set);
+                self.continued_checkpoints.insert(job, checkpoint_name);
             }
-            Err(why) => {
+            Err(failure) => {
                 // [`CheckpointFailure::InProgress`] is temporary: the other checkpoint or restart
                 // of the job will end.
-                attempts.is_permanent = !why.is_transient() && why != CheckpointFailure::InProgress;
-                let retry_text = if retry_later && !attempts.is_permanent {
+                attempts.failure_is_permanent =
+                    !failure.is_transient() && failure != CheckpointFailure::InProgress;
+                let retry_text = if retry_later && !attempts.failure_is_permanent {
                     ", and will be tried again while there is time"
                 } else {
                     ""
                 };
                 let error_text = format!(
-                    "no checkpoint of job {job}: {why}{}{retry_text}\n",
-                    job_after_failure(&why, "it")
+                    "no checkpoint of job {job}: {failure}{}{retry_text}\n",
+                    job_state_clause(&failure, "it")
                 );
                 if attempts.last_error != error_text {
-                    (self.show)(&error_text);
+                    (self.print_line)(&error_text);
                     attempts.last_error = error_text;
                 }
             }
@@ -338,11 +366,11 @@ impl DrainRun<'_> {
     }
 
     /// Checkpoints and ends all remaining jobs. Jobs with failed attempts get one more attempt,
-    /// because the cause may be gone.
+    /// because the cause of the failure may have ended.
     fn checkpoint_all(&mut self) -> Result<(), Error> {
         self.attempts.clear();
         // Continues even if progress cannot be read.
-        while self.poll().unwrap_or(true) {
+        while self.poll_rm().unwrap_or(true) {
             let jobs = self.remaining_jobs()?;
             let Some(job) = jobs
                 .iter()
@@ -355,114 +383,120 @@ impl DrainRun<'_> {
         Ok(())
     }
 
-    /// Prints what each remaining job would lose if the host left at this moment.
-    fn warn_of_losses(&mut self) -> Result<(), Error> {
-        if self.remaining.is_empty() || self.order.checkpoint {
+    /// Prints the work that each remaining job would lose if the host left at this moment.
+    fn print_losses(&mut self) -> Result<(), Error> {
+        if self.remaining_tasks.is_empty() || self.request.checkpoints_all {
             return Ok(());
         }
         // A store that cannot be read counts as empty.
         let checkpoints = match self.machine.ask(Request::ListCheckpoints)? {
             Reply::Checkpoints(checkpoints) => checkpoints.unwrap_or_default(),
-            _ => return Err(unexpected_reply()),
+            _ => return Err(unexpected_reply_error()),
         };
-        for job in jobs_of(self.console, &parents(self.machine)?, &self.remaining) {
-            (self.show)(&loss_line(
-                &self.order.host,
+        for job in find_jobs(
+            self.console,
+            &task_parents(self.machine)?,
+            &self.remaining_tasks,
+        ) {
+            (self.print_line)(&loss_line(
+                &self.request.host,
                 job,
                 &checkpoints,
                 self.continued_checkpoints
                     .get(&job)
-                    .or(self.progress.checkpoints.get(&job)),
+                    .or(self.progress.drain_checkpoints.get(&job)),
             ));
         }
         Ok(())
     }
 
-    /// Prints the remaining tasks and returns the outcome. `stay` is the number of tasks that stay
+    /// Prints the remaining tasks and returns the outcome. `staying_count` is the number of tasks that stay
     /// because they belong to the host or were started by hand.
-    fn into_outcome(self, stay: u32) -> Outcome {
-        let (host, tasks) = (&self.order.host, &self.remaining);
+    fn into_outcome(self, staying_count: u32) -> Outcome {
+        let (host, tasks) = (&self.request.host, &self.remaining_tasks);
         let mut text = String::new();
-        for (tid, why) in tasks {
-            let why = why
+        for (tid, reason) in tasks {
+            let reason = reason
                 .clone()
                 .unwrap_or_else(|| self.progress.migration_text(*tid));
-            text.push_str(&format!("{tid} is still there: {why}\n"));
+            text.push_str(&format!("{tid} is still there: {reason}\n"));
         }
         if tasks.is_empty() {
             text.push_str(&format!(
                 "{host} is empty after {:.1} s\n",
-                self.started.elapsed().as_secs_f64()
+                self.started_at.elapsed().as_secs_f64()
             ));
         }
-        if stay > 0 {
+        if staying_count > 0 {
             text.push_str(&format!(
-                "{stay} tasks that belong to the host or were started there by hand stay until they end\n"
+                "{staying_count} tasks that belong to the host or were started there by hand stay until they end\n"
             ));
         }
-        let names =
-            |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
-        let still: Vec<_> = tasks
+        let tid_texts =
+            |tids: &mut dyn Iterator<Item = &Tid>| tids.map(Tid::to_string).collect::<Vec<_>>();
+        let remaining_json: Vec<_> = tasks
             .iter()
-            .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+            .map(|(tid, reason)| json!({ "tid": tid.to_string(), "why": reason }))
             .collect();
-        let gone = names(&mut self.departed.iter());
-        let (sets, kept): (_, Vec<&String>) = (
+        let departed_texts = tid_texts(&mut self.departed_tasks.iter());
+        let (ended, continued): (_, Vec<&String>) = (
             &self.ended_checkpoints,
             self.continued_checkpoints.values().collect(),
         );
-        let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": sets, "kept": kept });
-        (self.show)(&text);
-        Outcome::with_values(String::new(), value, !tasks.is_empty())
+        let json_output = json!({ "host": host, "left": departed_texts, "still": remaining_json, "stay": staying_count, "sets": ended, "kept": continued });
+        (self.print_line)(&text);
+        Outcome::with_json(String::new(), json_output, !tasks.is_empty())
     }
 }
 
-/// Drains a host and waits until it is empty or the time is over. Calls `show` with each line of
-/// progress. `console` is the console that requested the drain.
+/// Drains a host and waits until the host is empty or the time limit is reached. Calls `print_line` with
+/// each line of progress. `console` is the console that requested the drain.
 pub(super) fn drain(
     machine: &dyn VirtualMachine,
-    order: &DrainOrder,
+    request: &DrainRequest,
     console: Tid,
-    show: &mut dyn FnMut(&str),
+    print_line: &mut dyn FnMut(&str),
 ) -> Result<Outcome, Error> {
-    let DrainOrder {
+    let DrainRequest {
         host,
         deadline,
-        checkpoint,
-    } = order;
-    let micros = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
-    let Some((_, tasks, stay)) = unpack_drain_reply(machine.ask_rm(&RmQuery::Drain {
+        checkpoints_all: checkpoint,
+    } = request;
+    let deadline_us = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
+    let Some((_, tasks, staying_count)) = unpack_drain_reply(machine.ask_rm(&RmQuery::Drain {
         host: host.clone(),
-        within: micros,
+        time_limit: deadline_us,
     })?)?
     else {
-        return Ok(unknown_host("drain", host));
+        return Ok(unknown_host_outcome("drain", host));
     };
-    let all = tasks.len();
-    show(&format!("{host} accepts no tasks; {all} must leave\n"));
+    let task_count = tasks.len();
+    print_line(&format!(
+        "{host} accepts no tasks; {task_count} must leave\n"
+    ));
     let (departed, ended_checkpoints, continued_checkpoints, attempts, estimate) =
         Default::default();
-    let (started, progress) = (Instant::now(), Progress::new(machine.tid()));
-    let mut run = DrainRun {
+    let (started_at, progress) = (Instant::now(), DrainProgress::new(machine.tid()));
+    let mut drain_run = DrainRun {
         machine,
-        order,
+        request,
         console,
-        show,
-        started,
-        initial_task_count: all,
-        remaining: tasks,
-        departed,
+        print_line,
+        started_at,
+        initial_task_count: task_count,
+        remaining_tasks: tasks,
+        departed_tasks: departed,
         ended_checkpoints,
         continued_checkpoints,
         attempts,
         progress,
         estimate,
     };
-    if run.wait_until_empty()? && *checkpoint {
-        run.checkpoint_all()?;
+    if drain_run.wait_until_empty()? && *checkpoint {
+        drain_run.checkpoint_all()?;
     }
-    run.warn_of_losses()?;
-    Ok(run.into_outcome(stay))
+    drain_run.print_losses()?;
+    Ok(drain_run.into_outcome(staying_count))
 }
 
 /// True if no resource manager is running, or if it does not answer.
@@ -471,7 +505,7 @@ fn is_rm_unavailable(error: &Error) -> bool {
 }
 
 /// Returns the parent of each task.
-fn parents(machine: &dyn VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Error> {
+fn task_parents(machine: &dyn VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Error> {
     Ok(machine
         .tasks(Tid::NONE)?
         .into_iter()
@@ -479,20 +513,20 @@ fn parents(machine: &dyn VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Error> {
         .collect())
 }
 
-/// Checkpoints a job and waits for the end of the checkpoint. If `ends` is true, the job then ends.
+/// Checkpoints a job and waits for the end of the checkpoint. If `ends_job` is true, the job then ends.
 fn request_checkpoint(
     machine: &dyn VirtualMachine,
     job: Tid,
-    ends: bool,
+    ends_job: bool,
 ) -> Result<Result<CheckpointReport, CheckpointFailure>, Error> {
     // `wait` must be true. Otherwise the resource manager would be responsible for the restart.
     match machine.ask(Request::Checkpoint {
         job,
         schedule: None,
-        end_job: ends,
-        wait: true,
+        end_job: ends_job,
+        wait_for_end: true,
     })? {
         Reply::Checkpointed(result) => Ok(result),
-        _ => Err(unexpected_reply()),
+        _ => Err(unexpected_reply_error()),
     }
 }

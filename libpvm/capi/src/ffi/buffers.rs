@@ -19,34 +19,34 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Creates a buffer and returns its number.
-pub(super) fn create(encoding: c_int) -> PvmResult<i32> {
-    create_in(&mut lock(), encoding)
+pub(super) fn create_buffer(encoding: c_int) -> PvmResult<i32> {
+    create_buffer_in(&mut lock(), encoding)
 }
 
-fn create_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
+fn create_buffer_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
     let enc = Enc::from_arg(encoding)?;
     let mid = session.new_buffer(enc)?;
     if enc == Enc::Trace {
-        let (seconds, micros) = process::now();
+        let (seconds, micros) = process::unix_time();
         pack::begin_trace_event(session.buffers.get_mut(mid)?, seconds as i32, micros as i32);
     }
     Ok(mid)
 }
 
-fn init_send(encoding: c_int) -> PvmResult<i32> {
+fn create_send_buffer(encoding: c_int) -> PvmResult<i32> {
     let mut session = lock();
-    let mid = create_in(&mut session, encoding)?;
-    let previous = std::mem::replace(&mut session.send_buffer_id, mid);
-    if previous != 0 {
-        // Fails if the program has already freed the previous send buffer by its number.
-        let _ = session.free_buffer(previous);
+    let mid = create_buffer_in(&mut session, encoding)?;
+    let previous_mid = std::mem::replace(&mut session.send_buffer_id, mid);
+    if previous_mid != 0 {
+        // The call fails if the program has already freed the previous send buffer by its number.
+        let _ = session.free_buffer(previous_mid);
     }
     Ok(mid)
 }
 
-/// Starts a new send buffer, as `%+` in a format of `pvm_vpackf` requests.
+/// Creates a new send buffer, as `%+` in a format of `pvm_vpackf` requests.
 pub(super) fn restart_send_buffer(encoding: c_int) -> PvmResult<()> {
-    init_send(encoding).map(drop)
+    create_send_buffer(encoding).map(drop)
 }
 
 /// Creates a buffer and returns its number.
@@ -55,24 +55,24 @@ extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
     trace::traced_call(
         "mkbuf",
         || vec![int_item("ME", encoding)],
-        || value_or_report("pvm_mkbuf", create(encoding)),
+        || value_or_report("pvm_mkbuf", create_buffer(encoding)),
         |mid| vec![int_item("MB", *mid)],
     )
 }
 
-/// Creates a buffer, makes it the active send buffer and frees the previous one. Returns its
-/// number.
+/// Creates a buffer, makes it the active send buffer and frees the previous send buffer. Returns
+/// the number of the new buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
     trace::traced_call(
         "initsend",
         || vec![int_item("ME", encoding)],
-        || value_or_report("pvm_initsend", init_send(encoding)),
+        || value_or_report("pvm_initsend", create_send_buffer(encoding)),
         |mid| vec![int_item("MSB", *mid)],
     )
 }
 
-/// Frees a buffer. Does nothing for the number 0.
+/// Frees a buffer. The number 0 has no effect.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
     trace::traced_call(
@@ -114,27 +114,28 @@ extern "C" fn pvm_getrbuf() -> c_int {
     )
 }
 
-/// Makes a buffer the active send buffer (`for_sending`) or the active receive buffer, and returns
-/// the previous one. A buffer cannot be active for both: if `mid` was active for the other purpose,
-/// no buffer is active for that purpose afterwards.
-fn set_active(mid: i32, for_sending: bool) -> PvmResult<i32> {
+/// Makes a buffer the active send buffer if `for_sending` is true, otherwise the active receive
+/// buffer. Returns the number of the previous active buffer. A buffer cannot be active for both
+/// purposes: if `mid` was active for the other purpose, no buffer is active for that purpose
+/// afterwards.
+fn set_active_buffer(mid: i32, for_sending: bool) -> PvmResult<i32> {
     let mut session = lock();
     if mid != 0 {
         session.buffers.get(mid)?;
     }
-    let (sbuf, rbuf) = (session.send_buffer_id, session.receive_buffer_id);
-    let (previous, other) = if for_sending {
-        (sbuf, rbuf)
+    let (send_mid, receive_mid) = (session.send_buffer_id, session.receive_buffer_id);
+    let (previous_mid, other_mid) = if for_sending {
+        (send_mid, receive_mid)
     } else {
-        (rbuf, sbuf)
+        (receive_mid, send_mid)
     };
-    let other = if other == mid { 0 } else { other };
+    let other_mid = if other_mid == mid { 0 } else { other_mid };
     (session.send_buffer_id, session.receive_buffer_id) = if for_sending {
-        (mid, other)
+        (mid, other_mid)
     } else {
-        (other, mid)
+        (other_mid, mid)
     };
-    Ok(previous)
+    Ok(previous_mid)
 }
 
 /// Makes a buffer the active send buffer and returns the previous one.
@@ -143,7 +144,7 @@ extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     trace::traced_call(
         "setsbuf",
         || vec![int_item("MB", mid)],
-        || value_or_report("pvm_setsbuf", set_active(mid, true)),
+        || value_or_report("pvm_setsbuf", set_active_buffer(mid, true)),
         |mid| vec![int_item("MSB", *mid)],
     )
 }
@@ -154,7 +155,7 @@ extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
     trace::traced_call(
         "setrbuf",
         || vec![int_item("MB", mid)],
-        || value_or_report("pvm_setrbuf", set_active(mid, false)),
+        || value_or_report("pvm_setrbuf", set_active_buffer(mid, false)),
         |mid| vec![int_item("MRB", *mid)],
     )
 }
@@ -184,7 +185,7 @@ unsafe extern "C" fn pvm_bufinfo(
             // SAFETY: by this function's contract.
             let (len, tag, src) =
                 unsafe { (OutParam::new(len), OutParam::new(tag), OutParam::new(src)) };
-            let look = || {
+            let store_info = || {
                 let session = lock();
                 let buffer = session.buffers.get(mid)?;
                 len.set(buffer.len_as_int());
@@ -192,7 +193,7 @@ unsafe extern "C" fn pvm_bufinfo(
                 src.set(source_tid(buffer));
                 Ok(0)
             };
-            value_or_report("pvm_bufinfo", look())
+            value_or_report("pvm_bufinfo", store_info())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
@@ -218,7 +219,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let info = unsafe { OutParam::new(info) };
-            let look = || {
+            let store_info = || {
                 let session = lock();
                 let buffer = session.buffers.get(mid)?;
                 if info.is_null() {
@@ -236,7 +237,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
                 });
                 Ok(0)
             };
-            value_or_report("pvm_getminfo", look())
+            value_or_report("pvm_getminfo", store_info())
         },
         trace::return_code_items,
     )
@@ -254,7 +255,7 @@ unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let info = unsafe { info.as_ref() };
-            let set = || {
+            let set_header = || {
                 let mut session = lock();
                 let buffer = session.buffers.get_mut(mid)?;
                 let info = info.ok_or(PvmError::BadParam)?;
@@ -262,7 +263,7 @@ unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
                 (buffer.src, buffer.dst) = (info.src, info.dst);
                 Ok(0)
             };
-            value_or_report("pvm_setminfo", set())
+            value_or_report("pvm_setminfo", set_header())
         },
         trace::return_code_items,
     )
@@ -279,7 +280,7 @@ fn pack_message(mid: i32) -> PvmResult<i32> {
     zero_on_success(pack::pack_message(lock().send_buffer()?, &message))
 }
 
-/// Packs a whole message as one item of the active send buffer. An error is only returned, not
+/// Packs a whole message as one item of the active send buffer. An error is returned but not
 /// reported, as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pkmesg(mid: c_int) -> c_int {
@@ -293,23 +294,23 @@ fn pack_body(mid: i32) -> PvmResult<i32> {
     let message = send::buffer_as_message(mid)?;
     let mut session = lock();
     let buffer = session.send_buffer()?;
-    let same_encoding = buffer.enc.header_field() == message.enc;
-    if !same_encoding {
+    let has_same_encoding = buffer.enc.header_field() == message.enc;
+    if !has_same_encoding {
         return Err(PvmError::Mismatch);
     }
     buffer.body_mut()?.extend_from_slice(&message.body);
     Ok(0)
 }
 
-/// Appends the body of a message to the active send buffer. An error is only returned, not
-/// reported, as in PVM.
+/// Appends the body of a message to the active send buffer. An error is returned but not reported,
+/// as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pkmesgbody(mid: c_int) -> c_int {
     pack_body(mid).unwrap_or_else(PvmError::code)
 }
 
-/// Unpacks a message that was packed as one item and returns the number of its new buffer. An error
-/// is only returned, not reported, as in PVM.
+/// Unpacks a message that was packed as one item, and returns the number of the new buffer that
+/// contains it. An error is returned but not reported, as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_upkmesg() -> c_int {
     let unpack = || {

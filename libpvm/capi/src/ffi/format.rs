@@ -1,11 +1,11 @@
 //! Implements `pvm_packf`, `pvm_unpackf` and the log's `printf`.
 //!
-//! Rust cannot define variadic functions. The exported names jump, with all registers unchanged, to
-//! `csrc/variadic.c`, which calls the functions of this module with a `va_list`.
+//! Rust cannot define variadic functions. The exported functions jump to `csrc/variadic.c` with all
+//! registers unchanged. The C code calls the functions of this module with a `va_list`.
 
 #![allow(unsafe_code)]
 
-use super::packing::{pack_with, unpack_with};
+use super::packing::{pack_array_with, unpack_array_with};
 use super::trace_items::c_string_item;
 use super::{buffers, zero_on_success};
 use crate::format::{Conversion, CountOrStride, FormatItem, FormatItems};
@@ -25,7 +25,7 @@ unsafe extern "C" {
     fn sempa_va_double(list: *mut c_void) -> c_double;
     fn sempa_va_pointer(list: *mut c_void) -> *mut c_void;
     fn vsnprintf(
-        place: *mut c_char,
+        target: *mut c_char,
         size: usize,
         format: *const c_char,
         list: *mut c_void,
@@ -55,47 +55,47 @@ jump! {
     pvmlogprintf to sempa_logprintf;
 }
 
-/// The variadic arguments after a format.
+/// The variadic arguments that follow a format.
 struct VaArgs(*mut c_void);
 
 impl VaArgs {
-    fn int(&self) -> i32 {
-        // SAFETY: the caller promises that the arguments fit the format, and the next conversion
+    fn next_int(&self) -> i32 {
+        // SAFETY: the caller guarantees that the arguments fit the format, and the next conversion
         // takes an int.
         unsafe { sempa_va_int(self.0) }
     }
 
-    fn long(&self) -> i64 {
+    fn next_long(&self) -> i64 {
         // SAFETY: as in `int`, for a long.
         unsafe { sempa_va_long(self.0) }
     }
 
-    fn double(&self) -> f64 {
+    fn next_double(&self) -> f64 {
         // SAFETY: as in `int`, for a double.
         unsafe { sempa_va_double(self.0) }
     }
 
-    fn pointer<T>(&self) -> *mut T {
+    fn next_pointer<T>(&self) -> *mut T {
         // SAFETY: as in `int`, for a pointer.
         unsafe { sempa_va_pointer(self.0).cast() }
     }
 
-    fn count_or_stride(&self, number: Option<CountOrStride>) -> i32 {
-        match number {
+    fn next_count_or_stride(&self, count_or_stride: Option<CountOrStride>) -> i32 {
+        match count_or_stride {
             None => 1,
             Some(CountOrStride::Literal(value)) => value,
-            Some(CountOrStride::Argument) => self.int(),
+            Some(CountOrStride::Argument) => self.next_int(),
         }
     }
 
-    fn text<'a>(&self) -> PvmResult<ProgramStr<'a>> {
+    fn next_text<'a>(&self) -> PvmResult<ProgramStr<'a>> {
         // SAFETY: the next conversion takes a string.
-        unsafe { ProgramStr::new(self.pointer()) }
+        unsafe { ProgramStr::new(self.next_pointer()) }
     }
 
-    fn array<T: Copy>(&self, count: i32, stride: i32) -> PvmResult<Strided<T>> {
+    fn next_array<T: Copy>(&self, count: i32, stride: i32) -> PvmResult<Strided<T>> {
         // SAFETY: the next conversion takes an array with these elements.
-        unsafe { Strided::new(self.pointer(), count, stride) }
+        unsafe { Strided::new(self.next_pointer(), count, stride) }
     }
 }
 
@@ -106,8 +106,8 @@ fn pack_scalar<T: Packable>(value: T) -> PvmResult<i32> {
 fn pack_byte(value: u8) -> PvmResult<i32> {
     let mut session = lock();
     let buffer = session.send_buffer()?;
-    if let Some(pieces) = buffer.segments() {
-        pieces.push(crate::buffers::Segment::Owned(vec![value]));
+    if let Some(segments) = buffer.segments() {
+        segments.push(crate::buffers::Segment::CopiedBytes(vec![value]));
         return Ok(0);
     }
     zero_on_success(pack::pack_bytes(buffer, &Strided::from_slice(&[value])))
@@ -116,15 +116,15 @@ fn pack_byte(value: u8) -> PvmResult<i32> {
 fn pack_by_value(kind: Conversion, args: &VaArgs) -> PvmResult<i32> {
     match kind {
         // C promotes arguments smaller than an int to int, and floats to doubles.
-        Conversion::Byte => pack_byte(args.int() as u8),
-        Conversion::Short => pack_scalar(args.int() as i16),
-        Conversion::UShort => pack_scalar(args.int() as u16),
-        Conversion::Int => pack_scalar(args.int()),
-        Conversion::UInt => pack_scalar(args.int() as u32),
-        Conversion::Long => pack_scalar(args.long()),
-        Conversion::ULong => pack_scalar(args.long() as u64),
-        Conversion::Float => pack_scalar(args.double() as f32),
-        Conversion::Double => pack_scalar(args.double()),
+        Conversion::Byte => pack_byte(args.next_int() as u8),
+        Conversion::Short => pack_scalar(args.next_int() as i16),
+        Conversion::UShort => pack_scalar(args.next_int() as u16),
+        Conversion::Int => pack_scalar(args.next_int()),
+        Conversion::UInt => pack_scalar(args.next_int() as u32),
+        Conversion::Long => pack_scalar(args.next_long()),
+        Conversion::ULong => pack_scalar(args.next_long() as u64),
+        Conversion::Float => pack_scalar(args.next_double() as f32),
+        Conversion::Double => pack_scalar(args.next_double()),
         Conversion::Complex | Conversion::DoubleComplex | Conversion::Str => {
             pack_array(kind, args, 1, 1)
         }
@@ -133,21 +133,41 @@ fn pack_by_value(kind: Conversion, args: &VaArgs) -> PvmResult<i32> {
 
 fn pack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
     match kind {
-        Conversion::Byte => pack_with(args.array(count, stride), pack::pack_bytes),
-        Conversion::Short => pack_with(args.array::<i16>(count, stride), pack::pack_numbers),
-        Conversion::UShort => pack_with(args.array::<u16>(count, stride), pack::pack_numbers),
-        Conversion::Int => pack_with(args.array::<i32>(count, stride), pack::pack_numbers),
-        Conversion::UInt => pack_with(args.array::<u32>(count, stride), pack::pack_numbers),
-        Conversion::Long => pack_with(args.array::<i64>(count, stride), pack::pack_numbers),
-        Conversion::ULong => pack_with(args.array::<u64>(count, stride), pack::pack_numbers),
-        Conversion::Float => pack_with(args.array::<f32>(count, stride), pack::pack_numbers),
-        Conversion::Double => pack_with(args.array::<f64>(count, stride), pack::pack_numbers),
-        Conversion::Complex => pack_with(args.array::<[f32; 2]>(count, stride), pack::pack_numbers),
-        Conversion::DoubleComplex => {
-            pack_with(args.array::<[f64; 2]>(count, stride), pack::pack_numbers)
+        Conversion::Byte => pack_array_with(args.next_array(count, stride), pack::pack_bytes),
+        Conversion::Short => {
+            pack_array_with(args.next_array::<i16>(count, stride), pack::pack_numbers)
         }
+        Conversion::UShort => {
+            pack_array_with(args.next_array::<u16>(count, stride), pack::pack_numbers)
+        }
+        Conversion::Int => {
+            pack_array_with(args.next_array::<i32>(count, stride), pack::pack_numbers)
+        }
+        Conversion::UInt => {
+            pack_array_with(args.next_array::<u32>(count, stride), pack::pack_numbers)
+        }
+        Conversion::Long => {
+            pack_array_with(args.next_array::<i64>(count, stride), pack::pack_numbers)
+        }
+        Conversion::ULong => {
+            pack_array_with(args.next_array::<u64>(count, stride), pack::pack_numbers)
+        }
+        Conversion::Float => {
+            pack_array_with(args.next_array::<f32>(count, stride), pack::pack_numbers)
+        }
+        Conversion::Double => {
+            pack_array_with(args.next_array::<f64>(count, stride), pack::pack_numbers)
+        }
+        Conversion::Complex => pack_array_with(
+            args.next_array::<[f32; 2]>(count, stride),
+            pack::pack_numbers,
+        ),
+        Conversion::DoubleComplex => pack_array_with(
+            args.next_array::<[f64; 2]>(count, stride),
+            pack::pack_numbers,
+        ),
         Conversion::Str => {
-            let text = args.text()?;
+            let text = args.next_text()?;
             zero_on_success(pack::pack_str_value(lock().send_buffer()?, text.to_bytes()))
         }
     }
@@ -155,28 +175,46 @@ fn pack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmRe
 
 fn unpack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
     match kind {
-        Conversion::Byte => unpack_with(args.array(count, stride), pack::unpack_bytes),
-        Conversion::Short => unpack_with(args.array::<i16>(count, stride), pack::unpack_numbers),
-        Conversion::UShort => unpack_with(args.array::<u16>(count, stride), pack::unpack_numbers),
-        Conversion::Int => unpack_with(args.array::<i32>(count, stride), pack::unpack_numbers),
-        Conversion::UInt => unpack_with(args.array::<u32>(count, stride), pack::unpack_numbers),
-        Conversion::Long => unpack_with(args.array::<i64>(count, stride), pack::unpack_numbers),
-        Conversion::ULong => unpack_with(args.array::<u64>(count, stride), pack::unpack_numbers),
-        Conversion::Float => unpack_with(args.array::<f32>(count, stride), pack::unpack_numbers),
-        Conversion::Double => unpack_with(args.array::<f64>(count, stride), pack::unpack_numbers),
-        Conversion::Complex => {
-            unpack_with(args.array::<[f32; 2]>(count, stride), pack::unpack_numbers)
+        Conversion::Byte => unpack_array_with(args.next_array(count, stride), pack::unpack_bytes),
+        Conversion::Short => {
+            unpack_array_with(args.next_array::<i16>(count, stride), pack::unpack_numbers)
         }
-        Conversion::DoubleComplex => {
-            unpack_with(args.array::<[f64; 2]>(count, stride), pack::unpack_numbers)
+        Conversion::UShort => {
+            unpack_array_with(args.next_array::<u16>(count, stride), pack::unpack_numbers)
         }
+        Conversion::Int => {
+            unpack_array_with(args.next_array::<i32>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::UInt => {
+            unpack_array_with(args.next_array::<u32>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::Long => {
+            unpack_array_with(args.next_array::<i64>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::ULong => {
+            unpack_array_with(args.next_array::<u64>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::Float => {
+            unpack_array_with(args.next_array::<f32>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::Double => {
+            unpack_array_with(args.next_array::<f64>(count, stride), pack::unpack_numbers)
+        }
+        Conversion::Complex => unpack_array_with(
+            args.next_array::<[f32; 2]>(count, stride),
+            pack::unpack_numbers,
+        ),
+        Conversion::DoubleComplex => unpack_array_with(
+            args.next_array::<[f64; 2]>(count, stride),
+            pack::unpack_numbers,
+        ),
         Conversion::Str => {
-            let target: *mut c_char = args.pointer();
+            let target: *mut c_char = args.next_pointer();
             let text = pack::unpack_str(lock().receive_buffer()?)?;
             if target.is_null() {
                 return Err(PvmError::BadParam);
             }
-            // SAFETY: the conversion takes a buffer with room for the string.
+            // SAFETY: the conversion takes a buffer with enough space for the string.
             unsafe { write_c_string(target, &text) };
             Ok(0)
         }
@@ -192,23 +230,25 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
     let pack_all = || {
         // SAFETY: by this function's contract.
         let format = unsafe { ProgramStr::new(format) }?;
-        let from = VaArgs(list);
+        let args = VaArgs(list);
         for item in FormatItems::new(format.to_bytes()) {
             match item? {
-                FormatItem::NewBuffer => buffers::restart_send_buffer(from.int())?,
+                FormatItem::NewBuffer => buffers::restart_send_buffer(args.next_int())?,
                 FormatItem::Data {
                     kind,
                     count: None,
                     stride: None,
-                } => drop(pack_by_value(kind, &from)?),
+                } => drop(pack_by_value(kind, &args)?),
                 FormatItem::Data {
                     kind,
                     count,
                     stride,
                 } => {
-                    let (count, stride) =
-                        (from.count_or_stride(count), from.count_or_stride(stride));
-                    pack_array(kind, &from, count, stride)?;
+                    let (count, stride) = (
+                        args.next_count_or_stride(count),
+                        args.next_count_or_stride(stride),
+                    );
+                    pack_array(kind, &args, count, stride)?;
                 }
             }
         }
@@ -233,7 +273,7 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
     let unpack_all = || {
         // SAFETY: by this function's contract.
         let format = unsafe { ProgramStr::new(format) }?;
-        let from = VaArgs(list);
+        let args = VaArgs(list);
         for item in FormatItems::new(format.to_bytes()) {
             match item? {
                 FormatItem::NewBuffer => return Err(PvmError::BadParam),
@@ -242,9 +282,11 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
                     count,
                     stride,
                 } => {
-                    let (count, stride) =
-                        (from.count_or_stride(count), from.count_or_stride(stride));
-                    unpack_array(kind, &from, count, stride)?;
+                    let (count, stride) = (
+                        args.next_count_or_stride(count),
+                        args.next_count_or_stride(stride),
+                    );
+                    unpack_array(kind, &args, count, stride)?;
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! Functions for the group library (`libgpvm3.so.3`), which has no connection to the daemon:
+//! Functions for the group library (`libgpvm3.so.3`). The group library has no connection to the
+//! daemon:
 //!
 //! - [`sempa_group_request`] sends requests to the group service.
 //! - [`sempa_group_traced`] records the group library's calls for a tracer.
@@ -20,7 +21,7 @@ use std::ffi::{c_char, c_int, c_void};
 /// `call` is a [`GroupCall`]; `number` is its argument (a count, a tid or an instance). Returns a
 /// number ≥ 0 or one of PVM's error codes; nothing is printed and `pvm_errno` is unchanged. If the
 /// result of the call is a list, the list is stored in memory that the caller must release with
-/// `free`; for all other calls null is stored.
+/// `free`. For all other calls null is stored.
 ///
 /// # Safety
 /// `group` must be null or a string; `list` and `count` must be null or valid for one value.
@@ -39,13 +40,13 @@ unsafe extern "C" fn sempa_group_request(
     // SAFETY: by this function's contract.
     let group =
         unsafe { ProgramStr::new(group) }.map_or(Vec::new(), |text| text.to_bytes().to_vec());
-    match group_request(call, group, number) {
+    match send_group_request(call, group, number) {
         Ok(GroupResult::Number(number)) => number,
         Ok(GroupResult::List(_)) if list.is_null() => 0,
-        Ok(GroupResult::List(words)) => match malloc_copy(&words) {
-            Some(place) => {
-                list.set(place);
-                count.set(words.len() as c_int);
+        Ok(GroupResult::List(integers)) => match malloc_copy(&integers) {
+            Some(copy) => {
+                list.set(copy);
+                count.set(integers.len() as c_int);
                 0
             }
             None => PvmError::NoMem.code(),
@@ -59,17 +60,17 @@ enum GroupResult {
     List(Vec<i32>),
 }
 
-fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupResult> {
+fn send_group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupResult> {
     let request = GroupCall::try_from(call)?.to_request(group, number);
     let rt = session::runtime()?;
-    let mut pump = || receive::poll_incoming(&rt);
-    // Inside a handler no messages are dispatched, because handlers do not interrupt each other.
-    let on_arrival: Option<&mut dyn FnMut()> = if receive::in_handler() {
+    let mut poll_messages = || receive::poll_incoming(&rt);
+    // Inside a handler no messages are dispatched, because handlers must not interrupt each other.
+    let on_arrival: Option<&mut dyn FnMut()> = if receive::is_in_handler() {
         None
     } else {
-        Some(&mut pump)
+        Some(&mut poll_messages)
     };
-    match rt.group_request(request, on_arrival) {
+    match rt.group_request_and_wait(request, on_arrival) {
         Reply::Group(GroupReply::Number(number)) => Ok(GroupResult::Number(number)),
         Reply::Group(GroupReply::Members(tids)) => Ok(GroupResult::List(
             tids.iter().map(|tid| tid.raw()).collect(),
@@ -82,29 +83,30 @@ fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupR
     }
 }
 
-/// Copies the words into memory of the C library; `None` if no memory is available.
-fn malloc_copy(words: &[i32]) -> Option<*mut c_int> {
+/// Copies integers into memory of the C library; `None` if no memory is available.
+fn malloc_copy(integers: &[i32]) -> Option<*mut c_int> {
     // SAFETY: `malloc` accepts any size.
-    let place = unsafe { libc::malloc(size_of_val(words).max(1)) }.cast::<c_int>();
-    if place.is_null() {
+    let copy = unsafe { libc::malloc(size_of_val(integers).max(1)) }.cast::<c_int>();
+    if copy.is_null() {
         return None;
     }
-    // SAFETY: the memory was just allocated, has room for all words and is aligned for any type.
-    unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), place, words.len()) };
-    Some(place)
+    // SAFETY: the memory was just allocated, has space for all integers and is aligned for any
+    // type.
+    unsafe { std::ptr::copy_nonoverlapping(integers.as_ptr(), copy, integers.len()) };
+    Some(copy)
 }
 
 /// Runs `body` as one call of the group library and records this call for a tracer. Calls that
 /// `body` makes internally produce no records.
 ///
-/// `event` is a [`TracedGroupCall`] and `argument` its argument. `body` is called with `data`; its
-/// result is returned. For a broadcast, `body` stores the receivers through `list` and `count`,
-/// which are null for all other calls.
+/// `event` is a [`TracedGroupCall`] and `argument` is the argument of the group call. The function
+/// calls `body` with `data` and returns the result. For a broadcast, `body` stores the receivers
+/// through `list` and `count`, which are null for all other calls.
 ///
 /// # Safety
 /// `group` must be null or a string. It must be valid to call `body` with `data`. `list` and
-/// `count` must be null or valid for one value; after `body` has run, `list` must contain `count`
-/// words until this function returns.
+/// `count` must be null or valid for one value. After `body` has run, `*list` must point to
+/// `*count` integers until this function returns.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sempa_group_traced(
     event: c_int,
@@ -121,28 +123,28 @@ unsafe extern "C" fn sempa_group_traced(
     let Ok(event) = TracedGroupCall::try_from(event) else {
         return body(data);
     };
-    let (name, item, answer) = event.trace_names();
-    let entry = || {
+    let (name, argument_item, result_item) = event.trace_names();
+    let entry_items = || {
         // SAFETY: by this function's contract.
         let group =
             unsafe { ProgramStr::new(group) }.map_or(Vec::new(), |text| text.to_bytes().to_vec());
         let mut items = vec![text_item("GN", group)];
-        items.extend(item.map(|item| int_item(item, argument)));
+        items.extend(argument_item.map(|argument_item| int_item(argument_item, argument)));
         items
     };
     trace::traced_call(
         name,
-        entry,
+        entry_items,
         || body(data),
         |code| {
-            let mut items = vec![int_item(answer, *code)];
+            let mut items = vec![int_item(result_item, *code)];
             if !list.is_null() && !count.is_null() {
                 // SAFETY: by this function's contract; `body` has stored both values.
                 let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
                 let tids = if list.is_null() {
                     &[]
                 } else {
-                    // SAFETY: by this function's contract the list has `count` words.
+                    // SAFETY: by this function's contract the list has `count` integers.
                     unsafe { std::slice::from_raw_parts(list, count) }
                 };
                 items.push(ints_item("MDL", tids.to_vec()));

@@ -1,5 +1,5 @@
-//! Calls for the hosts of the virtual machine, and for tasks that register as resource manager,
-//! hoster, tasker or tracer.
+//! Calls for the hosts of the virtual machine, and calls by which a task registers as resource
+//! manager, hoster, tasker or tracer.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +13,7 @@ use crate::requests;
 use crate::session::{self, value_or_report, value_or_report_except};
 use crate::trace;
 use sempa_proto::table::HostEntry;
-use sempa_proto::task::{DEBUG_QUERY_WORDS_MAX, Service, TracerSettings};
+use sempa_proto::task::{DEBUG_QUERY_INTS_MAX, Service, TracerSettings};
 use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
@@ -31,7 +31,8 @@ fn push_host_info(records: &mut RecordList<HostInfo>, host: &HostEntry) {
 
 static HOSTS: ReturnedList<HostInfo> = ReturnedList::new();
 
-/// Stores the list of hosts, their number, and the number of their data formats.
+/// Stores the list of hosts, the number of hosts, and the number of different data formats of the
+/// hosts.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one value.
@@ -53,7 +54,7 @@ unsafe extern "C" fn pvm_config(
                     OutParam::new(list),
                 )
             };
-            let ask = || {
+            let store_hosts = || {
                 let table = requests::config()?;
                 let mut records = RecordList::new();
                 table
@@ -67,7 +68,7 @@ unsafe extern "C" fn pvm_config(
                 }
                 Ok(0)
             };
-            value_or_report("pvm_config", ask())
+            value_or_report("pvm_config", store_hosts())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
@@ -80,7 +81,8 @@ unsafe extern "C" fn pvm_config(
     )
 }
 
-/// Stores one status per host and returns the number of statuses that `is_success` accepts.
+/// Stores one status per host in `target` unless `target` is null. Returns the number of statuses
+/// for which `is_success` is true.
 unsafe fn store_statuses(
     target: *mut c_int,
     results: &[i32],
@@ -88,17 +90,18 @@ unsafe fn store_statuses(
 ) -> PvmResult<i32> {
     if !target.is_null() {
         // SAFETY: the caller's array has one element per name.
-        let room = unsafe { Strided::new(target, results.len() as c_int, 1)? };
+        let statuses = unsafe { Strided::new(target, results.len() as c_int, 1)? };
         results
             .iter()
             .enumerate()
-            .for_each(|(i, status)| room.set(i, *status));
+            .for_each(|(i, status)| statuses.set(i, *status));
     }
     Ok(results.iter().filter(|status| is_success(**status)).count() as i32)
 }
 
-/// Copies the names of hosts. A count beyond the maximum is refused before any name is read.
-unsafe fn host_names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
+/// Copies the names of hosts. A count beyond [`requests::HOSTS_PER_CALL_MAX`] is refused before any
+/// name is read.
+unsafe fn copy_host_names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
     if !(1..=requests::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
         return Err(PvmError::BadParam);
     }
@@ -106,11 +109,11 @@ unsafe fn host_names(names: *const *const c_char, count: c_int) -> PvmResult<Vec
     unsafe { copy_strings(names, Some(count)) }
 }
 
-/// Adds hosts and returns how many were added.
+/// Adds hosts and returns the number of added hosts.
 ///
 /// # Safety
-/// `hosts` must be null or hold `count` strings, and `status` must be null or have room for `count`
-/// ints.
+/// `hosts` must be null or contain `count` strings, and `status` must be null or have space for
+/// `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_addhosts(
     hosts: *const *const c_char,
@@ -122,27 +125,30 @@ unsafe extern "C" fn pvm_addhosts(
         // SAFETY: by this function's contract.
         || unsafe { vec![c_strings_item("HNL", hosts, count)] },
         || {
-            let ask = || {
+            let add_hosts = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let added = requests::add_hosts(unsafe { host_names(hosts, count)? })?;
-                let code = |host: &sempa_proto::table::AddedHost| {
+                let added_hosts = requests::add_hosts(unsafe { copy_host_names(hosts, count)? })?;
+                let status_code = |host: &sempa_proto::table::AddedHost| {
                     host.result
                         .as_ref()
                         .map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
                 };
-                let results: Vec<i32> =
-                    added.iter().take(count.max(0) as usize).map(code).collect();
+                let codes: Vec<i32> = added_hosts
+                    .iter()
+                    .take(count.max(0) as usize)
+                    .map(status_code)
+                    .collect();
                 // SAFETY: as above, by this function's contract.
-                unsafe { store_statuses(status, &results, |status| status > 0) }
+                unsafe { store_statuses(status, &codes, |status| status > 0) }
             };
-            value_or_report("pvm_addhosts", ask())
+            value_or_report("pvm_addhosts", add_hosts())
         },
         trace::return_code_items,
     )
 }
 
-/// Removes hosts and returns how many were removed.
+/// Removes hosts and returns the number of removed hosts.
 ///
 /// # Safety
 /// As for [`pvm_addhosts`].
@@ -157,20 +163,22 @@ unsafe extern "C" fn pvm_delhosts(
         // SAFETY: by this function's contract.
         || unsafe { vec![c_strings_item("HNL", hosts, count)] },
         || {
-            let ask = || {
+            let delete_hosts = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let removed = requests::delete_hosts(unsafe { host_names(hosts, count)? })?;
-                let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
-                let results: Vec<i32> = removed
+                let removal_results =
+                    requests::delete_hosts(unsafe { copy_host_names(hosts, count)? })?;
+                let status_code =
+                    |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
+                let codes: Vec<i32> = removal_results
                     .iter()
                     .take(count.max(0) as usize)
-                    .map(code)
+                    .map(status_code)
                     .collect();
                 // SAFETY: as above, by this function's contract.
-                unsafe { store_statuses(status, &results, |status| status == 0) }
+                unsafe { store_statuses(status, &codes, |status| status == 0) }
             };
-            value_or_report("pvm_delhosts", ask())
+            value_or_report("pvm_delhosts", delete_hosts())
         },
         trace::return_code_items,
     )
@@ -224,8 +232,8 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
     Tid::from_raw(tid).host_part().raw()
 }
 
-/// Stores the time of day of a host, and the difference by which the local clock is ahead of the
-/// host's clock.
+/// Stores the time of day of a host in `clock`. Stores in `delta` the time by which the local clock
+/// is ahead of the host's clock.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one structure.
@@ -233,22 +241,25 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
 unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut TimeVal) -> c_int {
     // SAFETY: by this function's contract.
     let (clock, delta) = unsafe { (OutParam::new(clock), OutParam::new(delta)) };
-    let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
-    // The microseconds are never negative, even for negative times.
-    let time = |value: i64| TimeVal {
-        tv_sec: value.div_euclid(1_000_000),
-        tv_usec: value.rem_euclid(1_000_000),
+    let to_micros = |(seconds, to_micros): (i64, i64)| seconds * 1_000_000 + to_micros;
+    // `tv_usec` is never negative, even for negative times.
+    let to_timeval = |time_us: i64| TimeVal {
+        tv_sec: time_us.div_euclid(1_000_000),
+        tv_usec: time_us.rem_euclid(1_000_000),
     };
-    let ask = || {
+    let store_times = || {
         session::runtime()?;
-        let before = micros(process::now());
-        let remote = i64::try_from(requests::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
-        let after = micros(process::now());
-        clock.set(time(remote));
-        delta.set(time(before + (after - before) / 2 - remote));
+        let local_start_us = to_micros(process::unix_time());
+        let host_time_us =
+            i64::try_from(requests::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
+        let local_end_us = to_micros(process::unix_time());
+        clock.set(to_timeval(host_time_us));
+        delta.set(to_timeval(
+            local_start_us + (local_end_us - local_start_us) / 2 - host_time_us,
+        ));
         Ok(0)
     };
-    value_or_report("pvm_hostsync", ask())
+    value_or_report("pvm_hostsync", store_times())
 }
 
 /// Halts the virtual machine: all its tasks and daemons end.
@@ -258,7 +269,7 @@ extern "C" fn pvm_halt() -> c_int {
     value_or_report("pvm_halt", zero_on_success(requests::halt()))
 }
 
-static MASTER: ReturnedList<HostInfo> = ReturnedList::new();
+static MASTER_ENTRY: ReturnedList<HostInfo> = ReturnedList::new();
 
 /// Registers this task as the resource manager. Returns the tid of the previous resource manager; 0
 /// if there was none.
@@ -273,24 +284,24 @@ unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let list = unsafe { OutParam::new(master) };
-            let ask = || {
-                let (previous, host) = requests::register_rm()?;
+            let register_rm = || {
+                let (previous_tid, host) = requests::register_rm()?;
                 let mut records = RecordList::new();
                 host.iter()
                     .for_each(|host| push_host_info(&mut records, host));
                 if records.len() > 0 {
-                    list.set(MASTER.store(records));
+                    list.set(MASTER_ENTRY.store(records));
                 }
-                Ok(previous)
+                Ok(previous_tid)
             };
-            value_or_report("pvm_reg_rm", ask())
+            value_or_report("pvm_reg_rm", register_rm())
         },
         trace::return_code_items,
     )
 }
 
-/// Registers this task to start daemons instead of the master's daemon (`SM_STHOST`), or
-/// unregisters it.
+/// Registers this task to start daemons in place of the master's daemon (`SM_STHOST`). If this task
+/// is registered already, unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
     trace::traced_call(
@@ -306,8 +317,8 @@ extern "C" fn pvm_reg_hoster() -> c_int {
     )
 }
 
-/// Registers this task to start the tasks of this host instead of its daemon (`SM_STTASK`), or
-/// unregisters it.
+/// Registers this task to start the tasks of this host in place of the host's daemon (`SM_STTASK`).
+/// If this task is registered already, unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
     trace::traced_call(
@@ -323,8 +334,8 @@ extern "C" fn pvm_reg_tasker() -> c_int {
     )
 }
 
-/// Registers this task to receive trace and output of all tasks without another destination, or
-/// unregisters it.
+/// Registers this task as the tracer, which receives trace and output of all tasks without another
+/// destination. If this task is registered already, unregisters it.
 ///
 /// # Safety
 /// `mask` must be null or a string.
@@ -355,7 +366,7 @@ unsafe extern "C" fn pvm_reg_tracer(
         || {
             // SAFETY: by this function's contract.
             let mask = unsafe { ProgramStr::new(mask) };
-            let register = || {
+            let register_tracer = || {
                 session::runtime()?;
                 let mask = mask?
                     .to_bytes()
@@ -370,10 +381,10 @@ unsafe extern "C" fn pvm_reg_tracer(
                     out_tag,
                     event_mask: mask,
                     buffer_bytes: buffer,
-                    options,
+                    trace_option: options,
                 })
             };
-            value_or_report("pvm_reg_tracer", zero_on_success(register()))
+            value_or_report("pvm_reg_tracer", zero_on_success(register_tracer()))
         },
         trace::return_code_items,
     )
@@ -383,8 +394,8 @@ unsafe extern "C" fn pvm_reg_tracer(
 /// log.
 ///
 /// # Safety
-/// `args` must be null or hold `count` ints, `results` must be null or valid for one int, and
-/// `result` must be null or have room for ten ints.
+/// `args` must be null or contain `count` ints, `results` must be null or valid for one int, and
+/// `result` must be null or have space for ten ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_tickle(
     count: c_int,
@@ -397,32 +408,32 @@ unsafe extern "C" fn pvm_tickle(
         // SAFETY: by this function's contract.
         || unsafe { vec![c_ints_item("TA", args, count)] },
         || {
-            let ask = || {
+            let store_counters = || {
                 session::runtime()?;
-                if !(1..=DEBUG_QUERY_WORDS_MAX as c_int).contains(&count) {
+                if !(1..=DEBUG_QUERY_INTS_MAX as c_int).contains(&count) {
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                let (words, results) = unsafe {
+                let (query, results) = unsafe {
                     (
                         Strided::new(args, count, 1)?.to_vec(),
                         OutParam::new(results),
                     )
                 };
-                let numbers = requests::tickle(words)?;
-                results.set(numbers.len() as c_int);
+                let counters = requests::query_daemon_counters(query)?;
+                results.set(counters.len() as c_int);
                 if !result.is_null() {
-                    // SAFETY: by this function's contract there is room for ten ints, and no more
-                    // are stored.
+                    // SAFETY: by this function's contract there is space for ten ints, and no more
+                    // than ten ints are stored.
                     let target = unsafe {
-                        Strided::new(result, numbers.len().min(DEBUG_QUERY_WORDS_MAX) as c_int, 1)?
+                        Strided::new(result, counters.len().min(DEBUG_QUERY_INTS_MAX) as c_int, 1)?
                     };
-                    (0..numbers.len().min(DEBUG_QUERY_WORDS_MAX))
-                        .for_each(|i| target.set(i, numbers[i]));
+                    (0..counters.len().min(DEBUG_QUERY_INTS_MAX))
+                        .for_each(|i| target.set(i, counters[i]));
                 }
                 Ok(0)
             };
-            value_or_report("pvm_tickle", ask())
+            value_or_report("pvm_tickle", store_counters())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {

@@ -7,7 +7,7 @@
 
 use super::zero_on_success;
 use crate::data::pvmmytaskname;
-use crate::memory::{OutParam, PointedToByC, ProgramStr, write_c_string};
+use crate::memory::{COwnedMemory, OutParam, ProgramStr, write_c_string};
 use crate::session::{lock, log_stderr, report_error, value_or_report};
 use crate::{abi::TimeVal, env, leave, names, process, requests, session};
 use sempa_proto::PvmError;
@@ -15,7 +15,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Reads a text of the program; `(null)` for null.
+/// Reads a text of the program. Null is read as the text `(null)`.
 ///
 /// # Safety
 /// `text` must be null or a string.
@@ -28,11 +28,11 @@ unsafe fn string_or_null_text(text: *const c_char) -> String {
 /// Reports an error in the same way as the calls of this library, and returns its code.
 ///
 /// # Safety
-/// `place` must be null or a string.
+/// `function_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn lpvmerr(place: *const c_char, code: c_int) -> c_int {
+unsafe extern "C" fn lpvmerr(function_name: *const c_char, code: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    report_error(&unsafe { string_or_null_text(place) }, code)
+    report_error(&unsafe { string_or_null_text(function_name) }, code)
 }
 
 /// Writes a line to the log.
@@ -59,11 +59,11 @@ unsafe extern "C" fn pvmlogperror(line: *const c_char) -> c_int {
     0
 }
 
-/// Does nothing: a hook of PVM's assertions without a use in tasks.
+/// Does nothing. PVM's assertions call this hook, but tasks do not use it.
 #[unsafe(no_mangle)]
 extern "C" fn pvmbailout(_code: c_int) {}
 
-/// Returns the code of an error's name; 1 for an unknown name.
+/// Returns the error code with this name; 1 for an unknown name.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -86,9 +86,9 @@ extern "C" fn pvmendtask() -> c_int {
     0
 }
 
-static TASK_NAME: Mutex<Option<PointedToByC<CString>>> = Mutex::new(None);
+static TASK_NAME: Mutex<Option<COwnedMemory<CString>>> = Mutex::new(None);
 
-/// Stores a name for this task, to which `pvmmytaskname` then points.
+/// Sets the name of this task, to which `pvmmytaskname` then points.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -100,13 +100,13 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     // SAFETY: not null, so a string by this function's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_owned();
     pvmmytaskname.store(name.as_ptr().cast_mut().cast(), Relaxed);
-    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(PointedToByC(name));
+    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(COwnedMemory(name));
     0
 }
 
 /// Removes mailbox entries without an owner: all entries if `name` is null or empty, otherwise the
-/// entries of the class `name`; with an `index` ≥ 0 only that entry of the class. With `kill`, ends
-/// all tasks that a reset ends and removes all entries without an owner.
+/// entries of the class `name`; if `index` ≥ 0, only the entry with this index. If `kill` is
+/// nonzero, ends all tasks that a reset ends and removes all entries without an owner.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -138,35 +138,35 @@ unsafe extern "C" fn pvmreset(
 /// # Safety
 /// Both strings must be null or strings.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_char, tid: c_int) {
+unsafe extern "C" fn pvmdisplaymhfinfo(caller: *const c_char, message: *const c_char, tid: c_int) {
     // SAFETY: by this function's contract.
-    let (who, message) = unsafe { (string_or_null_text(who), string_or_null_text(message)) };
+    let (caller, message) = unsafe { (string_or_null_text(caller), string_or_null_text(message)) };
     let session = lock();
-    let (list, count, free) = (
-        session.handlers.list(),
+    let (handlers, count, free_id) = (
+        session.handlers.numbered_filters(),
         session.handlers.id_count(),
         session.handlers.lowest_free_id(),
     );
     drop(session);
-    let (live, first_free) = (list.len(), free.unwrap_or(-1));
-    let free = free.map_or_else(String::new, |number| format!("{number} "));
-    let mut lines = format!(
-        "\n{who} t{tid:x}: Display Message Handler Information: ndhandles = {count}\tnhandles = {live}\tfl_dhandles = \
-         {first_free}\npvmdisplaymhfinfo: free list.  head <- {free}-< tail\n{who} t{tid:x}: {message}\n"
+    let (handler_count, first_free) = (handlers.len(), free_id.unwrap_or(-1));
+    let free_id = free_id.map_or_else(String::new, |number| format!("{number} "));
+    let mut handler_lines = format!(
+        "\n{caller} t{tid:x}: Display Message Handler Information: ndhandles = {count}\tnhandles = {handler_count}\tfl_dhandles = \
+         {first_free}\npvmdisplaymhfinfo: free list.  head <- {free_id}-< tail\n{caller} t{tid:x}: {message}\n"
     );
-    for (at, (id, filter)) in list.iter().enumerate() {
+    for (index, (id, filter)) in handlers.iter().enumerate() {
         let source = format!("t{:x}", filter.src);
-        lines += &format!(
-            "{who} t{tid:x}: dhandles[{id:2}].mhid = {id:2}  .handle = {at:2}     handles[{at:2}].mhid = {id:2}  \
+        handler_lines += &format!(
+            "{caller} t{tid:x}: dhandles[{id:2}].mhid = {id:2}  .handle = {index:2}     handles[{index:2}].mhid = {id:2}  \
              .header.src = {source:<9}  .header.ctx = {:8}  .header.tag= {:8}\n",
             filter.ctx, filter.tag
         );
     }
-    lines += "\n\n";
-    let lines = CString::new(lines.replace('\0', "")).expect("no NUL is left");
-    // SAFETY: both pointers are strings. The output goes through the C library's stream, to keep
-    // its order with the program's own output.
-    unsafe { libc::printf(c"%s".as_ptr(), lines.as_ptr()) };
+    handler_lines += "\n\n";
+    let handler_lines = CString::new(handler_lines.replace('\0', "")).expect("no NUL is left");
+    // SAFETY: both pointers are strings. The output is written to the C library's stream, so that
+    // it stays in order with the program's own output.
+    unsafe { libc::printf(c"%s".as_ptr(), handler_lines.as_ptr()) };
 }
 
 /// Returns the data signature of this machine.
@@ -175,8 +175,8 @@ extern "C" fn pvmgetdsig() -> c_int {
     sempa_proto::message::DSIG_X86_64
 }
 
-/// Sets an environment variable from the text `NAME=value`. The text is copied, unlike with
-/// `putenv`.
+/// Sets an environment variable from the text `NAME=value`. Unlike `putenv`, the function copies
+/// the text.
 ///
 /// # Safety
 /// `setting` must be null or a string.
@@ -186,7 +186,7 @@ unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
     let setting = unsafe { string_or_null_text(setting) };
     match setting.split_once('=') {
         Some((name, value)) if !name.is_empty() => {
-            env::set(name, value);
+            env::set_var(name, value);
             0
         }
         _ => -1,
@@ -213,10 +213,10 @@ unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
     unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_hex(number.to_bytes()))
 }
 
-static TAG_NAME: Mutex<Option<PointedToByC<CString>>> = Mutex::new(None);
+static TAG_NAME: Mutex<Option<COwnedMemory<CString>>> = Mutex::new(None);
 
-/// Returns the name of a reserved tag, or the number of another tag as text. Stores 1 in `found` if
-/// the tag has a name, else 0.
+/// Returns the name of a reserved tag, or the number of any other tag as text. Stores 1 in `found`
+/// if the tag has a name, else 0.
 ///
 /// # Safety
 /// `found` must be null or valid for one int.
@@ -228,9 +228,9 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
     found.set(c_int::from(name.is_some()));
     let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string))
         .expect("names have no NUL");
-    let place = name.as_ptr();
-    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(PointedToByC(name));
-    place
+    let pointer = name.as_ptr();
+    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(COwnedMemory(name));
+    pointer
 }
 
 /// Stores the time of day.
@@ -239,7 +239,7 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
 /// `time` must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
-    let (seconds, micros) = process::now();
+    let (seconds, micros) = process::unix_time();
     // SAFETY: by this function's contract.
     unsafe { OutParam::new(time) }.set(TimeVal {
         tv_sec: seconds,
@@ -248,14 +248,16 @@ unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
     0
 }
 
-/// Sleeps. Returns the remaining seconds if a signal interrupted the sleep.
+/// Sleeps for `seconds` seconds. If a signal interrupts the sleep, returns the remaining seconds,
+/// else 0.
 #[unsafe(no_mangle)]
 extern "C" fn pvmsleep(seconds: c_int) -> c_int {
-    // SAFETY: `sleep` accesses no memory. It ends at a signal, and programs rely on that.
+    // SAFETY: `sleep` accesses no memory. A signal ends the sleep; programs rely on this behaviour.
     unsafe { libc::sleep(seconds.max(0) as c_uint) as c_int }
 }
 
-/// Returns 1 if the text contains the parts of the pattern in this order; `*` separates the parts.
+/// Returns 1 if the text contains the parts of the pattern in the order of the pattern, else 0; `*`
+/// separates the parts.
 ///
 /// # Safety
 /// Both must be null or strings.
@@ -263,10 +265,10 @@ extern "C" fn pvmsleep(seconds: c_int) -> c_int {
 unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     let (string, pattern) = unsafe { (string_or_null_text(string), string_or_null_text(pattern)) };
-    let mut rest = string.as_str();
+    let mut remaining_text = string.as_str();
     for part in pattern.split('*').filter(|part| !part.is_empty()) {
-        match rest.find(part) {
-            Some(at) => rest = &rest[at + part.len()..],
+        match remaining_text.find(part) {
+            Some(offset) => remaining_text = &remaining_text[offset + part.len()..],
             None => return 0,
         }
     }
@@ -276,8 +278,8 @@ unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_cha
 /// Exits the process if it runs as root without permission (`PVM_ALLOW_ROOT`).
 #[unsafe(no_mangle)]
 extern "C" fn pvmchkuid(user: c_int) {
-    if user == 0 && env::get("PVM_ALLOW_ROOT").is_none() {
-        session::refuse_root();
+    if user == 0 && env::read_var("PVM_ALLOW_ROOT").is_none() {
+        session::exit_as_root();
     }
 }
 
@@ -285,10 +287,16 @@ static TEMP_DIR: OnceLock<CString> = OnceLock::new();
 static REMOTE_SHELL: OnceLock<CString> = OnceLock::new();
 static PVM_ROOT_DIR: OnceLock<CString> = OnceLock::new();
 
-fn env_or_default(cache: &'static OnceLock<CString>, name: &str, fallback: &str) -> *const c_char {
-    let read_variable =
-        || CString::new(env::get(name).unwrap_or_else(|| fallback.to_string())).unwrap_or_default();
-    cache.get_or_init(read_variable).as_ptr()
+fn env_or_default(
+    cached_value: &'static OnceLock<CString>,
+    name: &str,
+    default_value: &str,
+) -> *const c_char {
+    let read_variable = || {
+        CString::new(env::read_var(name).unwrap_or_else(|| default_value.to_string()))
+            .unwrap_or_default()
+    };
+    cached_value.get_or_init(read_variable).as_ptr()
 }
 
 /// Returns the directory for temporary files.
@@ -312,29 +320,31 @@ extern "C" fn pvmgetroot() -> *const c_char {
 /// Size in bytes of the buffer that a caller of `pvmtmpnam` provides (`PVMTMPNAMLEN`).
 const TEMP_NAME_BYTES: usize = 128;
 
-/// Writes a name for a temporary file to `place`. Returns null if the name does not fit.
+/// Writes a name for a temporary file to `target`. Returns null if `target` is null or the name does
+/// not fit.
 ///
 /// # Safety
-/// `place` must be null or have room for 128 bytes.
+/// `target` must be null or have space for 128 bytes.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmtmpnam(place: *mut c_char) -> *mut c_char {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
+unsafe extern "C" fn pvmtmpnam(target: *mut c_char) -> *mut c_char {
+    static NAME_COUNTER: AtomicU32 = AtomicU32::new(0);
     // SAFETY: the pointer comes from a static string.
     let directory = unsafe { string_or_null_text(pvmgettmp()) };
     let name = format!(
         "{directory}/pvmtmp{:06}.{}",
-        process::pid(),
-        COUNT.fetch_add(1, Relaxed)
+        process::process_id(),
+        NAME_COUNTER.fetch_add(1, Relaxed)
     );
-    if place.is_null() || name.len() >= TEMP_NAME_BYTES {
+    if target.is_null() || name.len() >= TEMP_NAME_BYTES {
         return std::ptr::null_mut();
     }
     // SAFETY: by this function's contract; the name with its NUL fits.
-    unsafe { write_c_string(place, name.as_bytes()) };
-    place
+    unsafe { write_c_string(target, name.as_bytes()) };
+    target
 }
 
-/// Allocates memory. In PVM, a call of its debugging allocator.
+/// Allocates memory. In PVM the function belongs to a debugging allocator; this library calls
+/// `malloc`.
 ///
 /// # Safety
 /// As for `malloc`.
@@ -349,9 +359,9 @@ unsafe extern "C" fn i_malloc(size: c_uint, _tag: *const c_char) -> *mut c_void 
 /// # Safety
 /// As for `realloc`.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn i_realloc(place: *mut c_void, size: c_uint) -> *mut c_void {
+unsafe extern "C" fn i_realloc(memory: *mut c_void, size: c_uint) -> *mut c_void {
     // SAFETY: by this function's contract.
-    unsafe { libc::realloc(place, size as usize) }
+    unsafe { libc::realloc(memory, size as usize) }
 }
 
 /// Frees memory of [`i_malloc`].
@@ -359,12 +369,12 @@ unsafe extern "C" fn i_realloc(place: *mut c_void, size: c_uint) -> *mut c_void 
 /// # Safety
 /// As for `free`.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn i_free(place: *mut c_void) {
+unsafe extern "C" fn i_free(memory: *mut c_void) {
     // SAFETY: by this function's contract.
-    unsafe { libc::free(place) }
+    unsafe { libc::free(memory) }
 }
 
-/// Allocates memory, as [`i_malloc`].
+/// Allocates memory, as [`i_malloc`] does.
 ///
 /// # Safety
 /// As for `malloc`.
@@ -379,9 +389,9 @@ unsafe extern "C" fn pvm_alloc(size: c_uint, _tag: *const c_char) -> *mut c_void
 /// # Safety
 /// As for `realloc`.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_realloc(place: *mut c_void, size: c_uint) -> *mut c_void {
+unsafe extern "C" fn pvm_realloc(memory: *mut c_void, size: c_uint) -> *mut c_void {
     // SAFETY: by this function's contract.
-    unsafe { libc::realloc(place, size as usize) }
+    unsafe { libc::realloc(memory, size as usize) }
 }
 
 /// Frees memory of [`pvm_alloc`].
@@ -389,20 +399,22 @@ unsafe extern "C" fn pvm_realloc(place: *mut c_void, size: c_uint) -> *mut c_voi
 /// # Safety
 /// As for `free`.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_free(place: *mut c_void) {
+unsafe extern "C" fn pvm_free(memory: *mut c_void) {
     // SAFETY: by this function's contract.
-    unsafe { libc::free(place) }
+    unsafe { libc::free(memory) }
 }
 
-/// Does nothing: PVM checks its debugging allocator here, but this library uses `malloc`.
+/// Does nothing. In PVM this function checks a debugging allocator, but this library uses `malloc`.
 #[unsafe(no_mangle)]
 extern "C" fn i_choke() {}
 
-/// Does nothing: PVM lists its debugging allocator here, but this library uses `malloc`.
+/// Does nothing. In PVM this function lists the memory of a debugging allocator, but this library
+/// uses `malloc`.
 #[unsafe(no_mangle)]
 extern "C" fn i_dump(_how: c_int) {}
 
-/// Does nothing: PVM lists collected output here, but this library prints it line by line.
+/// Does nothing. In PVM this function lists collected output, but this library prints output line
+/// by line.
 #[unsafe(no_mangle)]
 extern "C" fn tobuf_dump() -> c_int {
     0

@@ -1,7 +1,8 @@
 //! Undocumented exports of PVM's library that no known program uses.
 //!
-//! A function whose purpose exists in this library is implemented. A function that returns or takes
-//! PVM's internal structures, which do not exist here, returns null or `PvmNotImpl`.
+//! If this library has the feature of such a function, the function is implemented. A function that
+//! returns or takes PVM's internal structures, which do not exist in this library, returns null or
+//! `PvmNotImpl`.
 
 #![allow(unsafe_code)]
 
@@ -17,7 +18,8 @@ use std::sync::Mutex;
 
 macro_rules! without_structures {
     ($($name:ident)*) => {$(
-        /// Returns null: PVM would return an internal structure that does not exist here.
+        /// Returns null: PVM would return an internal structure that does not exist in this
+        /// library.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> *mut c_void {
             std::ptr::null_mut()
@@ -27,7 +29,8 @@ macro_rules! without_structures {
 
 macro_rules! without_meaning {
     ($($name:ident)*) => {$(
-        /// Returns `PvmNotImpl`: PVM works on an internal structure that does not exist here.
+        /// Returns `PvmNotImpl`: PVM's function processes an internal structure that does not exist
+        /// in this library.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> c_int {
             PvmError::NotImpl.code()
@@ -49,7 +52,7 @@ without_meaning! {
 /// Creates a buffer and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_new(encoding: c_int) -> c_int {
-    super::buffers::create(encoding).unwrap_or_else(PvmError::code)
+    super::buffers::create_buffer(encoding).unwrap_or_else(PvmError::code)
 }
 
 /// Frees a buffer; returns 0 or an error code.
@@ -62,12 +65,12 @@ extern "C" fn umbuf_free(mid: c_int) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_dump(mid: c_int, _level: c_int) -> c_int {
     let session = lock();
-    let line = session.buffers.get(mid).map(|b| {
+    let line = session.buffers.get(mid).map(|buffer| {
         format!(
             "mid {mid} tag {} src {:x} length {}\n",
-            b.tag,
-            b.src,
-            b.len()
+            buffer.tag,
+            buffer.src,
+            buffer.len()
         )
     });
     drop(session);
@@ -86,20 +89,20 @@ extern "C" fn umbuf_list(_level: c_int) -> c_int {
     0
 }
 
-/// Does nothing. PVM's library adds a descriptor to the set that it watches; in this library the
-/// I/O thread watches all descriptors.
+/// Does nothing. PVM's library adds a descriptor to the set that it polls; in this library the I/O
+/// thread polls all descriptors.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_add(_fd: c_int, _set: c_int) -> c_int {
     0
 }
 
-/// Does nothing, as [`pvm_fd_add`].
+/// Does nothing, as [`pvm_fd_add`]: the I/O thread polls all descriptors.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_delete(_fd: c_int, _set: c_int) -> c_int {
     0
 }
 
-/// Handles the message in a buffer as if it had arrived with this tag.
+/// Handles the message in a buffer as if the message had arrived with the tag `tag`.
 fn handle_control_message(mid: c_int, tag: c_int) -> PvmResult<i32> {
     let rt: Runtime = session::runtime()?;
     let mut message = send::buffer_as_message(mid)?;
@@ -130,7 +133,7 @@ control_messages! {
 /// Sends a buffer to several tasks.
 ///
 /// # Safety
-/// `tids` must be null or hold `count` ints.
+/// `tids` must be null or contain `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag: c_int) -> c_int {
     // SAFETY: by this function's contract.
@@ -143,36 +146,38 @@ unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag:
     value_or_report("pvmmcast", result)
 }
 
-/// Sends a buffer. Without a buffer, dispatches the messages that have arrived.
+/// Sends a buffer. If `mid` is 0 or negative, dispatches the messages that have arrived instead.
 #[unsafe(no_mangle)]
 extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -> c_int {
-    let route = || {
+    let send_or_dispatch = || {
         if mid <= 0 {
             crate::receive::poll_incoming(&session::runtime()?);
             return Ok(0);
         }
-        zero_on_success(send::with_send_buffer(mid, || send::send(tid, tag)))
+        zero_on_success(send::with_send_buffer(mid, || {
+            send::send_active_buffer(tid, tag)
+        }))
     };
-    value_or_report("mroute", route())
+    value_or_report("mroute", send_or_dispatch())
 }
 
 /// Returns the names of the bits of a debug mask.
 #[unsafe(no_mangle)]
 extern "C" fn debug_flags(mask: c_int) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
     store_text(&TEXT, names::debug_bit_names(mask))
 }
 
 fn store_text(
-    slot: &Mutex<Option<crate::memory::PointedToByC<CString>>>,
+    stored_text: &Mutex<Option<crate::memory::COwnedMemory<CString>>>,
     text: String,
 ) -> *const c_char {
     let text = CString::new(text.replace('\0', "")).expect("no NUL is left");
     let pointer = text.as_ptr();
-    *slot
+    *stored_text
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner) =
-        Some(crate::memory::PointedToByC(text));
+        Some(crate::memory::COwnedMemory(text));
     pointer
 }
 
@@ -181,7 +186,7 @@ macro_rules! wire_numbers {
         /// Reads a big-endian number; 0 for null.
         ///
         /// # Safety
-        /// `place` must be null or hold the bytes of the number.
+        /// `place` must be null or contain the bytes of the number.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $get(place: *const u8) -> c_int {
             const BYTES: usize = size_of::<$t>();
@@ -192,7 +197,7 @@ macro_rules! wire_numbers {
         /// Writes a number in big-endian order.
         ///
         /// # Safety
-        /// `place` must be null or have room for the bytes of the number.
+        /// `place` must be null or have space for the bytes of the number.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $put(place: *mut u8, number: c_int) -> c_int {
             const BYTES: usize = size_of::<$t>();
@@ -214,7 +219,7 @@ wire_numbers! {
 /// Continues a CRC-32 over these bytes.
 ///
 /// # Safety
-/// `bytes` must be null or hold `count` bytes.
+/// `bytes` must be null or contain `count` bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uint) -> c_uint {
     const POLYNOMIAL: u32 = 0xedb8_8320;
@@ -222,30 +227,33 @@ unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uin
     let bytes = unsafe { Strided::<u8>::new(bytes.cast(), count, 1) };
     let bytes = bytes.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec());
     bytes.iter().fold(crc, |crc, byte| {
-        let shift = |crc: u32, _| {
+        let shift_bit = |crc: u32, _| {
             if crc & 1 == 1 {
                 crc >> 1 ^ POLYNOMIAL
             } else {
                 crc >> 1
             }
         };
-        (0..8).fold(crc ^ u32::from(*byte), shift)
+        (0..8).fold(crc ^ u32::from(*byte), shift_bit)
     })
 }
 
 /// Copies a string into memory of the C library; null if no memory is available.
-fn malloc_string(text: &[u8]) -> *mut c_char {
-    // SAFETY: `malloc` returns room for the text and its NUL, or null.
+fn copy_string_to_malloc(text: &[u8]) -> *mut c_char {
+    // SAFETY: `malloc` returns space for the text and its NUL, or null.
     unsafe {
-        let place = libc::malloc(text.len() + 1).cast::<c_char>();
-        if !place.is_null() {
-            write_c_string(place, text);
+        let copy = libc::malloc(text.len() + 1).cast::<c_char>();
+        if !copy.is_null() {
+            write_c_string(copy, text);
         }
-        place
+        copy
     }
 }
 
 /// Returns the entries of an environment.
+///
+/// # Safety
+/// `list` must be null or a list of strings that ends with null.
 unsafe fn env_entries(list: *mut *mut c_char) -> Vec<*mut c_char> {
     let mut entries = Vec::new();
     // SAFETY: the caller's list ends with null.
@@ -257,9 +265,10 @@ unsafe fn env_entries(list: *mut *mut c_char) -> Vec<*mut c_char> {
     entries
 }
 
-/// Copies pointers into a null-terminated list in memory of the C library.
-fn malloc_list(entries: &[*mut c_char]) -> *mut *mut c_char {
-    // SAFETY: `calloc` returns room for all entries and the null after them, or null.
+/// Copies pointers into a null-terminated list in memory of the C library. Returns null if no
+/// memory is available.
+fn copy_list_to_malloc(entries: &[*mut c_char]) -> *mut *mut c_char {
+    // SAFETY: `calloc` returns space for all entries and the terminating null, or null.
     unsafe {
         let list = libc::calloc(entries.len() + 1, size_of::<*mut c_char>()).cast::<*mut c_char>();
         if !list.is_null() {
@@ -269,7 +278,7 @@ fn malloc_list(entries: &[*mut c_char]) -> *mut *mut c_char {
     }
 }
 
-/// Copies an environment. The caller frees it with `pvmfreeenv`.
+/// Copies an environment. The caller must free the copy with `pvmfreeenv`.
 ///
 /// # Safety
 /// `list` must be null or a list of strings that ends with null.
@@ -280,21 +289,24 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
     // SAFETY: every entry is a string.
     let copies: Vec<*mut c_char> = entries
         .iter()
-        .map(|e| malloc_string(unsafe { CStr::from_ptr(*e) }.to_bytes()))
+        .map(|e| copy_string_to_malloc(unsafe { CStr::from_ptr(*e) }.to_bytes()))
         .collect();
-    malloc_list(&copies)
+    copy_list_to_malloc(&copies)
 }
 
-/// Sets `NAME=value` in an environment made by `pvmcopyenv`.
+/// Sets `NAME=value` in an environment that `pvmcopyenv` created.
 ///
 /// # Safety
-/// `place` must be null or point to an environment made by `pvmcopyenv`, and `setting` must be null
-/// or a string.
+/// `environment` must be null or point to an environment that `pvmcopyenv` created, and `setting` must be
+/// null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const c_char) -> c_int {
+unsafe extern "C" fn pvmenvinsert(
+    environment: *mut *mut *mut c_char,
+    setting: *const c_char,
+) -> c_int {
     // SAFETY: by this function's contract.
-    let (place, setting) = unsafe { (place.as_mut(), ProgramStr::new(setting)) };
-    let (Some(place), Ok(setting)) = (place, setting) else {
+    let (environment, setting) = unsafe { (environment.as_mut(), ProgramStr::new(setting)) };
+    let (Some(environment), Ok(setting)) = (environment, setting) else {
         return -1;
     };
     let Some(name) = setting.to_bytes().iter().position(|byte| *byte == b'=') else {
@@ -303,17 +315,17 @@ unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const 
     let name = &setting.to_bytes()[..=name];
     // SAFETY: the list and its strings were allocated by `pvmcopyenv`.
     unsafe {
-        let mut entries = env_entries(*place);
-        let copy = malloc_string(setting.to_bytes());
+        let mut entries = env_entries(*environment);
+        let copy = copy_string_to_malloc(setting.to_bytes());
         match entries
             .iter()
             .position(|e| CStr::from_ptr(*e).to_bytes().starts_with(name))
         {
-            Some(at) => libc::free(std::mem::replace(&mut entries[at], copy).cast()),
+            Some(index) => libc::free(std::mem::replace(&mut entries[index], copy).cast()),
             None => entries.push(copy),
         }
-        let list = malloc_list(&entries);
-        libc::free(std::mem::replace(place, list).cast());
+        let list = copy_list_to_malloc(&entries);
+        libc::free(std::mem::replace(environment, list).cast());
     }
     0
 }
@@ -337,17 +349,20 @@ unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
 /// Returns the user's home directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgethome() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
-    store_text(&TEXT, env::get("HOME").unwrap_or_else(|| "/".to_string()))
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
+    store_text(
+        &TEXT,
+        env::read_var("HOME").unwrap_or_else(|| "/".to_string()),
+    )
 }
 
 /// Returns the path of the daemon's executable.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetpvmd() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
     store_text(
         &TEXT,
-        crate::start::daemon_program()
+        crate::start::daemon_executable()
             .to_string_lossy()
             .into_owned(),
     )
@@ -357,24 +372,24 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 /// directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
-    let place = RuntimePaths::from_env(process::uid() as u32, env::get);
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
+    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var);
     store_text(
         &TEXT,
-        place.map_or_else(
+        paths.map_or_else(
             |_| String::new(),
-            |place| place.daemon_socket().to_string_lossy().into_owned(),
+            |paths| paths.daemon_socket_path().to_string_lossy().into_owned(),
         ),
     )
 }
 
-/// Number of bytes in a line of `pvmhdump`.
+/// Number of bytes per line of `pvmhdump`.
 const DUMP_LINE_BYTES: usize = 16;
 
 /// Writes bytes in hexadecimal to the log.
 ///
 /// # Safety
-/// `bytes` must be null or hold `count` bytes, and `title` must be null or a string.
+/// `bytes` must be null or contain `count` bytes, and `title` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -391,8 +406,8 @@ unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const 
         .map_or_else(|_| Vec::new(), |bytes| bytes.to_vec())
         .chunks(DUMP_LINE_BYTES)
     {
-        let words: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
-        log_stderr(&format!("{title}{}\n", words.join(" ")), false);
+        let hex_bytes: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
+        log_stderr(&format!("{title}{}\n", hex_bytes.join(" ")), false);
     }
     0
 }
@@ -408,28 +423,28 @@ unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const
         .map(|title| title.to_string_lossy())
         .unwrap_or_default();
     let members = (0..count.clamp(0, libc::FD_SETSIZE as c_int)).filter(|fd| {
-        // SAFETY: the set is not null, and the number is in the range of a set.
+        // SAFETY: the set is not null, and the number is in the range that a set supports.
         !set.is_null() && unsafe { libc::FD_ISSET(*fd, set) }
     });
-    let list: Vec<String> = members.map(|fd| fd.to_string()).collect();
-    log_stderr(&format!("{title}{}\n", list.join(",")), true);
+    let fd_texts: Vec<String> = members.map(|fd| fd.to_string()).collect();
+    log_stderr(&format!("{title}{}\n", fd_texts.join(",")), true);
 }
 
 /// Parses an address: eight hexadecimal digits, a colon, and the port in hexadecimal.
 ///
 /// # Safety
-/// `text` must be null or a string, and `place` null or valid for one structure.
+/// `text` must be null or a string, and `target` null or valid for one structure.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockaddr_in) {
+unsafe extern "C" fn hex_inadport(text: *const c_char, target: *mut libc::sockaddr_in) {
     // SAFETY: by this function's contract.
-    let (text, place) = unsafe { (ProgramStr::new(text), place.as_mut()) };
-    let (Ok(text), Some(place)) = (text, place) else {
+    let (text, target) = unsafe { (ProgramStr::new(text), target.as_mut()) };
+    let (Ok(text), Some(target)) = (text, target) else {
         return;
     };
     let text = text.to_string_lossy();
     let (address, port) = text.split_once(':').unwrap_or((&text, "0"));
-    place.sin_addr.s_addr = (env::parse_hex(address.as_bytes()) as u32).to_be();
-    place.sin_port = (env::parse_hex(port.as_bytes()) as u16).to_be();
+    target.sin_addr.s_addr = (env::parse_hex(address.as_bytes()) as u32).to_be();
+    target.sin_port = (env::parse_hex(port.as_bytes()) as u16).to_be();
 }
 
 /// Formats an address in the format of `hex_inadport`.
@@ -438,7 +453,7 @@ unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockadd
 /// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
     let (ip, port) =
         unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
@@ -454,7 +469,7 @@ unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c
 /// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_decimal(address: *const libc::sockaddr_in) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
     let (ip, port) =
         unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));

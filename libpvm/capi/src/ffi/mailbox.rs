@@ -7,7 +7,7 @@ use super::trace_items::c_string_item;
 use crate::abi::MboxInfo;
 use crate::buffers::Buffer;
 use crate::data::pvmmytid;
-use crate::memory::{OutParam, PointedToByC, ProgramStr};
+use crate::memory::{COwnedMemory, OutParam, ProgramStr};
 use crate::requests;
 use crate::send;
 use crate::session::{self, lock, value_or_report, value_or_report_except};
@@ -18,11 +18,11 @@ use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, PoisonError};
 
-/// Reads the name of a mailbox class and enrols the process if necessary.
+/// Reads the name of a mailbox class. Enrols the process first if it is not a task.
 ///
 /// # Safety
 /// `text` must be null or a string.
-unsafe fn class_name(text: *const c_char) -> PvmResult<String> {
+unsafe fn enrol_and_read_name(text: *const c_char) -> PvmResult<String> {
     session::runtime()?;
     // SAFETY: the caller's contract: null or a string.
     Ok(unsafe { ProgramStr::new(text)? }.to_string_lossy())
@@ -46,16 +46,20 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
             ]
         },
         || {
-            let put = || {
+            let put_message = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { class_name(text)? };
+                let name = unsafe { enrol_and_read_name(text)? };
                 let mut message = send::buffer_as_message(mid)?;
                 if message.src == Tid::NONE {
                     message.src = Tid::from_raw(pvmmytid.load(Relaxed));
                 }
                 requests::mailbox_put(name, message, flags)
             };
-            value_or_report_except("pvm_putinfo", put(), &[PvmError::Denied, PvmError::Exists])
+            value_or_report_except(
+                "pvm_putinfo",
+                put_message(),
+                &[PvmError::Denied, PvmError::Exists],
+            )
         },
         trace::return_code_items,
     )
@@ -79,9 +83,9 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
             ]
         },
         || {
-            let receive = || {
+            let receive_message = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { class_name(text)? };
+                let name = unsafe { enrol_and_read_name(text)? };
                 lock().free_receive_buffer();
                 let message = requests::mailbox_take(name, index, flags)?;
                 let mut session = lock();
@@ -90,7 +94,7 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
                 session.receive_buffer_id = mid;
                 Ok(mid)
             };
-            value_or_report_except("pvm_recvinfo", receive(), &[PvmError::NotFound])
+            value_or_report_except("pvm_recvinfo", receive_message(), &[PvmError::NotFound])
         },
         |mid| vec![int_item("CC", (*mid).min(0)), int_item("CR", *mid)],
     )
@@ -114,11 +118,12 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
         },
         || {
             // SAFETY: by this function's contract.
-            let delete = || requests::mailbox_delete(unsafe { class_name(text)? }, index);
+            let delete_entry =
+                || requests::mailbox_delete(unsafe { enrol_and_read_name(text)? }, index);
             // On success the index is returned, as in PVM.
             value_or_report_except(
                 "pvm_delinfo",
-                delete().map(|()| index),
+                delete_entry().map(|()| index),
                 &[PvmError::Denied, PvmError::NotFound],
             )
         },
@@ -126,8 +131,8 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
     )
 }
 
-/// The arrays of ints to which the listed classes point.
-static CLASS_ARRAYS: Mutex<PointedToByC<Vec<Vec<c_int>>>> = Mutex::new(PointedToByC(Vec::new()));
+/// The arrays of ints to which the entries of [`CLASSES`] point.
+static CLASS_ARRAYS: Mutex<COwnedMemory<Vec<Vec<c_int>>>> = Mutex::new(COwnedMemory(Vec::new()));
 static CLASSES: ReturnedList<MboxInfo> = ReturnedList::new();
 
 /// Lists the classes whose names match a pattern, with their entries.
@@ -153,23 +158,27 @@ unsafe extern "C" fn pvm_getmboxinfo(
                     OutParam::new(classes),
                 )
             };
-            let ask = || {
+            let store_classes = || {
                 let classes = requests::mailbox_list(
                     pattern
                         .map(|pattern| pattern.to_string_lossy())
                         .unwrap_or_default(),
                 )?;
                 let mut records = RecordList::new();
-                let mut numbers = Vec::new();
+                let mut arrays = Vec::new();
                 for class in classes {
-                    let mut column = |numbers_of: fn(&(i32, Tid, i32)) -> i32| {
-                        let column: Vec<c_int> = class.entries.iter().map(numbers_of).collect();
-                        let place = column.as_ptr();
-                        numbers.push(column);
-                        place
+                    let mut add_array = |field_of_entry: fn(&(i32, Tid, i32)) -> i32| {
+                        let add_array: Vec<c_int> =
+                            class.entries.iter().map(field_of_entry).collect();
+                        let pointer = add_array.as_ptr();
+                        arrays.push(add_array);
+                        pointer
                     };
-                    let (indices, owners, flags) =
-                        (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
+                    let (indices, owners, flags) = (
+                        add_array(|e| e.0),
+                        add_array(|e| e.1.raw()),
+                        add_array(|e| e.2),
+                    );
                     let name = records.add_text(&class.name);
                     records.push(MboxInfo {
                         name,
@@ -181,11 +190,10 @@ unsafe extern "C" fn pvm_getmboxinfo(
                 }
                 count.set(records.len());
                 list.set(CLASSES.store(records));
-                *CLASS_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner) =
-                    PointedToByC(numbers);
+                *CLASS_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner) = COwnedMemory(arrays);
                 Ok(0)
             };
-            value_or_report("pvm_getmboxinfo", ask())
+            value_or_report("pvm_getmboxinfo", store_classes())
         },
         trace::return_code_items,
     )
@@ -209,8 +217,9 @@ unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int)
         },
         || {
             // SAFETY: by this function's contract.
-            let insert = || requests::mailbox_insert(unsafe { class_name(text)? }, index, value);
-            value_or_report_except("pvm_insert", insert(), &[PvmError::Denied])
+            let insert_value =
+                || requests::mailbox_insert(unsafe { enrol_and_read_name(text)? }, index, value);
+            value_or_report_except("pvm_insert", insert_value(), &[PvmError::Denied])
         },
         trace::return_code_items,
     )
@@ -228,14 +237,15 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
         || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
-            let place = unsafe { OutParam::new(value) };
-            let lookup = || {
+            let target = unsafe { OutParam::new(value) };
+            let look_up_value = || {
                 // SAFETY: by this function's contract.
-                let found = requests::mailbox_lookup(unsafe { class_name(text)? }, index)?;
-                place.set(found);
+                let stored_value =
+                    requests::mailbox_lookup(unsafe { enrol_and_read_name(text)? }, index)?;
+                target.set(stored_value);
                 Ok(if index == -1 { 0 } else { index })
             };
-            value_or_report_except("pvm_lookup", lookup(), &[PvmError::NotFound])
+            value_or_report_except("pvm_lookup", look_up_value(), &[PvmError::NotFound])
         },
         trace::return_code_items,
     )
@@ -253,15 +263,16 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
         || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
-            let delete = || requests::mailbox_delete(unsafe { class_name(text)? }, index);
+            let delete_entry =
+                || requests::mailbox_delete(unsafe { enrol_and_read_name(text)? }, index);
             // On success the index is returned, as in PVM.
-            value_or_report("pvm_delete", delete().map(|()| index))
+            value_or_report("pvm_delete", delete_entry().map(|()| index))
         },
         trace::return_code_items,
     )
 }
 
-static NO_RESETS: ReturnedList<c_int> = ReturnedList::new();
+static NO_RESET_TIDS: ReturnedList<c_int> = ReturnedList::new();
 
 /// Lists the tasks that a reset does not end.
 ///
@@ -271,14 +282,14 @@ static NO_RESETS: ReturnedList<c_int> = ReturnedList::new();
 unsafe extern "C" fn pvm_getnoresets(tids: *mut *mut c_int, count: *mut c_int) -> c_int {
     // SAFETY: by this function's contract.
     let (tids, count) = unsafe { (OutParam::new(tids), OutParam::new(count)) };
-    let ask = || {
+    let store_tids = || {
         let mut records = RecordList::new();
         requests::no_reset_tasks()?
             .into_iter()
             .for_each(|tid| records.push(tid));
         count.set(records.len());
-        tids.set(NO_RESETS.store(records));
+        tids.set(NO_RESET_TIDS.store(records));
         Ok(0)
     };
-    value_or_report("pvm_getnoresets", ask())
+    value_or_report("pvm_getnoresets", store_tids())
 }

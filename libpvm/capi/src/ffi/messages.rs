@@ -1,10 +1,11 @@
-//! Calls to send and receive, matching functions, message handlers and contexts.
+//! Calls to send and receive messages, and calls for matching functions, message handlers and
+//! contexts.
 
 #![allow(unsafe_code)]
 
 use super::trace_items::{
-    c_ints_item, current_context, precv_exit_items, read_int, receive_entry_items,
-    receive_exit_items, send_buffer_len, with_array_items,
+    append_array_items, c_ints_item, current_context, precv_exit_items, read_int,
+    receive_entry_items, receive_exit_items, send_buffer_len,
 };
 use super::zero_on_success;
 use crate::abi::TimeVal;
@@ -34,7 +35,12 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
                 int_item("MCX", current_context()),
             ]
         },
-        || value_or_report("pvm_send", zero_on_success(send::send(tid, tag))),
+        || {
+            value_or_report(
+                "pvm_send",
+                zero_on_success(send::send_active_buffer(tid, tag)),
+            )
+        },
         trace::return_code_items,
     )
 }
@@ -42,7 +48,7 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
 /// Sends the active send buffer to several tasks.
 ///
 /// # Safety
-/// `tids` must be null or hold `count` ints.
+/// `tids` must be null or contain `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -69,11 +75,14 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
 }
 
 /// Wraps an array of a data type (`PVM_*`) as bytes.
+///
+/// # Safety
+/// `items` must be null or an array of `count` elements of the type.
 unsafe fn typed_array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
-    let size = send::element_bytes(kind)?;
+    let element_bytes = send::element_bytes(kind)?;
     let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
     // SAFETY: the caller's array has `count` elements of this type.
-    unsafe { Strided::contiguous(items.cast(), count * size) }
+    unsafe { Strided::contiguous(items.cast(), count * element_bytes) }
 }
 
 /// Sends an array without using the active send buffer.
@@ -91,7 +100,7 @@ unsafe extern "C" fn pvm_psend(
     trace::traced_call(
         "psend",
         || {
-            with_array_items(
+            append_array_items(
                 vec![
                     int_item("DST", tid),
                     int_item("MC", tag),
@@ -132,7 +141,7 @@ unsafe extern "C" fn pvm_precv(
 ) -> c_int {
     trace::traced_call(
         "precv",
-        || with_array_items(receive_entry_items(tid, tag), items, count, kind),
+        || append_array_items(receive_entry_items(tid, tag), items, count, kind),
         || {
             // SAFETY: by this function's contract.
             let (items, from_tid, from_tag, from_len) = unsafe {
@@ -143,7 +152,7 @@ unsafe extern "C" fn pvm_precv(
                     OutParam::new(from_len),
                 )
             };
-            let receive = || {
+            let receive_into_array = || {
                 let items = items?;
                 let mut buffer = receive::receive_detached(tid, tag)?;
                 from_tid.set(buffer.src);
@@ -154,7 +163,7 @@ unsafe extern "C" fn pvm_precv(
                 items.fill_raw(&body[..body.len().min(items.len())]);
                 Ok(Some(0))
             };
-            receive_result("pvm_precv", receive())
+            receive_result("pvm_precv", receive_into_array())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
@@ -227,10 +236,10 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
                 Some(time) if time.tv_sec < 0 => return 0,
                 Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => WaitMode::NoWait,
                 Some(time) => {
-                    let span = Duration::from_secs(time.tv_sec as u64)
+                    let timeout = Duration::from_secs(time.tv_sec as u64)
                         + Duration::from_micros(time.tv_usec.max(0) as u64);
                     Instant::now()
-                        .checked_add(span)
+                        .checked_add(timeout)
                         .map_or(WaitMode::Forever, WaitMode::Deadline)
                 }
             };
@@ -240,8 +249,8 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
     )
 }
 
-/// Returns the buffer number of the message that a receive call would return, and leaves the
-/// message to be received; 0 if no matching message has arrived.
+/// Returns the buffer number of the message that a receive call would return; 0 if no matching
+/// message has arrived. The message stays in the list of messages that can be received.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -264,11 +273,11 @@ extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
         "recvf",
         trace::no_items,
         || {
-            let own = default_matcher as Matcher;
-            // Stored as `None`, because the library's own matching is faster without the call
-            // through a pointer.
-            let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
-            Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
+            let own_matcher = default_matcher as Matcher;
+            // The library's own function is stored as `None`, because the library's own matching is
+            // faster without the call through a pointer.
+            let matcher = matcher.filter(|matcher| *matcher as usize != own_matcher as usize);
+            Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own_matcher))
         },
         |_| trace::no_items(),
     )
@@ -287,13 +296,13 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
             ]
         },
         || {
-            let add = || {
+            let add_handler = || {
                 session::runtime()?;
                 lock()
                     .handlers
                     .add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
             };
-            value_or_report("pvm_addmhf", add())
+            value_or_report("pvm_addmhf", add_handler())
         },
         |id| vec![int_item("MHI", *id)],
     )

@@ -21,7 +21,7 @@ pub(crate) mod trace_table;
 
 use sempa_proto::PvmResult;
 
-/// Converts the result of a call that returns no value: 0 for success.
+/// Converts the result of a call without a value to PVM's return code 0; errors are unchanged.
 fn zero_on_success(result: PvmResult<()>) -> PvmResult<i32> {
     result.map(|()| 0)
 }

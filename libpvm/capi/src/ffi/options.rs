@@ -23,7 +23,7 @@ extern "C" fn pvm_getopt(what: c_int) -> c_int {
         || {
             // The first lock creates the session, which reads options from the environment.
             drop(lock());
-            value_or_report("pvm_getopt", options::get(what))
+            value_or_report("pvm_getopt", options::read_option(what))
         },
         |value| vec![int_item("OPV", *value)],
     )
@@ -37,7 +37,7 @@ extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
         || vec![int_item("OPT", what), int_item("OPV", value)],
         || {
             drop(lock());
-            value_or_report("pvm_setopt", options::set(what, value))
+            value_or_report("pvm_setopt", options::set_option(what, value))
         },
         |before| vec![int_item("OPV", *before)],
     )
@@ -52,36 +52,36 @@ fn tracer_settings(who: c_int) -> PvmResult<&'static Tracer> {
     }
 }
 
-/// Copies the trace mask of this task (0) or of its children (1).
+/// Copies the trace mask of this task (`who` = 0) or of its children (`who` = 1).
 ///
 /// # Safety
-/// `mask` must be null or have room for 36 bytes.
+/// `mask` must be null or have space for 36 bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
-    let get = || {
+    let copy_mask = || {
         let tracer = tracer_settings(who)?;
         // SAFETY: by this function's contract.
         let target = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
         target.fill_raw(&tracer.mask());
         Ok(())
     };
-    value_or_report("pvm_gettmask", zero_on_success(get()))
+    value_or_report("pvm_gettmask", zero_on_success(copy_mask()))
 }
 
-/// Sets the trace mask of this task (0) or of its children (1).
+/// Sets the trace mask of this task (`who` = 0) or of its children (`who` = 1).
 ///
 /// # Safety
-/// `mask` must be null or hold 36 bytes.
+/// `mask` must be null or contain 36 bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
-    let set = || {
+    let set_mask = || {
         let tracer = tracer_settings(who)?;
         // SAFETY: by this function's contract.
         let mask = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
         tracer.set_mask(&mask.to_vec());
         Ok(())
     };
-    value_or_report("pvm_settmask", zero_on_success(set()))
+    value_or_report("pvm_settmask", zero_on_success(set_mask()))
 }
 
 /// Adds a variable to the environment that spawned tasks inherit.
@@ -94,7 +94,7 @@ unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
     let name = unsafe { ProgramStr::new(name) };
     value_or_report(
         "pvm_export",
-        zero_on_success(name.map(|name| env::export(&name.to_string_lossy()))),
+        zero_on_success(name.map(|name| env::export_var(&name.to_string_lossy()))),
     )
 }
 
@@ -108,7 +108,7 @@ unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
     let name = unsafe { ProgramStr::new(name) };
     value_or_report(
         "pvm_unexport",
-        zero_on_success(name.map(|name| env::unexport(&name.to_string_lossy()))),
+        zero_on_success(name.map(|name| env::unexport_var(&name.to_string_lossy()))),
     )
 }
 

@@ -12,7 +12,7 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
 /// Packs an array into the active send buffer with the function `pack`.
-pub(super) fn pack_with<T: Copy>(
+pub(super) fn pack_array_with<T: Copy>(
     items: PvmResult<Strided<T>>,
     pack: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
 ) -> PvmResult<i32> {
@@ -21,7 +21,7 @@ pub(super) fn pack_with<T: Copy>(
 }
 
 /// Unpacks an array from the active receive buffer with the function `unpack`.
-pub(super) fn unpack_with<T: Copy>(
+pub(super) fn unpack_array_with<T: Copy>(
     items: PvmResult<Strided<T>>,
     unpack: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
 ) -> PvmResult<i32> {
@@ -29,15 +29,15 @@ pub(super) fn unpack_with<T: Copy>(
     zero_on_success(unpack(lock().receive_buffer()?, &items))
 }
 
-/// Returns the name of a function's trace event.
-fn event_name(function: &'static str) -> &'static str {
+/// Returns the name of the trace event of a function: the function's name without `pvm_`.
+fn trace_event_name(function: &'static str) -> &'static str {
     function.strip_prefix("pvm_").unwrap_or(function)
 }
 
 /// Returns the trace items of an array argument.
-fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<TraceItem> {
+fn array_argument_items<T>(address: *const T, count: c_int, stride: c_int) -> Vec<TraceItem> {
     vec![
-        trace::address_item("PDA", first),
+        trace::address_item("PDA", address),
         int_item("PC", count),
         int_item("PSD", stride),
     ]
@@ -45,7 +45,7 @@ fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<
 
 macro_rules! packing {
     ($($pk:ident $upk:ident $pointer:ty, $item:ty, $pack:path, $unpack:path;)*) => {$(
-        /// Packs `count` elements that lie `stride` elements apart.
+        /// Packs `count` elements at a distance of `stride` elements.
         ///
         /// # Safety
         /// `items` must be an array with these elements.
@@ -53,20 +53,20 @@ macro_rules! packing {
         unsafe extern "C" fn $pk(items: *const $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
             let (first, items) = (items, unsafe { Strided::<$item>::new(items.cast(), count, stride) });
-            let packing = || value_or_report(stringify!($pk), pack_with(items, $pack));
-            trace::traced_call(event_name(stringify!($pk)), || array_argument_items(first, count, stride), packing, trace::return_code_items)
+            let packing = || value_or_report(stringify!($pk), pack_array_with(items, $pack));
+            trace::traced_call(trace_event_name(stringify!($pk)), || array_argument_items(first, count, stride), packing, trace::return_code_items)
         }
 
-        /// Unpacks `count` elements to positions that lie `stride` elements apart.
+        /// Unpacks `count` elements and stores them at a distance of `stride` elements.
         ///
         /// # Safety
-        /// `items` must be an array with room for these elements.
+        /// `items` must be an array with space for these elements.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $upk(items: *mut $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
             let (first, items) = (items.cast_const(), unsafe { Strided::<$item>::new(items.cast(), count, stride) });
-            let unpacking = || value_or_report(stringify!($upk), unpack_with(items, $unpack));
-            trace::traced_call(event_name(stringify!($upk)), || array_argument_items(first, count, stride), unpacking, trace::return_code_items)
+            let unpacking = || value_or_report(stringify!($upk), unpack_array_with(items, $unpack));
+            trace::traced_call(trace_event_name(stringify!($upk)), || array_argument_items(first, count, stride), unpacking, trace::return_code_items)
         }
     )*};
 }
@@ -111,23 +111,23 @@ unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
 /// Unpacks a string with its NUL.
 ///
 /// # Safety
-/// `place` must be null or have room for the string.
+/// `target` must be null or have space for the string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
+unsafe extern "C" fn pvm_upkstr(target: *mut c_char) -> c_int {
     trace::traced_call(
         "upkstr",
-        || vec![trace::address_item("PDA", place)],
+        || vec![trace::address_item("PDA", target)],
         || {
-            let unpack = || {
+            let unpack_text = || {
                 let text = pack::unpack_str(lock().receive_buffer()?)?;
-                if place.is_null() {
+                if target.is_null() {
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                unsafe { write_c_string(place, &text) };
+                unsafe { write_c_string(target, &text) };
                 Ok(0)
             };
-            value_or_report("pvm_upkstr", unpack())
+            value_or_report("pvm_upkstr", unpack_text())
         },
         trace::return_code_items,
     )
@@ -136,15 +136,15 @@ unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
 /// Unpacks a string into memory that the caller releases with `free`.
 ///
 /// # Safety
-/// `place` must be null or valid for one pointer.
+/// `target` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
-    let unpack = || {
+unsafe extern "C" fn pvmupkstralloc(target: *mut *mut c_char) -> c_int {
+    let unpack_text = || {
         let text = pack::unpack_str(lock().receive_buffer()?)?;
-        if place.is_null() {
+        if target.is_null() {
             return Err(PvmError::BadParam);
         }
-        // SAFETY: `malloc` returns room for the text and its NUL, or null; `place` is valid by this
+        // SAFETY: `malloc` returns room for the text and its NUL, or null; `target` is valid by this
         // function's contract.
         unsafe {
             let copy = libc::malloc(text.len() + 1).cast::<c_char>();
@@ -152,9 +152,9 @@ unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
                 return Err(PvmError::NoMem);
             }
             write_c_string(copy, &text);
-            *place = copy;
+            *target = copy;
         }
         Ok(0)
     };
-    unpack().unwrap_or_else(PvmError::code)
+    unpack_text().unwrap_or_else(PvmError::code)
 }

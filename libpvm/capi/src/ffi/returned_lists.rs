@@ -1,20 +1,20 @@
 //! Lists that a call returns in the library's memory. A list stays valid until the next call of the
-//! same kind.
+//! same function.
 
-use crate::memory::PointedToByC;
+use crate::memory::COwnedMemory;
 use std::ffi::{CString, c_char};
 use std::sync::{Mutex, PoisonError};
 
-/// Records for the program, and the strings to which they point.
+/// Records that are returned to the program, and the strings to which the records point.
 pub(super) struct RecordList<T> {
-    texts: Vec<CString>,
+    owned_texts: Vec<CString>,
     records: Vec<T>,
 }
 
 impl<T> RecordList<T> {
-    pub(super) const fn new() -> RecordList<T> {
-        RecordList {
-            texts: Vec::new(),
+    pub(super) const fn new() -> Self {
+        Self {
+            owned_texts: Vec::new(),
             records: Vec::new(),
         }
     }
@@ -23,9 +23,9 @@ impl<T> RecordList<T> {
     /// its first NUL.
     pub(super) fn add_text(&mut self, text: &str) -> *const c_char {
         let bytes: Vec<u8> = text.bytes().take_while(|byte| *byte != 0).collect();
-        self.texts
+        self.owned_texts
             .push(CString::new(bytes).expect("no NUL is left"));
-        self.texts
+        self.owned_texts
             .last()
             .map_or(std::ptr::null(), |text| text.as_ptr())
     }
@@ -39,18 +39,19 @@ impl<T> RecordList<T> {
     }
 }
 
-/// The list that the latest call of one kind returned; keeps its memory valid for the program.
-pub(super) struct ReturnedList<T>(Mutex<PointedToByC<RecordList<T>>>);
+/// The list that the most recent call of one function returned. It owns the memory that the program
+/// reads.
+pub(super) struct ReturnedList<T>(Mutex<COwnedMemory<RecordList<T>>>);
 
 impl<T> ReturnedList<T> {
-    pub(super) const fn new() -> ReturnedList<T> {
-        ReturnedList(Mutex::new(PointedToByC(RecordList::new())))
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(COwnedMemory(RecordList::new())))
     }
 
     /// Drops the previous list, stores the new one and returns a pointer to its records.
     pub(super) fn store(&self, records: RecordList<T>) -> *mut T {
-        let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *slot = PointedToByC(records);
-        slot.0.records.as_mut_ptr()
+        let mut stored_list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *stored_list = COwnedMemory(records);
+        stored_list.0.records.as_mut_ptr()
     }
 }

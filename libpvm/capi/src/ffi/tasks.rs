@@ -1,4 +1,5 @@
-//! Calls for this task and other tasks: enrol, leave, spawn, query, signal, notify, catch output.
+//! Calls that concern this task and other tasks: enrol, leave, spawn, query, signal, notify, print
+//! output.
 
 #![allow(unsafe_code)]
 
@@ -27,15 +28,15 @@ extern "C" fn pvm_mytid() -> c_int {
     )
 }
 
-fn parent() -> PvmResult<i32> {
-    match session::runtime()?.parent().raw() {
+fn parent_tid() -> PvmResult<i32> {
+    match session::runtime()?.parent_tid().raw() {
         0 => Err(PvmError::NoParent),
         code if code == PvmError::ParentNotSet.code() => Err(PvmError::ParentNotSet),
         tid => Ok(tid),
     }
 }
 
-/// Returns the tid of the task that spawned this task.
+/// Returns the tid of the task that spawned this task, or an error code if this task has no parent.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_parent() -> c_int {
     trace::traced_call(
@@ -44,7 +45,7 @@ extern "C" fn pvm_parent() -> c_int {
         || {
             value_or_report_except(
                 "pvm_parent",
-                parent(),
+                parent_tid(),
                 &[PvmError::NoParent, PvmError::ParentNotSet],
             )
         },
@@ -63,14 +64,14 @@ extern "C" fn pvm_exit() -> c_int {
 /// Starts tasks and returns how many were started.
 ///
 /// # Safety
-/// `file` and `place` must be null or strings, `args` null or a list of strings that ends with
-/// null, and `tids` null or have room for `count` ints.
+/// `file` and `selection` must be null or strings, `args` null or a list of strings that ends with
+/// null, and `tids` null or have space for `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_spawn(
     file: *const c_char,
     args: *const *const c_char,
     flags: c_int,
-    place: *const c_char,
+    selection: *const c_char,
     count: c_int,
     tids: *mut c_int,
 ) -> c_int {
@@ -80,26 +81,27 @@ unsafe extern "C" fn pvm_spawn(
         || unsafe {
             vec![
                 c_string_item("SE", file),
-                c_string_item("SW", place),
+                c_string_item("SW", selection),
                 int_item("SF", flags),
                 int_item("SC", count),
             ]
         },
         || {
-            let spawn = || {
+            let spawn_tasks = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let (file, args, place) = unsafe {
+                let (file, args, selection) = unsafe {
                     (
                         ProgramStr::new(file)?,
                         copy_strings(args, None)?,
-                        ProgramStr::new(place),
+                        ProgramStr::new(selection),
                     )
                 };
-                let place = place
-                    .map(|place| place.to_string_lossy())
+                let selection = selection
+                    .map(|selection| selection.to_string_lossy())
                     .unwrap_or_default();
-                let results = requests::spawn(file.to_string_lossy(), args, flags, place, count)?;
+                let results =
+                    requests::spawn(file.to_string_lossy(), args, flags, selection, count)?;
                 if !tids.is_null() {
                     // SAFETY: as above. There are never more results than tasks were requested.
                     let target = unsafe { Strided::new(tids, count, 1)? };
@@ -109,7 +111,7 @@ unsafe extern "C" fn pvm_spawn(
                 }
                 Ok(results.iter().filter(|result| result.is_ok()).count() as i32)
             };
-            value_or_report("pvm_spawn", spawn())
+            value_or_report("pvm_spawn", spawn_tasks())
         },
         // SAFETY: by this function's contract.
         |n| unsafe { vec![int_item("CC", *n), c_ints_item("STL", tids, *n)] },
@@ -130,9 +132,9 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let tids = unsafe { OutParam::new(tids) };
-            let ask = || {
+            let store_siblings = || {
                 let mut records = RecordList::new();
-                requests::siblings()?
+                requests::wait_for_siblings()?
                     .into_iter()
                     .for_each(|tid| records.push(tid.raw()));
                 let count = records.len();
@@ -142,7 +144,7 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
                 tids.set(list);
                 Ok(count)
             };
-            value_or_report("pvm_siblings", ask())
+            value_or_report("pvm_siblings", store_siblings())
         },
         // SAFETY: by this function's contract.
         |n| unsafe { vec![c_ints_item("SIB", pvmsibtids.load(Relaxed).cast(), *n)] },
@@ -167,7 +169,7 @@ unsafe extern "C" fn pvm_tasks(
         || {
             // SAFETY: by this function's contract.
             let (count, list) = unsafe { (OutParam::new(count), OutParam::new(tasks)) };
-            let ask = || {
+            let store_tasks = || {
                 let mut records = RecordList::new();
                 for task in requests::tasks(selector)? {
                     let program = records.add_text(&task.name);
@@ -184,7 +186,7 @@ unsafe extern "C" fn pvm_tasks(
                 list.set(TASKS.store(records));
                 Ok(0)
             };
-            value_or_report("pvm_tasks", ask())
+            value_or_report("pvm_tasks", store_tasks())
         },
         // SAFETY: by this function's contract.
         |code| unsafe { vec![int_item("CC", *code), int_item("TNT", read_int(count))] },
@@ -240,14 +242,15 @@ extern "C" fn pvm_sendsig(tid: c_int, signal: c_int) -> c_int {
     )
 }
 
-/// Events (`PvmHostAdd`, `PvmRouteAdd`) whose count is the number of messages, not of tids.
+/// Event codes (`PvmHostAdd`, `PvmRouteAdd`) for which `count` is the number of messages and not
+/// the number of tids.
 const MESSAGE_COUNT_EVENTS: [c_int; 2] = [3, 4];
 
 /// Requests messages about the exit of tasks, or about hosts and routes that are added or deleted.
 ///
 /// # Safety
-/// `vals` must be null or hold `count` ints, except for added hosts and routes, where it is not
-/// read.
+/// `vals` must be null or contain `count` ints, except for added hosts and routes: for these events
+/// `vals` is not read.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_notify(
     what: c_int,
@@ -274,7 +277,7 @@ unsafe extern "C" fn pvm_notify(
             ]
         },
         || {
-            let ask = || {
+            let request_notices = || {
                 let vals = if MESSAGE_COUNT_EVENTS.contains(&(what & 0xff)) {
                     Vec::new()
                 } else {
@@ -283,14 +286,17 @@ unsafe extern "C" fn pvm_notify(
                 };
                 zero_on_success(requests::notify(what, tag, count, &vals))
             };
-            value_or_report("pvm_notify", session::runtime().and_then(|_| ask()))
+            value_or_report(
+                "pvm_notify",
+                session::runtime().and_then(|_| request_notices()),
+            )
         },
         trace::return_code_items,
     )
 }
 
-/// Prints the output of tasks that are spawned after this call on `stream`. With null, the output
-/// of tasks that are spawned later is not printed.
+/// Sets the stream on which the output of tasks that are spawned later is printed. With null, the
+/// output of these tasks is not printed.
 ///
 /// # Safety
 /// `stream` must be null, or stay open while children write.
@@ -306,7 +312,7 @@ unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     value_or_report("pvm_catchout", result)
 }
 
-static FDS: ReturnedList<c_int> = ReturnedList::new();
+static READY_FDS: ReturnedList<c_int> = ReturnedList::new();
 
 /// Stores the file descriptors that become readable when messages arrive, and returns their number.
 ///
@@ -320,17 +326,17 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let list = unsafe { OutParam::new(fds) };
-            let ask = || {
+            let store_fds = || {
                 let fd = session::runtime()?.ready_fd().ok_or(PvmError::SysErr)?;
                 if list.is_null() {
                     return Err(PvmError::BadParam);
                 }
                 let mut records = RecordList::new();
                 records.push(fd);
-                list.set(FDS.store(records));
+                list.set(READY_FDS.store(records));
                 Ok(1)
             };
-            value_or_report("pvm_getfds", ask())
+            value_or_report("pvm_getfds", store_fds())
         },
         // SAFETY: by this function's contract.
         |n| unsafe {
@@ -350,7 +356,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
 /// Starts the first daemon of a virtual machine and enrols.
 ///
 /// # Safety
-/// `args` must be null or hold `count` strings.
+/// `args` must be null or contain `count` strings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_start_pvmd(
     count: c_int,

@@ -10,49 +10,49 @@ use sempa_proto::trace::{TraceItem, int_item, ints_item, text_item};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Maximum number of values of one item; further values are omitted.
+/// Maximum number of values in one item; further values are omitted.
 const ITEM_VALUES_MAX: c_int = 4096;
 
-/// Builds an item that contains a text; the text is empty for null.
+/// Builds an item that contains a text; null yields the empty text.
 ///
 /// # Safety
-/// `place` must be null or a string.
-pub(super) unsafe fn c_string_item(name: &'static str, place: *const c_char) -> TraceItem {
+/// `pointer` must be null or a string.
+pub(super) unsafe fn c_string_item(name: &'static str, pointer: *const c_char) -> TraceItem {
     // SAFETY: by this function's contract.
     text_item(
         name,
-        unsafe { ProgramStr::new(place) }
+        unsafe { ProgramStr::new(pointer) }
             .map_or_else(|_| Vec::new(), |text| text.to_bytes().to_vec()),
     )
 }
 
-/// Builds an item with at most [`ITEM_VALUES_MAX`] ints; without values for null.
+/// Builds an item with at most [`ITEM_VALUES_MAX`] ints; null yields an item without values.
 ///
 /// # Safety
-/// `place` must be null or hold `count` ints.
+/// `values` must be null or contain `count` ints.
 pub(super) unsafe fn c_ints_item(
     name: &'static str,
-    place: *const c_int,
+    values: *const c_int,
     count: c_int,
 ) -> TraceItem {
     // SAFETY: by this function's contract.
-    let numbers = unsafe { Strided::new(place, count.clamp(0, ITEM_VALUES_MAX), 1) };
+    let numbers = unsafe { Strided::new(values, count.clamp(0, ITEM_VALUES_MAX), 1) };
     ints_item(
         name,
         numbers.map_or_else(|_| Vec::new(), |numbers| numbers.to_vec()),
     )
 }
 
-/// Builds an item with at most [`ITEM_VALUES_MAX`] texts; without values for null.
+/// Builds an item with at most [`ITEM_VALUES_MAX`] texts; null yields an item without values.
 ///
 /// # Safety
-/// `place` must be null or hold `count` strings.
+/// `texts` must be null or contain `count` strings.
 pub(super) unsafe fn c_strings_item(
     name: &'static str,
-    place: *const *const c_char,
+    texts: *const *const c_char,
     count: c_int,
 ) -> TraceItem {
-    let count = if place.is_null() {
+    let count = if texts.is_null() {
         0
     } else {
         count.clamp(0, ITEM_VALUES_MAX)
@@ -60,17 +60,17 @@ pub(super) unsafe fn c_strings_item(
     // SAFETY: by this function's contract.
     text_list_item(
         name,
-        unsafe { copy_strings(place, Some(count)) }.unwrap_or_default(),
+        unsafe { copy_strings(texts, Some(count)) }.unwrap_or_default(),
     )
 }
 
 /// Reads an int that a call has stored in the program's memory; 0 for null.
 ///
 /// # Safety
-/// `place` must be null or point to an int.
-pub(super) unsafe fn read_int(place: *const c_int) -> c_int {
+/// `pointer` must be null or point to an int.
+pub(super) unsafe fn read_int(pointer: *const c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { place.as_ref() }.copied().unwrap_or(0)
+    unsafe { pointer.as_ref() }.copied().unwrap_or(0)
 }
 
 pub(super) fn current_context() -> c_int {
@@ -93,7 +93,8 @@ pub(super) fn receive_entry_items(tid: c_int, tag: c_int) -> Vec<TraceItem> {
     ]
 }
 
-/// Returns the items of the result of a receive call.
+/// Returns the items of the result of a receive call. Without a message, length, tag and sender are
+/// −1.
 pub(super) fn receive_exit_items(mid: &c_int) -> Vec<TraceItem> {
     let session = lock();
     let (len, tag, ctx, src) = match session.buffers.get(*mid) {
@@ -109,15 +110,15 @@ pub(super) fn receive_exit_items(mid: &c_int) -> Vec<TraceItem> {
     ]
 }
 
-/// Appends the items of the array argument of `pvm_psend` or `pvm_precv`.
-pub(super) fn with_array_items(
+/// Appends the items of the array argument of `pvm_psend` or `pvm_precv` to `items`.
+pub(super) fn append_array_items(
     mut items: Vec<TraceItem>,
-    place: *const c_void,
+    address: *const c_void,
     count: c_int,
     kind: c_int,
 ) -> Vec<TraceItem> {
     items.extend([
-        address_item("PDA", place),
+        address_item("PDA", address),
         int_item("PC", count),
         int_item("PDT", kind),
     ]);

@@ -15,7 +15,7 @@ use std::ffi::{c_char, c_int, c_void};
 /// array, the address of the values (for a single text the text itself), the count and the stride.
 type PutItemFn = unsafe extern "C" fn(c_int, c_int, *const c_void, c_int, c_int) -> c_int;
 
-/// Number of functions in the table: one for each data type, from bytes to texts.
+/// Number of functions in the table. Each data type, from bytes to texts, has one function.
 const DATA_TYPE_COUNT: usize = 12;
 /// Index of the function for ints.
 const INT_INDEX: usize = 5;
@@ -57,13 +57,13 @@ unsafe extern "C" fn put_unsupported(
     PvmError::NotImpl.code()
 }
 
-/// Records one int or an array of ints.
+/// Adds one int, or an array of ints if `is_array` is nonzero, to the current record.
 ///
 /// # Safety
-/// `values` must be null or point to one int, or with `array` to `count` ints.
+/// `values` must be null or point to one int, or with `is_array` to `count` ints.
 unsafe extern "C" fn put_ints(
     number: c_int,
-    array: c_int,
+    is_array: c_int,
     values: *const c_void,
     count: c_int,
     stride: c_int,
@@ -72,7 +72,7 @@ unsafe extern "C" fn put_ints(
         return PvmError::BadParam.code();
     };
     let values = values.cast::<c_int>();
-    if array != 0 {
+    if is_array != 0 {
         // SAFETY: the caller's contract: null or `count` ints.
         return add_item(unsafe { c_ints_item(name, values, count) });
     }
@@ -83,14 +83,14 @@ unsafe extern "C" fn put_ints(
     ))
 }
 
-/// Records one string or an array of strings.
+/// Adds one string, or an array of strings if `is_array` is nonzero, to the current record.
 ///
 /// # Safety
-/// `values` must be null or a string, or with `array` point to `count` pointers that are null or
+/// `values` must be null or a string, or with `is_array` point to `count` pointers that are null or
 /// strings.
 unsafe extern "C" fn put_texts(
     number: c_int,
-    array: c_int,
+    is_array: c_int,
     values: *const c_void,
     count: c_int,
     _: c_int,
@@ -98,7 +98,7 @@ unsafe extern "C" fn put_texts(
     let Some(name) = item_name(number) else {
         return PvmError::BadParam.code();
     };
-    if array != 0 {
+    if is_array != 0 {
         // SAFETY: the caller's contract: null or `count` strings.
         return add_item(unsafe { c_strings_item(name, values.cast::<*const c_char>(), count) });
     }
@@ -106,17 +106,17 @@ unsafe extern "C" fn put_texts(
     add_item(unsafe { c_string_item(name, values.cast()) })
 }
 
-/// Does nothing: tracing needs no preparation here.
+/// Does nothing: this library needs no preparation for tracing.
 #[unsafe(no_mangle)]
 extern "C" fn tev_init() -> c_int {
     0
 }
 
-/// Starts a record of the begin (0x4000) or end (0x8000) of a call. Returns 0 if the event is not
-/// enabled.
+/// Starts a record of the entry (`entry_or_exit` = 0x4000) or the exit (`entry_or_exit` = 0x8000) of a call.
+/// Returns 1, or 0 if the event is not enabled.
 #[unsafe(no_mangle)]
-extern "C" fn tev_begin(kind: c_int, which: c_int) -> c_int {
-    c_int::from(external::begin_record(kind, which))
+extern "C" fn tev_begin(kind: c_int, entry_or_exit: c_int) -> c_int {
+    c_int::from(external::begin_record(kind, entry_or_exit))
 }
 
 /// Completes the record that [`tev_begin`] started.
@@ -129,11 +129,11 @@ extern "C" fn tev_fin() -> c_int {
 /// Sends the collected trace records.
 #[unsafe(no_mangle)]
 extern "C" fn tev_flush(_how: c_int) -> c_int {
-    crate::trace::flush();
+    crate::trace::send_collected_records();
     0
 }
 
-/// Returns 1 if the tracer wants this event, else 0.
+/// Returns 1 if a tracer receives the trace and its mask selects this event, else 0.
 #[unsafe(no_mangle)]
 extern "C" fn tev_do_trace(kind: c_int, _which: c_int) -> c_int {
     c_int::from(external::is_enabled(kind))

@@ -1,5 +1,5 @@
-//! Helpers of the tests: the library as built, C programs linked with it, and a fake daemon that
-//! serves one task.
+//! Helpers of the tests: the built library, C programs that are linked with it, and a fake daemon
+//! that serves one task.
 
 #![allow(dead_code)] // Each test file uses its part.
 
@@ -20,17 +20,17 @@ use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// Returns the path of the library that the test run has built.
-pub(crate) fn library() -> PathBuf {
-    let test = std::env::current_exe().expect("a test has a path");
-    let folders = test.ancestors().skip(1).take(2);
-    let found = folders
+pub(crate) fn built_library() -> PathBuf {
+    let test_program = std::env::current_exe().expect("a test has a path");
+    let directories = test_program.ancestors().skip(1).take(2);
+    let library_path = directories
         .map(|folder| folder.join("libpvm3.so"))
         .find(|path| path.is_file());
-    found.expect("cargo builds the library before its tests")
+    library_path.expect("cargo builds the library before its tests")
 }
 
-/// Returns the folder of the headers in the source tree.
-pub(crate) fn include() -> PathBuf {
+/// Returns the directory of the headers in the source tree.
+pub(crate) fn include_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
 
@@ -53,24 +53,30 @@ pub(crate) fn c_compiler() -> Command {
 /// Runs the compiler and returns its output. If the compiler fails, the test fails with the
 /// compiler's messages.
 pub(crate) fn run_compiler(command: &mut Command) -> String {
-    let done = command.output().expect("a C compiler");
+    let output = command.output().expect("a C compiler");
     assert!(
-        done.status.success(),
+        output.status.success(),
         "{}",
-        String::from_utf8_lossy(&done.stderr)
+        String::from_utf8_lossy(&output.stderr)
     );
-    String::from_utf8_lossy(&done.stdout).into_owned()
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Compiles a C program with the headers of a folder and links it with a library.
-pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Path, program: &Path) {
+/// Compiles a C program with the header directory `include_dir` and links it with a library.
+pub(crate) fn compile_and_link(
+    source: &Path,
+    include_dir: &Path,
+    options: &[&str],
+    library: &Path,
+    program: &Path,
+) {
     let mut command = c_compiler();
     run_compiler(
         command
             .arg("-std=gnu11")
             .args(options)
             .arg("-I")
-            .arg(header)
+            .arg(include_dir)
             .arg(source)
             .arg("-o")
             .arg(program)
@@ -78,62 +84,70 @@ pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Pat
     );
 }
 
-/// Returns the source of a program in `tests/c`.
-pub(crate) fn source(name: &str) -> PathBuf {
+/// Returns the path of a source file in `tests/c`.
+pub(crate) fn source_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/c")
         .join(format!("{name}.c"))
 }
 
-/// Folder that contains a C program, and the library under the name that programs load.
+/// A compiled C program in a directory that also contains the library under the name that programs
+/// load.
 pub(crate) struct Program {
     dir: TempDir,
     path: PathBuf,
 }
 
 impl Program {
-    /// Compiles `tests/c/<name>.c` with this header and links it with the library.
-    pub(crate) fn compile(name: &str, header: &Path) -> Program {
-        Program::compile_with(
+    /// Compiles `tests/c/<name>.c` with the header directory `include_dir` and links it with the
+    /// library.
+    pub(crate) fn compile(name: &str, include_dir: &Path) -> Self {
+        Self::compile_with(
             name,
-            header,
+            include_dir,
             &["-Wall", "-Werror", "-Wno-stringop-overread"],
         )
     }
 
-    /// As [`Program::compile`], with these options about warnings.
-    pub(crate) fn compile_with(name: &str, header: &Path, warnings: &[&str]) -> Program {
-        Program::build(name, header, warnings, |_| source(name))
+    /// Does the same as [`Program::compile`] with the given compiler options for warnings.
+    pub(crate) fn compile_with(name: &str, include_dir: &Path, warnings: &[&str]) -> Self {
+        Self::compile_in_new_dir(name, include_dir, warnings, |_| source_path(name))
     }
 
     /// Compiles this source text with the header of this project.
-    pub(crate) fn of_text(name: &str, text: &str, warnings: &[&str]) -> Program {
-        Program::build(name, &include(), warnings, |folder| {
-            let source = folder.join(format!("{name}.c"));
+    pub(crate) fn compile_text(name: &str, text: &str, warnings: &[&str]) -> Self {
+        Self::compile_in_new_dir(name, &include_dir(), warnings, |directory| {
+            let source = directory.join(format!("{name}.c"));
             std::fs::write(&source, text).expect("writable");
             source
         })
     }
 
-    fn build(
+    fn compile_in_new_dir(
         name: &str,
-        header: &Path,
+        include_dir: &Path,
         warnings: &[&str],
         source: impl FnOnce(&Path) -> PathBuf,
-    ) -> Program {
+    ) -> Self {
         let dir = TempDir::new().expect("a directory");
-        let linked = dir.path().join("libpvm3.so.3");
-        std::os::unix::fs::symlink(library(), &linked).expect("a link");
+        let library_link = dir.path().join("libpvm3.so.3");
+        std::os::unix::fs::symlink(built_library(), &library_link).expect("a link");
         let path = dir.path().join(name);
-        link(&source(dir.path()), header, warnings, &linked, &path);
-        Program { dir, path }
+        compile_and_link(
+            &source(dir.path()),
+            include_dir,
+            warnings,
+            &library_link,
+            &path,
+        );
+        Self { dir, path }
     }
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns a command for the program, which finds its daemon in `tmp`.
+    /// Returns a command for the program. The program looks for its daemon in the directory `tmp`.
     pub(crate) fn command(&self, tmp: &Path) -> Command {
         let mut command = Command::new(&self.path);
         for name in [
@@ -156,62 +170,62 @@ impl Program {
 }
 
 /// Fails the test with the program's output unless its status is zero.
-pub(crate) fn must_succeed(done: &Output) {
-    let (out, err) = (
-        String::from_utf8_lossy(&done.stdout),
-        String::from_utf8_lossy(&done.stderr),
+pub(crate) fn assert_success(output: &Output) {
+    let (stdout_text, stderr_text) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
     );
     assert!(
-        done.status.success(),
-        "{}\n--- stdout\n{out}\n--- stderr\n{err}",
-        done.status
+        output.status.success(),
+        "{}\n--- stdout\n{stdout_text}\n--- stderr\n{stderr_text}",
+        output.status
     );
 }
 
 /// Tid of the task that the fake daemon serves.
 pub(crate) const TASK_TID: i32 = 0x40001;
-/// Tid of each task that the fake daemon reports as started.
+/// Tid that the fake daemon reports for a started task.
 pub(crate) const CHILD_TID: i32 = 0x40002;
 
-/// Fake daemon for one task at a time: it welcomes the task and answers simple requests.
+/// Fake daemon for one task at a time: it sends the welcome message and answers simple requests.
 pub(crate) struct FakeDaemon {
-    tmp: TempDir,
+    tmp_dir: TempDir,
 }
 
 impl FakeDaemon {
-    /// Listens on the socket that a program uses if its `PVM_TMP` is [`Daemon::tmp`].
-    pub(crate) fn start() -> FakeDaemon {
-        FakeDaemon::with_parent(Tid::NONE)
+    /// Listens on the socket to which a program connects if its `PVM_TMP` is [`FakeDaemon::tmp`].
+    pub(crate) fn start() -> Self {
+        Self::with_parent(Tid::NONE)
     }
 
-    /// As [`Daemon::start`]; the welcome names this parent.
-    pub(crate) fn with_parent(parent: Tid) -> FakeDaemon {
+    /// Does the same as [`FakeDaemon::start`]; the welcome message contains the tid of this parent.
+    pub(crate) fn with_parent(parent: Tid) -> Self {
         let tmp = TempDir::new().expect("a directory");
-        let root = tmp.path().to_string_lossy().into_owned();
-        let place = sempa_proto::runtime_paths::RuntimePaths::from_env(user_id(), |name| {
-            (name == "PVM_TMP").then(|| root.clone())
+        let tmp_path = tmp.path().to_string_lossy().into_owned();
+        let paths = sempa_proto::runtime_paths::RuntimePaths::from_env(user_id(), |name| {
+            (name == "PVM_TMP").then(|| tmp_path.clone())
         });
-        let place = place.expect("a good place");
-        std::fs::create_dir_all(place.dir()).expect("the directory of the virtual machine");
-        let listener = UnixListener::bind(place.daemon_socket()).expect("a socket");
+        let paths = paths.expect("a good place");
+        std::fs::create_dir_all(paths.dir()).expect("the directory of the virtual machine");
+        let listener = UnixListener::bind(paths.daemon_socket_path()).expect("a socket");
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 std::thread::spawn(move || {
-                    TaskConn {
+                    TaskConnection {
                         stream,
                         parent,
                         mailbox: BTreeMap::new(),
                     }
-                    .serve()
+                    .serve_until_closed()
                 });
             }
         });
-        FakeDaemon { tmp }
+        Self { tmp_dir: tmp }
     }
 
     /// Returns the value of `PVM_TMP` for programs that must connect to this daemon.
     pub(crate) fn tmp(&self) -> &Path {
-        self.tmp.path()
+        self.tmp_dir.path()
     }
 }
 
@@ -220,52 +234,54 @@ fn user_id() -> u32 {
     std::fs::metadata("/proc/self").expect("this process").uid()
 }
 
-struct TaskConn {
+struct TaskConnection {
     stream: UnixStream,
     parent: Tid,
     mailbox: BTreeMap<(String, i32), Message>,
 }
 
-impl TaskConn {
-    fn send(&mut self, what: &ToTask) {
-        // A program that has ended reads nothing.
-        let _ = self.stream.write_all(&encode_control(what).expect("small"));
+impl TaskConnection {
+    fn send(&mut self, message: &ToTask) {
+        // An error means that the program has ended, so no reply is needed.
+        let _ = self
+            .stream
+            .write_all(&encode_control(message).expect("small"));
     }
 
-    fn serve(mut self) {
+    fn serve_until_closed(mut self) {
         let mut decoder = FrameDecoder::new();
-        let mut chunk = [0; 4096];
+        let mut buf = [0; 4096];
         loop {
             while let Some(frame) = decoder.next_frame().expect("the library writes frames") {
                 match frame.decode_control::<ToDaemon>() {
-                    Ok(ToDaemon::Hello(hello)) => self.welcome(hello.claim),
-                    Ok(ToDaemon::Request { id, request: what }) => {
-                        let reply = self.answer(what);
+                    Ok(ToDaemon::Hello(hello)) => self.send_welcome(hello.claim),
+                    Ok(ToDaemon::Request { id, request }) => {
+                        let reply = self.answer_request(request);
                         self.send(&ToTask::Reply { id, reply });
                     }
                     _ => (),
                 }
             }
-            match self.stream.read(&mut chunk) {
+            match self.stream.read(&mut buf) {
                 Ok(0) | Err(_) => return,
-                Ok(n) => decoder.push(&chunk[..n]),
+                Ok(n) => decoder.push(&buf[..n]),
             }
         }
     }
 
-    fn welcome(&mut self, claim: Claim) {
+    fn send_welcome(&mut self, claim: Claim) {
         self.send(&ToTask::Welcome(Welcome {
             tid: Tid::from_raw(TASK_TID),
             parent: self.parent,
             host: HostId::MASTER,
             addresses: vec![],
             rm: None,
-            output: Sink::default(),
-            trace: Sink::default(),
+            output_sink: Sink::default(),
+            trace_sink: Sink::default(),
             dsig: DSIG_X86_64,
             spawned: matches!(claim, Claim::Spawned { .. }),
-            tracer: None,
-            restart: None,
+            tracer_settings: None,
+            restart_info: None,
             handoff: None,
         }));
         if self.parent.is_task() {
@@ -276,7 +292,7 @@ impl TaskConn {
     /// Sends the list of siblings, as the library of the parent does.
     fn send_siblings(&mut self) {
         let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
-        body.int(2).int(TASK_TID).int(CHILD_TID);
+        body.pack_int(2).pack_int(TASK_TID).pack_int(CHILD_TID);
         self.send(&ToTask::Deliver {
             message: Message {
                 src: self.parent,
@@ -291,15 +307,16 @@ impl TaskConn {
         });
     }
 
-    /// Sends the output of the spawned tasks, as a daemon does.
-    fn send_child_output(&mut self, sink: Sink, tid: i32, words: &[(i32, &[u8])]) {
-        for (mark, text) in words {
+    /// Sends output messages of a spawned task, as a daemon does. Each item of `marks_and_texts` contains the
+    /// mark and the text of one message.
+    fn send_child_output(&mut self, sink: Sink, tid: i32, marks_and_texts: &[(i32, &[u8])]) {
+        for (mark, text) in marks_and_texts {
             let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
-            body.int(tid).int(*mark);
+            body.pack_int(tid).pack_int(*mark);
             if *mark > 0 {
-                body.bytes(text);
+                body.pack_bytes(text);
             } else if *mark < 0 {
-                body.int(TASK_TID);
+                body.pack_int(TASK_TID);
             }
             self.send(&ToTask::Deliver {
                 message: Message {
@@ -316,8 +333,8 @@ impl TaskConn {
         }
     }
 
-    fn answer(&mut self, request: Request) -> Reply {
-        let failed = |error| Reply::Failed {
+    fn answer_request(&mut self, request: Request) -> Reply {
+        let failure_reply = |error| Reply::Failed {
             error,
             reason: String::new(),
         };
@@ -345,38 +362,46 @@ impl TaskConn {
                 paused: false,
                 suspended: false,
             }]),
-            Request::Spawn(what) if what.file == "nowhere" => {
-                Reply::Spawned(vec![Err(PvmError::NoFile); what.count as usize])
+            Request::Spawn(request_content) if request_content.program == "nowhere" => {
+                Reply::Spawned(vec![
+                    Err(PvmError::NoFile);
+                    request_content.task_count as usize
+                ])
             }
-            Request::Spawn(what) => {
-                let printed = [
+            Request::Spawn(request_content) => {
+                let output_messages = [
                     (-2, &b""[..]),
                     (6, &b"one\ntw"[..]),
                     (1, &b"o"[..]),
                     (0, &b""[..]),
                     (-1, &b""[..]),
                 ];
-                if what.output.tid.is_task() {
-                    self.send_child_output(what.output, CHILD_TID, &printed);
+                if request_content.output_sink.tid.is_task() {
+                    self.send_child_output(
+                        request_content.output_sink,
+                        CHILD_TID,
+                        &output_messages,
+                    );
                 }
-                let mut results = vec![Err(PvmError::OutOfRes); what.count as usize];
-                results[what.count as usize - 1] = Ok(Tid::from_raw(CHILD_TID));
+                let mut results =
+                    vec![Err(PvmError::OutOfRes); request_content.task_count as usize];
+                results[request_content.task_count as usize - 1] = Ok(Tid::from_raw(CHILD_TID));
                 Reply::Spawned(results)
             }
             Request::HostStatus { name } if name == "here" => Reply::Done,
-            Request::HostStatus { .. } => failed(PvmError::NoHost),
+            Request::HostStatus { .. } => failure_reply(PvmError::NoHost),
             Request::TaskStatus { tid } if tid.raw() == TASK_TID => Reply::Done,
-            Request::TaskStatus { .. } => failed(PvmError::NoTask),
+            Request::TaskStatus { .. } => failure_reply(PvmError::NoTask),
             Request::NewContext => Reply::Context(0x40001),
             Request::FreeContext { ctx: 0x40001 } => Reply::Done,
-            Request::FreeContext { .. } => failed(PvmError::NotFound),
+            Request::FreeContext { .. } => failure_reply(PvmError::NotFound),
             Request::HostSync { .. } => Reply::Clock(Micros::from_secs(1_000_000)),
-            Request::Mailbox(what) => self.mailbox(what),
+            Request::Mailbox(request_content) => self.answer_mailbox_request(request_content),
             _ => Reply::Done,
         }
     }
 
-    fn mailbox(&mut self, request: MailboxRequest) -> Reply {
+    fn answer_mailbox_request(&mut self, request: MailboxRequest) -> Reply {
         let not_found = Reply::Failed {
             error: PvmError::NotFound,
             reason: String::new(),

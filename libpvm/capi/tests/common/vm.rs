@@ -1,5 +1,5 @@
-//! Real virtual machine for a test, with the daemon and tasker of this project. Its other "hosts"
-//! are folders of this host.
+//! A real virtual machine for a test, with the daemon and tasker of this project. Each additional
+//! "host" is a directory on this host.
 
 use super::Program;
 use std::io::{BufRead, BufReader, Read};
@@ -10,19 +10,19 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Timeout of every wait; long, because the machine may be loaded.
+/// Timeout of every wait. The timeout is long, because the machine may be loaded.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the path of a program that the test run has built.
 fn built_program(name: &str) -> PathBuf {
-    let test = std::env::current_exe().expect("a test has a path");
-    let found = test
+    let test_program = std::env::current_exe().expect("a test has a path");
+    let program_path = test_program
         .ancestors()
         .skip(1)
         .take(2)
         .map(|folder| folder.join(name))
         .find(|path| path.is_file());
-    found.unwrap_or_else(|| {
+    program_path.unwrap_or_else(|| {
         panic!(
             "{name} is not built: cargo build -p pvmd -p pvm-tasker, with the profile of the tests"
         )
@@ -37,33 +37,35 @@ pub(crate) struct Vm {
 
 impl Vm {
     /// Starts the master and waits for the line with its socket.
-    pub(crate) fn start() -> Vm {
-        Vm::start_with(&[])
+    pub(crate) fn start() -> Self {
+        Self::start_with(&[])
     }
 
-    /// As [`Vm::start`], with additional variables for the daemon.
-    pub(crate) fn start_with(env: &[(&str, String)]) -> Vm {
+    /// Does the same as [`Vm::start`] with additional environment variables for the daemon.
+    pub(crate) fn start_with(variables: &[(&str, String)]) -> Self {
         let dir = tempfile::Builder::new()
             .prefix("capi")
             .tempdir()
             .expect("a scratch directory");
         std::fs::create_dir(dir.path().join("master")).expect("writable");
-        // rsh host [-l user] command: runs the command here, with the folder of that "host".
+        // The script has the arguments `host [-l user] command`, as `rsh`. It runs the command on
+        // this host, with the directory of the "host".
         let script = format!(
             "#!/bin/sh\nhost=$1; shift\n[ \"$1\" = -l ] && shift 2\nPVM_TMP={dir}/$host; export PVM_TMP\n\
              mkdir -p $PVM_TMP\nexec sh -c \"$*\"\n",
             dir = dir.path().display()
         );
-        let path = dir.path().join("rsh");
-        std::fs::write(&path, script).expect("writable");
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("ours");
-        let library = dir.path().join("lib");
-        std::fs::create_dir(&library).expect("writable");
-        std::os::unix::fs::symlink(super::library(), library.join("libpvm3.so.3")).expect("a link");
+        let rsh_path = dir.path().join("rsh");
+        std::fs::write(&rsh_path, script).expect("writable");
+        std::fs::set_permissions(&rsh_path, std::fs::Permissions::from_mode(0o755)).expect("ours");
+        let library_dir = dir.path().join("lib");
+        std::fs::create_dir(&library_dir).expect("writable");
+        std::os::unix::fs::symlink(super::built_library(), library_dir.join("libpvm3.so.3"))
+            .expect("a link");
         built_program("pvm-tasker");
         let mut command = Command::new(built_program("pvmd"));
-        Vm::environment(&mut command, dir.path());
-        command.envs(env.iter().map(|(name, value)| (name, value)));
+        Self::set_environment(&mut command, dir.path());
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         let mut master = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -74,10 +76,10 @@ impl Vm {
             .read_line(&mut line)
             .expect("readable");
         assert!(!line.is_empty(), "the master ended without its line");
-        Vm { dir, master }
+        Self { dir, master }
     }
 
-    fn environment(command: &mut Command, dir: &Path) {
+    fn set_environment(command: &mut Command, dir: &Path) {
         for name in [
             "PVM_RM",
             "PVM_VMID",
@@ -100,28 +102,34 @@ impl Vm {
             .env("PVM_ALLOW_ROOT", "1");
     }
 
-    /// Returns a command for a program on a "host" (`master` or an added one).
+    /// Returns a command for a program on a "host". `host` is `master` or the name of an added
+    /// host.
     pub(crate) fn command_on(&self, host: &str, program: &Program) -> Command {
         let mut command = Command::new(program.path());
-        Vm::environment(&mut command, self.dir.path());
+        Self::set_environment(&mut command, self.dir.path());
         command.env("PVM_TMP", self.dir.path().join(host));
         command
     }
 
-    /// Starts a program on the master's "host" with the arguments `words`.
-    pub(crate) fn run(&self, program: &Program, words: &[&str]) -> RunningProgram {
-        self.run_on("master", program, words)
+    /// Starts a program on the master's "host" with the arguments `args`.
+    pub(crate) fn start_program(&self, program: &Program, args: &[&str]) -> RunningProgram {
+        self.start_program_on("master", program, args)
     }
 
-    /// As [`Vm::play`], on another "host".
-    pub(crate) fn run_on(&self, host: &str, program: &Program, words: &[&str]) -> RunningProgram {
+    /// Does the same as [`Vm::run`] on another "host".
+    pub(crate) fn start_program_on(
+        &self,
+        host: &str,
+        program: &Program,
+        args: &[&str],
+    ) -> RunningProgram {
         let mut command = self.command_on(host, program);
-        command.args(words);
+        command.args(args);
         RunningProgram::start(command)
     }
 
     /// Returns the content of the master's log file.
-    pub(crate) fn log(&self) -> String {
+    pub(crate) fn read_master_log(&self) -> String {
         use std::os::unix::fs::MetadataExt;
         let uid = std::fs::metadata(self.dir.path()).expect("ours").uid();
         let path = self.dir.path().join(format!("master/sempa-{uid}/pvm/pvml"));
@@ -132,13 +140,14 @@ impl Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("log of the master:\n{}", self.log());
+            eprintln!("log of the master:\n{}", self.read_master_log());
         }
         let pid = self.master.id().to_string();
-        // The master ends its slaves and tasks. A master that hangs is killed.
+        // After SIGTERM the master ends its slaves and tasks. If the master does not exit within
+        // [`WAIT_TIMEOUT`], it is killed.
         let _ = Command::new("kill").args(["-TERM", &pid]).status();
-        let begin = Instant::now();
-        while begin.elapsed() < WAIT_TIMEOUT && matches!(self.master.try_wait(), Ok(None)) {
+        let start_time = Instant::now();
+        while start_time.elapsed() < WAIT_TIMEOUT && matches!(self.master.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(10));
         }
         let _ = self.master.kill();
@@ -146,42 +155,43 @@ impl Drop for Vm {
     }
 }
 
-/// A running program whose output is read as it arrives.
+/// A running program, and threads that continuously read its output.
 pub(crate) struct RunningProgram {
     child: Child,
     output: Arc<Mutex<String>>,
-    readers: Vec<std::thread::JoinHandle<()>>,
+    reader_threads: Vec<std::thread::JoinHandle<()>>,
 }
 
 impl RunningProgram {
-    pub(crate) fn start(mut command: Command) -> RunningProgram {
+    pub(crate) fn start(mut command: Command) -> Self {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("it can be run");
-        let said = Arc::new(Mutex::new(String::new()));
-        let out: [Box<dyn Read + Send>; 2] = [
+        let output = Arc::new(Mutex::new(String::new()));
+        let streams: [Box<dyn Read + Send>; 2] = [
             Box::new(child.stdout.take().expect("a pipe")),
             Box::new(child.stderr.take().expect("a pipe")),
         ];
-        let reader = |mut stream: Box<dyn Read + Send>| {
-            let said = Arc::clone(&said);
+        let start_reader = |mut stream: Box<dyn Read + Send>| {
+            let output = Arc::clone(&output);
             std::thread::spawn(move || {
-                let mut chunk = [0; 4096];
-                while let Ok(n @ 1..) = stream.read(&mut chunk) {
-                    said.lock()
+                let mut buf = [0; 4096];
+                while let Ok(n @ 1..) = stream.read(&mut buf) {
+                    output
+                        .lock()
                         .expect("no panic")
-                        .push_str(&String::from_utf8_lossy(&chunk[..n]));
+                        .push_str(&String::from_utf8_lossy(&buf[..n]));
                 }
             })
         };
-        let readers = out.map(reader).into();
-        RunningProgram {
+        let readers = streams.map(start_reader).into();
+        Self {
             child,
-            output: said,
-            readers,
+            output,
+            reader_threads: readers,
         }
     }
 
@@ -190,14 +200,15 @@ impl RunningProgram {
         self.output.lock().expect("no panic").clone()
     }
 
-    /// Waits until the program has written this text.
+    /// Waits until the program has written this text. Panics if the program ends or
+    /// [`WAIT_TIMEOUT`] passes before.
     pub(crate) fn wait_for_output(&mut self, text: &str) {
-        let begin = Instant::now();
+        let start_time = Instant::now();
         while !self.output().contains(text) {
-            let over = self.child.try_wait().expect("our child").is_some()
-                && self.readers.iter().all(|r| r.is_finished());
+            let has_ended = self.child.try_wait().expect("our child").is_some()
+                && self.reader_threads.iter().all(|r| r.is_finished());
             assert!(
-                !over && begin.elapsed() < WAIT_TIMEOUT,
+                !has_ended && start_time.elapsed() < WAIT_TIMEOUT,
                 "{text:?} was not said, but {:?}",
                 self.output()
             );
@@ -205,21 +216,22 @@ impl RunningProgram {
         }
     }
 
-    /// Waits until the program has ended with status zero, and returns its output.
+    /// Waits until the program has ended, and returns its output. Panics if the status is not zero
+    /// or [`WAIT_TIMEOUT`] passes before.
     pub(crate) fn wait_for_success(mut self) -> String {
-        let begin = Instant::now();
+        let start_time = Instant::now();
         let status = loop {
             match self.child.try_wait().expect("our child") {
                 Some(status) => break status,
                 None => assert!(
-                    begin.elapsed() < WAIT_TIMEOUT,
+                    start_time.elapsed() < WAIT_TIMEOUT,
                     "it does not end; it said {:?}",
                     self.output()
                 ),
             }
             std::thread::sleep(Duration::from_millis(5));
         };
-        for reader in self.readers.drain(..) {
+        for reader in self.reader_threads.drain(..) {
             reader.join().expect("no panic");
         }
         assert!(status.success(), "{status}: {}", self.output());
@@ -234,7 +246,7 @@ impl RunningProgram {
 
 impl Drop for RunningProgram {
     fn drop(&mut self) {
-        // Fails if the program has already ended.
+        // The call fails if the program has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -12,15 +12,15 @@ pub enum LinkKind {
     /// A fragment of a message.
     Data {
         /// True if the fragment is the last one of its message.
-        last: bool,
+        is_last: bool,
     },
     /// Acknowledges all fragments below `ack`.
     Ack {
         /// True if a fragment is missing: the receiver must retransmit from fragment `ack`.
-        resync: bool,
+        requests_resync: bool,
     },
-    /// Asks which fragment the peer expects; `seq` is the lowest fragment number that was never
-    /// transmitted.
+    /// Asks which fragment the peer expects; `seq` is the number of the first fragment that was
+    /// never transmitted.
     Probe,
 }
 
@@ -28,37 +28,41 @@ impl LinkKind {
     /// Returns the kind number and the flag by which a header encodes this kind.
     fn code(self) -> (u8, bool) {
         match self {
-            LinkKind::Data { last } => (1, last),
-            LinkKind::Ack { resync } => (2, resync),
-            LinkKind::Probe => (3, false),
+            Self::Data { is_last: last } => (1, last),
+            Self::Ack {
+                requests_resync: resync,
+            } => (2, resync),
+            Self::Probe => (3, false),
         }
     }
 
-    fn from_code(number: u8, flag: bool) -> Option<LinkKind> {
+    fn from_code(number: u8, flag: bool) -> Option<Self> {
         match number {
-            1 => Some(LinkKind::Data { last: flag }),
-            2 => Some(LinkKind::Ack { resync: flag }),
-            3 => Some(LinkKind::Probe),
+            1 => Some(Self::Data { is_last: flag }),
+            2 => Some(Self::Ack {
+                requests_resync: flag,
+            }),
+            3 => Some(Self::Probe),
             _ => None,
         }
     }
 }
 
-/// Size in bytes of a short header, for a route that connects the two tasks directly. It contains
-/// no tids.
+/// Size in bytes of a short header, for a route that connects the two tasks directly. A short
+/// header contains no tids.
 pub const SHORT_HEAD_BYTES: usize = 16;
 /// Index of the byte of a short header in which the route stores a hint about the sender's
 /// processor.
-pub const CPU_HINT_BYTE: usize = 7;
-/// Sequence numbers in a short header have 48 bits: at a million fragments a second they last eight
-/// years.
+pub const CPU_HINT_INDEX: usize = 7;
+/// Number of bits of a sequence number in a short header. At a million fragments a second, 48 bits
+/// suffice for eight years.
 const SHORT_SEQ_BITS: u32 = 48;
 /// Bit of a short header's first word that encodes the flag of the kind.
 const SHORT_KIND_FLAG: u64 = 0x10;
 /// Bit of a short header's first byte that is set if the message is stored outside the frame; the
 /// frame then contains the location of the message.
 pub const FLAG_OUT_OF_LINE: u8 = 0x20;
-const KIND_BITS: u64 = 0xf;
+const SHORT_KIND_MASK: u64 = 0xf;
 
 /// Encodes a short header; [`CPU_HINT_BYTE`] is 0.
 #[inline]
@@ -79,7 +83,7 @@ pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_
 pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
     let mut head = &head[..];
     let (word, ack) = (head.get_u64_le(), head.get_u64_le());
-    let kind = LinkKind::from_code((word & KIND_BITS) as u8, word & SHORT_KIND_FLAG != 0)?;
+    let kind = LinkKind::from_code((word & SHORT_KIND_MASK) as u8, word & SHORT_KIND_FLAG != 0)?;
     Some((kind, word >> 8 & ((1 << SHORT_SEQ_BITS) - 1), ack))
 }
 
@@ -91,10 +95,11 @@ pub struct LinkFrame {
     /// Tid of the receiving end.
     pub dst: Tid,
     pub kind: LinkKind,
-    /// Number of the fragment (data), lowest fragment number that was never transmitted (probe), 0
-    /// (acknowledgement).
+    /// For a data frame the number of the fragment, for a probe the number of the first fragment
+    /// that was never transmitted, for an acknowledgement 0.
     pub seq: u64,
-    /// Number of the fragment that `src` expects next from `dst`; all fragments below have arrived.
+    /// Number of the fragment that `src` expects next from `dst`; all fragments below this number
+    /// have arrived.
     pub ack: u64,
     /// Incarnation of the link; see [`super::Link::begin_incarnation`].
     pub incarnation: u16,
@@ -118,40 +123,40 @@ impl LinkFrame {
         head
     }
 
-    /// Returns the kind of an encoded frame without decoding the rest; `None` if the frame is too
-    /// short or its kind is unknown.
-    pub fn kind_of(bytes: &[u8]) -> Option<LinkKind> {
+    /// Returns the kind of an encoded frame without decoding the other fields; `None` if the frame
+    /// is too short or its kind is unknown.
+    pub fn peek_kind(bytes: &[u8]) -> Option<LinkKind> {
         let head: &[u8; LINK_HEAD_BYTES] = bytes.first_chunk()?;
         LinkKind::from_code(head[0], head[1] != 0)
     }
 
-    /// Decodes a frame; `None` if it is too short or its kind is unknown.
-    pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
+    /// Decodes a frame; `None` if `bytes` is too short or the kind is unknown.
+    pub fn decode(mut bytes: Bytes) -> Option<Self> {
         if bytes.len() < LINK_HEAD_BYTES {
             return None;
         }
         let (kind, flag) = (bytes.get_u8(), bytes.get_u8() != 0);
-        let line = bytes.get_u16_le();
+        let link_incarnation = bytes.get_u16_le();
         let (src, dst) = (
             Tid::from_raw(bytes.get_i32_le()),
             Tid::from_raw(bytes.get_i32_le()),
         );
         let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
         let kind = LinkKind::from_code(kind, flag)?;
-        Some(LinkFrame {
+        Some(Self {
             src,
             dst,
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: link_incarnation,
             payload: bytes,
         })
     }
 }
 
-/// The payload of a frame, in any kind of memory. The payload is copied at most once into the
-/// message that it belongs to.
+/// The payload of a frame, in any kind of memory. The payload is copied at most once, into the
+/// message to which it belongs.
 pub trait Payload {
     fn len(&self) -> usize;
     fn is_empty(&self) -> bool {
@@ -166,7 +171,7 @@ pub trait Payload {
 
 impl Payload for Bytes {
     fn len(&self) -> usize {
-        Bytes::len(self)
+        Self::len(self)
     }
     fn into_bytes(self) -> Bytes {
         self
@@ -203,7 +208,7 @@ pub struct FrameRef<'a> {
     pub head: &'a [u8],
     /// Second part of the payload: a part of the message body.
     pub body: &'a [u8],
-    /// The whole body, if it can be shared without a copy.
+    /// The whole message body, if it can be shared without a copy.
     pub(super) shared_body: Option<&'a Bytes>,
 }
 
@@ -218,7 +223,7 @@ impl FrameRef<'_> {
     /// of the message body.
     pub fn to_frame(&self) -> LinkFrame {
         let payload = match self.shared_body {
-            Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
+            Some(shared_body) if self.head.is_empty() => shared_body.slice_ref(self.body),
             _ => [self.head, self.body].concat().into(),
         };
         let FrameRef {
@@ -227,7 +232,7 @@ impl FrameRef<'_> {
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: link_incarnation,
             ..
         } = *self;
         LinkFrame {
@@ -236,7 +241,7 @@ impl FrameRef<'_> {
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: link_incarnation,
             payload,
         }
     }

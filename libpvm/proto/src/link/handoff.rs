@@ -4,7 +4,7 @@
 //!    unacknowledged frames again, to its daemon. The daemon stores these frames and everything
 //!    that the process sends afterwards.
 //! 2. The new process receives the link states and the stored frames. It continues each link as if
-//!    it were the old process. The peer notices nothing.
+//!    it were the old process. The peer cannot distinguish the two processes.
 
 use super::{
     Body, FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkFrame, LinkKind, RetainedMessage,
@@ -24,17 +24,17 @@ pub struct LinkState {
     pub expected_seq: u64,
     /// Number of the first fragment that the old process sent again for the handoff.
     pub first_seq: u64,
-    /// Number after the last fragment that the old process sent again.
+    /// Number after the last fragment that the old process sent again for the handoff.
     pub end_seq: u64,
     pub peer_gone: bool,
 }
 
 impl LinkState {
-    /// Creates the state of a link on which nothing was sent.
-    pub fn new(peer: Tid, line: u16) -> LinkState {
-        LinkState {
+    /// Creates the state of a link of incarnation `link_incarnation` on which nothing was sent.
+    pub fn new(peer: Tid, link_incarnation: u16) -> Self {
+        Self {
             peer,
-            incarnation: line,
+            incarnation: link_incarnation,
             expected_seq: 1,
             first_seq: 1,
             end_seq: 1,
@@ -50,7 +50,7 @@ pub(super) struct ReturningMessages {
     next_seq: u64,
     end_seq: u64,
     message_seq: u64,
-    partial: Vec<u8>,
+    partial_message: Vec<u8>,
     /// Set if the link was reset since the handoff. Returned frames still carry the numbers from
     /// before the reset.
     reset_state: Option<ResetState>,
@@ -59,8 +59,8 @@ pub(super) struct ReturningMessages {
 /// State of a link that was reset before the daemon had returned all messages.
 #[derive(Clone, Copy, Debug)]
 struct ResetState {
-    /// All fragments below were acknowledged before the reset.
-    acked: u64,
+    /// All fragments below this number were acknowledged before the reset.
+    acked_below: u64,
     /// Number of returned messages at the front of the retained queue. Messages that the new
     /// process has sent follow them.
     returned_count: usize,
@@ -68,13 +68,18 @@ struct ResetState {
 
 impl ReturningMessages {
     /// Records that the link is about to be reset, and how many returned messages are in the queue.
-    /// `acked` is the lowest unacknowledged fragment. The retained messages must still have their
-    /// old numbers.
-    pub(super) fn record_reset(&mut self, acked: u64, retained: &VecDeque<RetainedMessage>) {
-        let placed = retained.partition_point(|message| message.first_seq < self.message_seq);
+    /// `acked_below` is the number of the lowest unacknowledged fragment. The retained messages must
+    /// still have their old numbers.
+    pub(super) fn record_reset(
+        &mut self,
+        acked_below: u64,
+        retained_messages: &VecDeque<RetainedMessage>,
+    ) {
+        let returned_count =
+            retained_messages.partition_point(|message| message.first_seq < self.message_seq);
         self.reset_state.get_or_insert(ResetState {
-            acked,
-            returned_count: placed,
+            acked_below,
+            returned_count,
         });
     }
 
@@ -84,20 +89,24 @@ impl ReturningMessages {
     }
 
     /// Returns the index in the retained queue at which a returned message with the fragments
-    /// `first..end` must be inserted. Messages that the new process has sent stay after it. Returns
-    /// `None` if the peer has acknowledged the message: all fragments below `acked` are
-    /// acknowledged in the current incarnation.
+    /// `first..end` must be inserted. Messages that the new process has sent remain behind this
+    /// index. Returns `None` if the peer has acknowledged the message: all fragments below `acked_below`
+    /// are acknowledged in the current incarnation.
     fn queue_index(
         &mut self,
-        (first, end): (u64, u64),
-        acked: u64,
-        retained: &VecDeque<RetainedMessage>,
+        (first_seq, end_seq): (u64, u64),
+        acked_below: u64,
+        retained_messages: &VecDeque<RetainedMessage>,
     ) -> Option<usize> {
-        if end <= self.reset_state.map_or(acked, |reset| reset.acked) {
+        if end_seq
+            <= self
+                .reset_state
+                .map_or(acked_below, |reset| reset.acked_below)
+        {
             return None;
         }
         let Some(reset) = &mut self.reset_state else {
-            return Some(retained.partition_point(|other| other.first_seq < first));
+            return Some(retained_messages.partition_point(|other| other.first_seq < first_seq));
         };
         let index = reset.returned_count;
         reset.returned_count += 1;
@@ -113,56 +122,61 @@ impl Link {
     /// From now on this end transmits without regard to the window. The returned frames count as
     /// transmitted.
     pub fn hand_off(&mut self, now: Micros) -> (LinkState, Vec<LinkFrame>) {
-        let partial_fragments = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
-        let first = self
+        let partial_fragments = self.rx.partial_message.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
+        let first_seq = self
             .tx
-            .retained
+            .retained_messages
             .front()
             .map_or(self.tx.end_seq, |message| message.first_seq);
-        let expected = self.rx.expected_seq - partial_fragments;
+        let expected_seq = self.rx.expected_seq - partial_fragments;
         let state = LinkState {
             peer: self.peer,
             incarnation: self.incarnation,
-            expected_seq: expected,
-            first_seq: first,
-            end_seq: first,
+            expected_seq,
+            first_seq,
+            end_seq: first_seq,
             peer_gone: self.peer_gone,
         };
-        let (line, ack) = (self.incarnation, self.rx.expected_seq);
+        let (link_incarnation, ack) = (self.incarnation, self.rx.expected_seq);
         let mut frames = Vec::new();
-        for (piece, seq) in self.rx.partial.chunks(FRAGMENT_BYTES_MAX).zip(expected..) {
+        for (fragment, seq) in self
+            .rx
+            .partial_message
+            .chunks(FRAGMENT_BYTES_MAX)
+            .zip(expected_seq..)
+        {
             let (kind, payload) = (
-                LinkKind::Data { last: false },
-                Bytes::copy_from_slice(piece),
+                LinkKind::Data { is_last: false },
+                Bytes::copy_from_slice(fragment),
             );
             frames.push(LinkFrame {
                 src: self.peer,
-                dst: self.local,
+                dst: self.local_tid,
                 kind,
                 seq,
                 ack: 1,
-                incarnation: line,
+                incarnation: link_incarnation,
                 payload,
             });
         }
-        for message in &self.tx.retained {
+        for message in &self.tx.retained_messages {
             for seq in
                 (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next_seq)
             {
-                let (head, body) = message.fragment(seq);
+                let (head, body) = message.fragment_payload(seq);
                 let (kind, payload) = (
                     LinkKind::Data {
-                        last: seq + 1 == message.end_seq(),
+                        is_last: seq + 1 == message.end_seq(),
                     },
                     [head, body].concat().into(),
                 );
                 frames.push(LinkFrame {
-                    src: self.local,
+                    src: self.local_tid,
                     dst: self.peer,
                     kind,
                     seq,
                     ack,
-                    incarnation: line,
+                    incarnation: link_incarnation,
                     payload,
                 });
             }
@@ -182,68 +196,75 @@ impl Link {
     /// Creates the link of a new process that continues from the old process's state. The link
     /// transmits nothing before the daemon has returned all frames of the old process
     /// ([`Link::accept_returned_frame`]).
-    pub fn resume_from(local: Tid, state: &LinkState) -> Link {
-        let mut link = Link::new(local, state.peer);
+    pub fn resume_from(local_tid: Tid, state: &LinkState) -> Self {
+        let mut link = Self::new(local_tid, state.peer);
         (link.incarnation, link.peer_gone, link.rx.expected_seq) =
             (state.incarnation, state.peer_gone, state.expected_seq);
         let tx = &mut link.tx;
-        (tx.acked, tx.next_seq, tx.highest_sent, tx.end_seq) = (
+        (tx.acked_below, tx.next_seq, tx.first_unsent_seq, tx.end_seq) = (
             state.first_seq,
             state.first_seq,
             state.end_seq,
             state.end_seq,
         );
         if state.peer_gone {
-            (tx.acked, tx.next_seq) = (state.end_seq, state.end_seq);
+            (tx.acked_below, tx.next_seq) = (state.end_seq, state.end_seq);
         } else if state.first_seq < state.end_seq {
             tx.returning_messages = Some(Box::new(ReturningMessages {
                 next_seq: state.first_seq,
                 end_seq: state.end_seq,
                 message_seq: state.first_seq,
-                partial: Vec::new(),
+                partial_message: Vec::new(),
                 reset_state: None,
             }));
         }
         link
     }
 
-    /// Processes a frame of the previous process that the daemon returns. Frames that are not the
-    /// next expected one are ignored.
+    /// Processes a frame of the previous process that the daemon returns. A frame other than the
+    /// next expected frame is ignored.
     pub fn accept_returned_frame(&mut self, frame: &LinkFrame) {
-        let LinkKind::Data { last } = frame.kind else {
+        let LinkKind::Data { is_last } = frame.kind else {
             return;
         };
         let tx = &mut self.tx;
-        let Some(back) = tx
+        let Some(returning) = tx
             .returning_messages
             .as_mut()
-            .filter(|back| back.next_seq == frame.seq)
+            .filter(|returning| returning.next_seq == frame.seq)
         else {
             return;
         };
-        back.next_seq += 1;
-        back.partial.extend_from_slice(&frame.payload);
-        if last {
-            let (seq, bytes) = (back.message_seq, std::mem::take(&mut back.partial));
-            back.message_seq = back.next_seq;
-            if let Some(index) = back.queue_index((seq, back.next_seq), tx.acked, &tx.retained) {
+        returning.next_seq += 1;
+        returning.partial_message.extend_from_slice(&frame.payload);
+        if is_last {
+            let (seq, bytes) = (
+                returning.message_seq,
+                std::mem::take(&mut returning.partial_message),
+            );
+            returning.message_seq = returning.next_seq;
+            if let Some(index) = returning.queue_index(
+                (seq, returning.next_seq),
+                tx.acked_below,
+                &tx.retained_messages,
+            ) {
                 let body = if bytes.len() <= INLINE_BODY_BYTES_MAX {
-                    Body::inline(&bytes)
+                    Body::copy_inline(&bytes)
                 } else {
                     Body::Shared(bytes.into())
                 };
                 let message = RetainedMessage::new(seq, &[], body);
                 tx.retained_bytes += message.len();
-                tx.retained.insert(index, message);
+                tx.retained_messages.insert(index, message);
             }
         }
-        if back.next_seq >= back.end_seq
+        if returning.next_seq >= returning.end_seq
             && tx
                 .returning_messages
                 .take()
-                .is_some_and(|back| back.was_reset())
+                .is_some_and(|returning| returning.was_reset())
         {
-            tx.renumber();
+            tx.renumber_fragments();
         }
     }
 }
@@ -257,14 +278,14 @@ mod tests {
     const NOW: Micros = Micros(0);
 
     fn tid(n: u32) -> Tid {
-        Tid::task(crate::HostId::MASTER, n).expect("good")
+        Tid::for_task(crate::HostId::MASTER, n).expect("good")
     }
 
-    fn pair() -> [Link; 2] {
+    fn link_pair() -> [Link; 2] {
         let mut links = [Link::new(tid(1), tid(2)), Link::new(tid(2), tid(1))];
         links
             .iter_mut()
-            .for_each(|link| link.handle(NOW, LinkEvent::RouteUp(RouteId(1))));
+            .for_each(|link| link.handle_event(NOW, LinkEvent::RouteUp(RouteId(1))));
         links
     }
 
@@ -275,7 +296,7 @@ mod tests {
     fn deliver(receiver: &mut Link, frames: &[LinkFrame]) {
         frames
             .iter()
-            .for_each(|frame| receiver.handle(NOW, LinkEvent::Frame(frame.clone())));
+            .for_each(|frame| receiver.handle_event(NOW, LinkEvent::Frame(frame.clone())));
     }
 
     fn take_messages(link: &mut Link) -> Vec<Vec<u8>> {
@@ -285,7 +306,7 @@ mod tests {
     }
 
     /// Queues three messages, the second of which has three fragments. Returns their contents.
-    fn queue_three(link: &mut Link) -> [Vec<u8>; 3] {
+    fn queue_three_messages(link: &mut Link) -> [Vec<u8>; 3] {
         let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
         link.send([1], Bytes::from_static(b"a")).expect("queued");
         link.send([2, 3], big.clone().into()).expect("queued");
@@ -296,60 +317,70 @@ mod tests {
     /// Hands off `link` to a new process and returns the new process's link. `later_frames`
     /// contains frames that the daemon received from the old process after the handoff.
     fn hand_off_to_new_process(link: &mut Link, later_frames: &[LinkFrame]) -> Link {
-        let (mut talk, said) = link.hand_off(NOW);
-        let own: Vec<LinkFrame> = said
+        let (mut link_state, handoff_frames) = link.hand_off(NOW);
+        let returned_frames: Vec<LinkFrame> = handoff_frames
             .iter()
             .chain(later_frames)
             .filter(|f| f.src == tid(1))
             .cloned()
             .collect();
-        for frame in own
+        for frame in returned_frames
             .iter()
             .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }))
         {
-            assert_eq!(frame.seq, talk.end_seq, "in order, and without a gap");
-            talk.end_seq += 1;
+            assert_eq!(frame.seq, link_state.end_seq, "in order, and without a gap");
+            link_state.end_seq += 1;
         }
-        let mut new = Link::resume_from(tid(1), &talk);
-        new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
+        let mut new_link = Link::resume_from(tid(1), &link_state);
+        new_link.handle_event(NOW, LinkEvent::RouteUp(RouteId(1)));
         // The new process sends a message immediately.
-        new.send([], Bytes::from_static(b"new")).expect("queued");
-        own.iter()
-            .for_each(|frame| new.accept_returned_frame(frame));
+        new_link
+            .send([], Bytes::from_static(b"new"))
+            .expect("queued");
+        returned_frames
+            .iter()
+            .for_each(|frame| new_link.accept_returned_frame(frame));
         deliver(
-            &mut new,
-            &said
+            &mut new_link,
+            &handoff_frames
                 .into_iter()
                 .filter(|frame| frame.src == tid(2))
                 .collect::<Vec<_>>(),
         );
-        new
+        new_link
     }
 
     /// The new process sends the unacknowledged messages of the old process again, each once and in
     /// order.
     #[test]
     fn successor_resends_unacknowledged_messages_once() {
-        for heard in 0..6 {
-            let [mut old, mut peer] = pair();
-            let three = queue_three(&mut old);
-            let sent = take_frames(&mut old);
-            deliver(&mut peer, &sent[..heard.min(sent.len())]);
-            if heard % 2 == 0 {
-                deliver(&mut old, &take_frames(&mut peer));
+        for delivered_count in 0..6 {
+            let [mut old_link, mut peer] = link_pair();
+            let messages = queue_three_messages(&mut old_link);
+            let sent_frames = take_frames(&mut old_link);
+            deliver(
+                &mut peer,
+                &sent_frames[..delivered_count.min(sent_frames.len())],
+            );
+            if delivered_count % 2 == 0 {
+                deliver(&mut old_link, &take_frames(&mut peer));
             }
-            let mut new = hand_off_to_new_process(&mut old, &[]);
+            let mut new_link = hand_off_to_new_process(&mut old_link, &[]);
             for _ in 0..4 {
-                deliver(&mut peer, &take_frames(&mut new));
-                deliver(&mut new, &take_frames(&mut peer));
-                new.handle(NOW, LinkEvent::PeerMigrated);
+                deliver(&mut peer, &take_frames(&mut new_link));
+                deliver(&mut new_link, &take_frames(&mut peer));
+                new_link.handle_event(NOW, LinkEvent::PeerMigrated);
             }
-            let all: Vec<_> = three.into_iter().chain([b"new".to_vec()]).collect();
-            assert_eq!(take_messages(&mut peer), all, "{heard} were heard");
+            let expected_messages: Vec<_> = messages.into_iter().chain([b"new".to_vec()]).collect();
+            assert_eq!(
+                take_messages(&mut peer),
+                expected_messages,
+                "{delivered_count} were heard"
+            );
             peer.send([], Bytes::from_static(b"answer"))
                 .expect("queued");
-            deliver(&mut new, &take_frames(&mut peer));
-            assert_eq!(take_messages(&mut new), [b"answer"]);
+            deliver(&mut new_link, &take_frames(&mut peer));
+            assert_eq!(take_messages(&mut new_link), [b"answer"]);
         }
     }
 
@@ -357,64 +388,68 @@ mod tests {
     /// messages once and in order.
     #[test]
     fn returned_messages_reach_restarted_peer_once() {
-        for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
-            for came in 0..6 {
-                let [mut old, mut peer] = pair();
-                let three = queue_three(&mut old);
-                let sent = take_frames(&mut old);
-                deliver(&mut peer, &sent[..heard]);
-                let (mut talk, said) = old.hand_off(NOW);
-                talk.end_seq += sent.len() as u64;
-                let mut new = Link::resume_from(tid(1), &talk);
-                new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-                new.send([], Bytes::from_static(b"new")).expect("queued");
+        for (delivered_count, restart_count) in [(0, 1), (1, 1), (0, 2)] {
+            for returned_count in 0..6 {
+                let [mut old_link, mut peer] = link_pair();
+                let messages = queue_three_messages(&mut old_link);
+                let sent_frames = take_frames(&mut old_link);
+                deliver(&mut peer, &sent_frames[..delivered_count]);
+                let (mut link_state, handoff_frames) = old_link.hand_off(NOW);
+                link_state.end_seq += sent_frames.len() as u64;
+                let mut new_link = Link::resume_from(tid(1), &link_state);
+                new_link.handle_event(NOW, LinkEvent::RouteUp(RouteId(1)));
+                new_link
+                    .send([], Bytes::from_static(b"new"))
+                    .expect("queued");
                 // Messages that the peer acknowledges before its restart are not sent again.
-                peer.handle(NOW, LinkEvent::PeerMigrated);
-                deliver(&mut new, &take_frames(&mut peer));
-                said[..came.min(said.len())]
+                peer.handle_event(NOW, LinkEvent::PeerMigrated);
+                deliver(&mut new_link, &take_frames(&mut peer));
+                handoff_frames[..returned_count.min(handoff_frames.len())]
                     .iter()
-                    .for_each(|frame| new.accept_returned_frame(frame));
-                let mut again = Link::new(tid(2), tid(1));
-                again.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-                for line in 1..=restarts {
-                    again.reset_to_incarnation(line);
-                    assert!(new.accept_incarnation(line), "it follows");
+                    .for_each(|frame| new_link.accept_returned_frame(frame));
+                let mut restarted_peer = Link::new(tid(2), tid(1));
+                restarted_peer.handle_event(NOW, LinkEvent::RouteUp(RouteId(1)));
+                for incarnation in 1..=restart_count {
+                    restarted_peer.reset_to_incarnation(incarnation);
+                    assert!(new_link.accept_incarnation(incarnation), "it follows");
                     assert!(
-                        came >= sent.len() || !new.is_all_transmitted(),
+                        returned_count >= sent_frames.len() || !new_link.is_all_transmitted(),
                         "something has yet to come back"
                     );
-                    new.send([], Bytes::from(format!("newer {line}")))
+                    new_link
+                        .send([], Bytes::from(format!("newer {incarnation}")))
                         .expect("queued");
                 }
-                if came < sent.len() {
+                if returned_count < sent_frames.len() {
                     let is_data = |frame: &LinkFrame| matches!(frame.kind, LinkKind::Data { .. });
                     assert!(
-                        !take_frames(&mut new).iter().any(is_data),
+                        !take_frames(&mut new_link).iter().any(is_data),
                         "nothing overtakes what comes back"
                     );
                 }
-                said[came.min(said.len())..]
+                handoff_frames[returned_count.min(handoff_frames.len())..]
                     .iter()
-                    .for_each(|frame| new.accept_returned_frame(frame));
+                    .for_each(|frame| new_link.accept_returned_frame(frame));
                 for _ in 0..4 {
-                    deliver(&mut again, &take_frames(&mut new));
-                    deliver(&mut new, &take_frames(&mut again));
-                    new.handle(NOW, LinkEvent::PeerMigrated);
+                    deliver(&mut restarted_peer, &take_frames(&mut new_link));
+                    deliver(&mut new_link, &take_frames(&mut restarted_peer));
+                    new_link.handle_event(NOW, LinkEvent::PeerMigrated);
                 }
-                let newer = (1..=restarts).map(|line| format!("newer {line}").into_bytes());
-                let all: Vec<_> = three
+                let later_messages = (1..=restart_count)
+                    .map(|incarnation| format!("newer {incarnation}").into_bytes());
+                let expected_messages: Vec<_> = messages
                     .into_iter()
-                    .skip(heard)
+                    .skip(delivered_count)
                     .chain([b"new".to_vec()])
-                    .chain(newer)
+                    .chain(later_messages)
                     .collect();
                 assert_eq!(
-                    take_messages(&mut again),
-                    all,
-                    "{heard} heard, {came} came back before {restarts} restarts"
+                    take_messages(&mut restarted_peer),
+                    expected_messages,
+                    "{delivered_count} heard, {returned_count} came back before {restart_count} restarts"
                 );
                 assert!(
-                    new.tx.retained.is_empty() && new.tx.retained_bytes == 0,
+                    new_link.tx.retained_messages.is_empty() && new_link.tx.retained_bytes == 0,
                     "all is acknowledged"
                 );
             }
@@ -425,53 +460,71 @@ mod tests {
     /// continued to run.
     #[test]
     fn restored_end_drops_returned_messages() {
-        let [mut old, _] = pair();
-        old.send([], Bytes::from_static(b"old")).expect("queued");
-        let sent = take_frames(&mut old);
-        let (mut talk, said) = old.hand_off(NOW);
-        talk.end_seq += sent.len() as u64;
-        let mut new = Link::resume_from(tid(1), &talk);
-        assert!(!new.is_all_transmitted(), "something has yet to come back");
-        new.begin_incarnation(7, false);
-        new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-        said.iter()
-            .for_each(|frame| new.accept_returned_frame(frame));
-        new.send([], Bytes::from_static(b"new")).expect("queued");
+        let [mut old_link, _] = link_pair();
+        old_link
+            .send([], Bytes::from_static(b"old"))
+            .expect("queued");
+        let sent_frames = take_frames(&mut old_link);
+        let (mut link_state, handoff_frames) = old_link.hand_off(NOW);
+        link_state.end_seq += sent_frames.len() as u64;
+        let mut new_link = Link::resume_from(tid(1), &link_state);
+        assert!(
+            !new_link.is_all_transmitted(),
+            "something has yet to come back"
+        );
+        new_link.begin_incarnation(7, false);
+        new_link.handle_event(NOW, LinkEvent::RouteUp(RouteId(1)));
+        handoff_frames
+            .iter()
+            .for_each(|frame| new_link.accept_returned_frame(frame));
+        new_link
+            .send([], Bytes::from_static(b"new"))
+            .expect("queued");
         let mut peer = Link::new(tid(2), tid(1));
         peer.reset_to_incarnation(7);
-        deliver(&mut peer, &take_frames(&mut new));
+        deliver(&mut peer, &take_frames(&mut new_link));
         assert_eq!(take_messages(&mut peer), [b"new"]);
     }
 
-    /// A partially received message and messages held back by the window survive the handoff.
+    /// A partial message, and messages that the window had not yet admitted, survive the handoff.
     #[test]
     fn partial_and_queued_messages_survive_handoff() {
-        let [mut old, mut peer] = pair();
-        let big = vec![3; FRAGMENT_BYTES_MAX * 3];
-        peer.send([9], big.clone().into()).expect("queued");
-        let coming = take_frames(&mut peer);
-        deliver(&mut old, &coming[..2]);
-        // The peer learns that these two fragments arrived and does not repeat them.
+        let [mut old_link, mut peer] = link_pair();
+        let large_body = vec![3; FRAGMENT_BYTES_MAX * 3];
+        peer.send([9], large_body.clone().into()).expect("queued");
+        let peer_frames = take_frames(&mut peer);
+        deliver(&mut old_link, &peer_frames[..2]);
+        // By this delivery the peer learns that the two fragments arrived, so it does not repeat
+        // them.
         deliver(
             &mut peer,
-            &old.hand_off(NOW)
+            &old_link
+                .hand_off(NOW)
                 .1
                 .into_iter()
                 .filter(|frame| frame.src == tid(1))
                 .collect::<Vec<_>>(),
         );
-        let wide = vec![5; WINDOW_BYTES_MAX * 2];
-        old.restore_window();
-        old.send([], wide.clone().into()).expect("queued");
-        assert!(take_frames(&mut old).len() < wide.len() / FRAGMENT_BYTES_MAX);
-        let mut new = hand_off_to_new_process(&mut old, &[]);
-        deliver(&mut new, &coming[2..]);
-        assert_eq!(take_messages(&mut new), [[vec![9], big].concat()]);
+        let over_window_body = vec![5; WINDOW_BYTES_MAX * 2];
+        old_link.restore_window();
+        old_link
+            .send([], over_window_body.clone().into())
+            .expect("queued");
+        assert!(take_frames(&mut old_link).len() < over_window_body.len() / FRAGMENT_BYTES_MAX);
+        let mut new_link = hand_off_to_new_process(&mut old_link, &[]);
+        deliver(&mut new_link, &peer_frames[2..]);
+        assert_eq!(
+            take_messages(&mut new_link),
+            [[vec![9], large_body].concat()]
+        );
         for _ in 0..8 {
-            deliver(&mut peer, &take_frames(&mut new));
-            deliver(&mut new, &take_frames(&mut peer));
-            new.handle(NOW, LinkEvent::PeerMigrated);
+            deliver(&mut peer, &take_frames(&mut new_link));
+            deliver(&mut new_link, &take_frames(&mut peer));
+            new_link.handle_event(NOW, LinkEvent::PeerMigrated);
         }
-        assert_eq!(take_messages(&mut peer), [wide, b"new".to_vec()]);
+        assert_eq!(
+            take_messages(&mut peer),
+            [over_window_body, b"new".to_vec()]
+        );
     }
 }

@@ -12,7 +12,7 @@ use std::fmt;
 const RM_RESTARTED_SENTENCE: &str = "the resource manager restarted with its recorded state; in the meantime spawns were \
                                   placed round robin";
 
-/// The content of a decision or event.
+/// The content of a decision or recorded event, by its kind.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum DecisionKind {
     /// A spawn request was answered.
@@ -28,7 +28,7 @@ pub enum DecisionKind {
         count: u32,
         /// The started tasks with the names of their hosts.
         started: Vec<(Tid, String)>,
-        /// The reason why the remaining tasks were not started; `None` if all were started.
+        /// The reason why not all tasks were started; `None` if all were started.
         error: Option<PvmError>,
         /// Time from the request to the last placement attempt; 0 if the request did not wait.
         waited: Micros,
@@ -79,7 +79,7 @@ pub enum DecisionKind {
         why: String,
         /// Hosts that did not accept the task.
         #[serde(rename = "not_used")]
-        rejected: Vec<RejectedHost>,
+        rejected_hosts: Vec<RejectedHost>,
     },
     /// The owner of a host returned.
     #[serde(rename = "OwnerCame")]
@@ -126,9 +126,9 @@ pub enum DecisionKind {
     /// A drain of a host began or ended.
     Drain {
         host: String,
-        /// True if the drain began; false if it ended and the host accepts tasks again.
+        /// True if the drain began; false if the drain ended and the host accepts tasks again.
         #[serde(rename = "begun")]
-        started: bool,
+        is_start: bool,
         /// The task that requested the drain or its end.
         #[serde(rename = "by")]
         requested_by: Tid,
@@ -136,9 +136,9 @@ pub enum DecisionKind {
     /// The resource manager started.
     #[serde(rename = "Began")]
     RmStarted {
-        /// True if the resource manager continues with the state of a previous one.
+        /// True if the resource manager continues with the state of a previous resource manager.
         #[serde(rename = "again")]
-        resumed: bool,
+        continues_state: bool,
     },
     /// A job was vacated: one of its tasks must leave its host and no other host accepts the task,
     /// so the job was checkpointed and ended. The job will be restarted when hosts accept it.
@@ -163,18 +163,18 @@ pub enum DecisionKind {
         tasks: Vec<(Tid, String)>,
         why: String,
     },
-    /// The benefit of a load migration was measured, after the task ended or had run long enough on
-    /// the target.
+    /// The actual benefit of a load migration was measured, when the task had ended or had run long
+    /// enough on the target.
     #[serde(rename = "CameOut")]
     BenefitMeasured {
         tid: Tid,
         from: String,
         to: String,
-        /// Expected benefit and cost.
+        /// Expected benefit and cost of the migration.
         expected: MigrationBenefit,
         /// Actual benefit and cost, estimated from the task's progress on the target.
         #[serde(rename = "came")]
-        actual: MigrationBenefit,
+        actual_benefit: MigrationBenefit,
     },
     /// The owner's policy closes a host to guests, whether or not anyone uses it.
     HostClosed {
@@ -206,7 +206,7 @@ pub enum DecisionKind {
         /// Name of the checkpoint.
         #[serde(rename = "set")]
         checkpoint: String,
-        /// Reason for the attempt.
+        /// Reason for the attempt to restart the job.
         cause: String,
         /// Reason for the failure.
         why: String,
@@ -229,25 +229,23 @@ impl DecisionKind {
     /// True if the decision concerns a task for which `matches` returns true.
     pub fn concerns_task(&self, matches: impl Fn(Tid) -> bool) -> bool {
         match self {
-            DecisionKind::Spawn { job, started, .. } => {
+            Self::Spawn { job, started, .. } => {
                 matches(*job) || started.iter().any(|(tid, _)| matches(*tid))
             }
-            DecisionKind::MigrationOrdered { tid, .. }
-            | DecisionKind::Migrated { tid, .. }
-            | DecisionKind::MigrationFailed { tid, .. }
-            | DecisionKind::CannotLeave { tid, .. }
-            | DecisionKind::BenefitMeasured { tid, .. }
-            | DecisionKind::Suspended { tid, .. }
-            | DecisionKind::Resumed { tid, .. } => matches(*tid),
-            DecisionKind::JobSuspended { job, .. } | DecisionKind::CheckpointFailed { job, .. } => {
-                matches(*job)
-            }
-            DecisionKind::RestartFailed { job, .. } => job.is_some_and(matches),
-            DecisionKind::GuestsEnded { tasks, .. } | DecisionKind::TaskerGone { tasks, .. } => {
+            Self::MigrationOrdered { tid, .. }
+            | Self::Migrated { tid, .. }
+            | Self::MigrationFailed { tid, .. }
+            | Self::CannotLeave { tid, .. }
+            | Self::BenefitMeasured { tid, .. }
+            | Self::Suspended { tid, .. }
+            | Self::Resumed { tid, .. } => matches(*tid),
+            Self::JobSuspended { job, .. } | Self::CheckpointFailed { job, .. } => matches(*job),
+            Self::RestartFailed { job, .. } => job.is_some_and(matches),
+            Self::GuestsEnded { tasks, .. } | Self::TaskerGone { tasks, .. } => {
                 tasks.iter().any(|tid| matches(*tid))
             }
-            DecisionKind::Vacated { job, tid, .. } => matches(*job) || matches(*tid),
-            DecisionKind::Restarted { job, tasks, .. } => {
+            Self::Vacated { job, tid, .. } => matches(*job) || matches(*tid),
+            Self::Restarted { job, tasks, .. } => {
                 matches(*job) || tasks.iter().any(|(tid, _)| matches(*tid))
             }
             _ => false,
@@ -258,55 +256,56 @@ impl DecisionKind {
     /// rejected host. A host that was rejected only because the request names another host does not
     /// count.
     pub fn concerns_host(&self, name: &str) -> bool {
-        let not_used = |list: &[RejectedHost]| {
-            list.iter()
+        let is_rejected = |rejected: &[RejectedHost]| {
+            rejected
+                .iter()
                 .any(|n| n.host == name && n.why != RejectionReason::OtherHostRequested)
         };
         match self {
-            DecisionKind::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
-            DecisionKind::Spawn {
+            Self::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
+            Self::Spawn {
                 started, attempts, ..
             } => {
                 started.iter().any(|(_, host)| host == name)
-                    || attempts.iter().any(|a| not_used(&a.rejected))
+                    || attempts.iter().any(|a| is_rejected(&a.rejected_hosts))
             }
-            DecisionKind::MigrationOrdered { from, to, .. }
-            | DecisionKind::Migrated { from, to, .. }
-            | DecisionKind::MigrationFailed { from, to, .. }
-            | DecisionKind::BenefitMeasured { from, to, .. } => from == name || to == name,
-            DecisionKind::CannotLeave {
+            Self::MigrationOrdered { from, to, .. }
+            | Self::Migrated { from, to, .. }
+            | Self::MigrationFailed { from, to, .. }
+            | Self::BenefitMeasured { from, to, .. } => from == name || to == name,
+            Self::CannotLeave {
                 host,
-                rejected: list,
+                rejected_hosts: rejected,
                 ..
-            } => host == name || not_used(list),
-            DecisionKind::OwnerReturned { host, .. }
-            | DecisionKind::OwnerLeft { host, .. }
-            | DecisionKind::HostJoined { host }
-            | DecisionKind::HostGone { host, .. }
-            | DecisionKind::Drain { host, .. }
-            | DecisionKind::Vacated { host, .. }
-            | DecisionKind::Suspended { host, .. }
-            | DecisionKind::Resumed { host, .. }
-            | DecisionKind::HostClosed { host, .. }
-            | DecisionKind::HostOpened { host }
-            | DecisionKind::GuestsEnded { host, .. }
-            | DecisionKind::TaskerGone { host, .. }
-            | DecisionKind::HostRefused { host, .. } => host == name,
-            DecisionKind::JobSuspended { .. }
-            | DecisionKind::RmStarted { .. }
-            | DecisionKind::CheckpointFailed { .. }
-            | DecisionKind::RestartFailed { .. } => false,
+            } => host == name || is_rejected(rejected),
+            Self::OwnerReturned { host, .. }
+            | Self::OwnerLeft { host, .. }
+            | Self::HostJoined { host }
+            | Self::HostGone { host, .. }
+            | Self::Drain { host, .. }
+            | Self::Vacated { host, .. }
+            | Self::Suspended { host, .. }
+            | Self::Resumed { host, .. }
+            | Self::HostClosed { host, .. }
+            | Self::HostOpened { host }
+            | Self::GuestsEnded { host, .. }
+            | Self::TaskerGone { host, .. }
+            | Self::HostRefused { host, .. } => host == name,
+            Self::JobSuspended { .. }
+            | Self::RmStarted { .. }
+            | Self::CheckpointFailed { .. }
+            | Self::RestartFailed { .. } => false,
         }
     }
 }
 
-fn seconds(span: Micros) -> f64 {
-    span.0 as f64 / 1e6
+fn to_seconds(duration: Micros) -> f64 {
+    duration.0 as f64 / 1e6
 }
 
 /// Describes the cause of a migration from host `from`, for example "the owner of h2 is there (olga
 /// on pts/1)".
-fn cause_phrase(cause: &MigrationCause, from: &str) -> String {
+fn describe_cause(cause: &MigrationCause, from: &str) -> String {
     match cause {
         MigrationCause::Requested { requested_by } => format!("{requested_by} requested it"),
         MigrationCause::Owner { why } => format!("the owner of {from} is present ({why})"),
@@ -318,7 +317,7 @@ fn cause_phrase(cause: &MigrationCause, from: &str) -> String {
 
 fn write_spawn(
     f: &mut fmt::Formatter<'_>,
-    (program, by, count): (&str, Tid, u32),
+    (program, requested_by, count): (&str, Tid, u32),
     started: &[(Tid, String)],
     error: Option<PvmError>,
     attempts: &[PlacementAttempt],
@@ -326,17 +325,23 @@ fn write_spawn(
     let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
     hosts.dedup();
     let hosts = hosts.join(" ");
-    let why: Vec<&str> = attempts.iter().map(|a| a.reason.as_str()).collect();
-    let why = why.join("; then ");
+    let reasons: Vec<&str> = attempts.iter().map(|a| a.reason.as_str()).collect();
+    let reasons = reasons.join("; then ");
     match (error, started.len()) {
-        (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})"),
+        (Some(error), 0) => write!(
+            f,
+            "{program} was not started for {requested_by}: {error} ({reasons})"
+        ),
         (Some(error), n) => {
             write!(
                 f,
-                "{n} of {count} {program} started for {by} on {hosts}: {why}; the others failed: {error}"
+                "{n} of {count} {program} started for {requested_by} on {hosts}: {reasons}; the others failed: {error}"
             )
         }
-        (None, _) => write!(f, "{program} started for {by} on {hosts}: {why}"),
+        (None, _) => write!(
+            f,
+            "{program} started for {requested_by} on {hosts}: {reasons}"
+        ),
     }
 }
 
@@ -345,12 +350,12 @@ fn write_expected_benefit(
     MigrationBenefit { gain, cost }: &MigrationBenefit,
 ) -> fmt::Result {
     match gain.0 {
-        0 => write!(f, "; expected cost {:.1} s", seconds(*cost)),
+        0 => write!(f, "; expected cost {:.1} s", to_seconds(*cost)),
         _ => write!(
             f,
             "; expected to save {:.1} s and to cost {:.1} s",
-            seconds(*gain),
-            seconds(*cost)
+            to_seconds(*gain),
+            to_seconds(*cost)
         ),
     }
 }
@@ -363,7 +368,7 @@ impl fmt::Display for DecisionKind {
     // tidy: long because the match is a table with one sentence for each decision
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            DecisionKind::Spawn {
+            Self::Spawn {
                 program,
                 requested_by: by,
                 count,
@@ -375,12 +380,12 @@ impl fmt::Display for DecisionKind {
             } => {
                 write_spawn(f, (program, *by, *count), started, *error, attempts)?;
                 if waited.0 > 0 {
-                    write!(f, "; it waited {:.1} s", seconds(*waited))
+                    write!(f, "; it waited {:.1} s", to_seconds(*waited))
                 } else {
                     Ok(())
                 }
             }
-            DecisionKind::MigrationOrdered {
+            Self::MigrationOrdered {
                 tid,
                 from,
                 to,
@@ -391,14 +396,14 @@ impl fmt::Display for DecisionKind {
                 write!(
                     f,
                     "migration of {tid} from {from} to {to} ordered because {}",
-                    cause_phrase(cause, from)
+                    describe_cause(cause, from)
                 )?;
                 write_expected_benefit(f, expected)?;
                 refused
                     .as_ref()
                     .map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
             }
-            DecisionKind::Migrated {
+            Self::Migrated {
                 tid,
                 from,
                 to,
@@ -408,10 +413,10 @@ impl fmt::Display for DecisionKind {
             } => write!(
                 f,
                 "{tid} migrated from {from} to {to} because {}: {bytes} bytes, frozen {:.1} ms",
-                cause_phrase(cause, from),
+                describe_cause(cause, from),
                 frozen.0 as f64 / 1e3
             ),
-            DecisionKind::MigrationFailed {
+            Self::MigrationFailed {
                 tid,
                 from,
                 to,
@@ -424,54 +429,54 @@ impl fmt::Display for DecisionKind {
                     "{tid} was not migrated from {from} to {to}: {step} failed: {why}"
                 )
             }
-            DecisionKind::CannotLeave {
+            Self::CannotLeave {
                 tid,
                 host,
                 why,
-                rejected: not_used,
+                rejected_hosts: rejected,
             } => {
                 write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
-                let list: Vec<String> = not_used
+                let host_reasons: Vec<String> = rejected
                     .iter()
                     .map(|n| format!("{}: {}", n.host, n.why))
                     .collect();
-                if list.is_empty() {
+                if host_reasons.is_empty() {
                     Ok(())
                 } else {
-                    write!(f, " ({})", list.join("; "))
+                    write!(f, " ({})", host_reasons.join("; "))
                 }
             }
-            DecisionKind::OwnerReturned { host, why } => {
+            Self::OwnerReturned { host, why } => {
                 write!(f, "the owner of {host} returned: {why}")
             }
-            DecisionKind::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
-            DecisionKind::HostJoined { host } => write!(f, "{host} joined"),
-            DecisionKind::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
-            DecisionKind::Suspended { tid, host, cause } => {
+            Self::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
+            Self::HostJoined { host } => write!(f, "{host} joined"),
+            Self::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
+            Self::Suspended { tid, host, cause } => {
                 write!(f, "{tid} was suspended on {host}: {cause}")
             }
-            DecisionKind::Resumed { tid, host, cause } => {
+            Self::Resumed { tid, host, cause } => {
                 write!(f, "{tid} was resumed on {host}: {cause}")
             }
-            DecisionKind::JobSuspended {
+            Self::JobSuspended {
                 job,
                 suspend,
                 requested_by,
             } => {
-                let what = if *suspend { "suspended" } else { "resumed" };
-                write!(f, "job {job} was {what}: requested by {requested_by}")
+                let change = if *suspend { "suspended" } else { "resumed" };
+                write!(f, "job {job} was {change}: requested by {requested_by}")
             }
-            DecisionKind::Drain {
+            Self::Drain {
                 host,
-                started: true,
+                is_start: true,
                 requested_by: by,
             } => write!(f, "{host} is being drained: requested by {by}"),
-            DecisionKind::Drain {
+            Self::Drain {
                 host,
-                started: false,
+                is_start: false,
                 requested_by: by,
             } => write!(f, "{host} accepts tasks again: requested by {by}"),
-            DecisionKind::Vacated {
+            Self::Vacated {
                 job,
                 tid,
                 host,
@@ -481,23 +486,26 @@ impl fmt::Display for DecisionKind {
                 "job {job} is checkpointed and ended, and will be restarted when there is room: {tid} must leave \
                  {host}, and {why}"
             ),
-            DecisionKind::Restarted {
+            Self::Restarted {
                 job,
-                checkpoint: set,
+                checkpoint,
                 tasks,
                 why,
             } => {
-                write!(f, "job {job} restarted from checkpoint {set} ({why}):")?;
+                write!(
+                    f,
+                    "job {job} restarted from checkpoint {checkpoint} ({why}):"
+                )?;
                 tasks
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            DecisionKind::BenefitMeasured {
+            Self::BenefitMeasured {
                 tid,
                 from,
                 to,
                 expected,
-                actual: came,
+                actual_benefit: actual,
             } => {
                 write!(
                     f,
@@ -506,35 +514,38 @@ impl fmt::Display for DecisionKind {
                 write!(
                     f,
                     "{:.1} s and to cost {:.1} s",
-                    seconds(expected.gain),
-                    seconds(expected.cost)
+                    to_seconds(expected.gain),
+                    to_seconds(expected.cost)
                 )?;
                 write!(
                     f,
                     "; it saved {:.1} s and cost {:.1} s",
-                    seconds(came.gain),
-                    seconds(came.cost)
+                    to_seconds(actual.gain),
+                    to_seconds(actual.cost)
                 )
             }
-            DecisionKind::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
-            DecisionKind::HostOpened { host } => write!(f, "{host} accepts guests again"),
-            DecisionKind::GuestsEnded { host, tasks, why } => {
+            Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
+            Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
+            Self::GuestsEnded { host, tasks, why } => {
                 write!(f, "guests ended for the owner of {host}:")?;
                 write_tasks(f, tasks)?;
                 write!(f, ": {why}")
             }
-            DecisionKind::CheckpointFailed { job, why } => {
+            Self::CheckpointFailed { job, why } => {
                 write!(f, "job {job} was not checkpointed: {why}")
             }
-            DecisionKind::RestartFailed {
-                checkpoint: set,
+            Self::RestartFailed {
+                checkpoint,
                 cause,
                 why,
                 ..
             } => {
-                write!(f, "checkpoint {set} was not restarted ({cause}): {why}")
+                write!(
+                    f,
+                    "checkpoint {checkpoint} was not restarted ({cause}): {why}"
+                )
             }
-            DecisionKind::TaskerGone { host, tasks, why } => {
+            Self::TaskerGone { host, tasks, why } => {
                 write!(f, "the tasker of {host} has ended ({why}), and with it")?;
                 if tasks.is_empty() {
                     f.write_str(" no task")
@@ -542,11 +553,13 @@ impl fmt::Display for DecisionKind {
                     write_tasks(f, tasks)
                 }
             }
-            DecisionKind::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
-            DecisionKind::RmStarted { resumed: false } => {
-                f.write_str("the resource manager started")
-            }
-            DecisionKind::RmStarted { resumed: true } => f.write_str(RM_RESTARTED_SENTENCE),
+            Self::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
+            Self::RmStarted {
+                continues_state: false,
+            } => f.write_str("the resource manager started"),
+            Self::RmStarted {
+                continues_state: true,
+            } => f.write_str(RM_RESTARTED_SENTENCE),
         }
     }
 }
@@ -556,22 +569,28 @@ mod tests {
     use super::*;
     use crate::frame::to_bytes;
 
-    /// The variants keep their numbers, so that stored decisions stay readable.
+    /// Stored decisions contain the variant numbers, so these numbers must never change.
     #[test]
     fn variant_numbers_are_stable() {
-        let number = |what: DecisionKind| to_bytes(&what).expect("it can be written")[0];
+        let variant_number =
+            |decision: DecisionKind| to_bytes(&decision).expect("it can be written")[0];
         let host = || "h2".to_string();
-        assert_eq!(number(DecisionKind::HostJoined { host: host() }), 7);
-        assert_eq!(number(DecisionKind::RmStarted { resumed: true }), 13);
+        assert_eq!(variant_number(DecisionKind::HostJoined { host: host() }), 7);
         assert_eq!(
-            number(DecisionKind::HostClosed {
+            variant_number(DecisionKind::RmStarted {
+                continues_state: true
+            }),
+            13
+        );
+        assert_eq!(
+            variant_number(DecisionKind::HostClosed {
                 host: host(),
                 why: String::new()
             }),
             17
         );
         assert_eq!(
-            number(DecisionKind::HostRefused {
+            variant_number(DecisionKind::HostRefused {
                 host: host(),
                 why: String::new()
             }),
@@ -582,33 +601,33 @@ mod tests {
     #[test]
     fn ended_and_lost_guests_are_described() {
         let tasks = vec![Tid::from_raw(0x80001), Tid::from_raw(0x80002)];
-        let ended = DecisionKind::GuestsEnded {
+        let ended_guests = DecisionKind::GuestsEnded {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "olga on pts/1".into(),
         };
-        let dead = DecisionKind::TaskerGone {
+        let lost_tasker = DecisionKind::TaskerGone {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "signal 9".into(),
         };
-        for what in [&ended, &dead] {
+        for decision in [&ended_guests, &lost_tasker] {
             assert!(
-                what.concerns_task(|tid| tid == tasks[1]) && what.concerns_host("h2"),
-                "{what}"
+                decision.concerns_task(|tid| tid == tasks[1]) && decision.concerns_host("h2"),
+                "{decision}"
             );
             assert!(
-                !what.concerns_task(|tid| tid == Tid::from_raw(0x80003))
-                    && !what.concerns_host("h3"),
-                "{what}"
+                !decision.concerns_task(|tid| tid == Tid::from_raw(0x80003))
+                    && !decision.concerns_host("h3"),
+                "{decision}"
             );
         }
         assert_eq!(
-            ended.to_string(),
+            ended_guests.to_string(),
             "guests ended for the owner of h2: t80001 t80002: olga on pts/1"
         );
         assert_eq!(
-            dead.to_string(),
+            lost_tasker.to_string(),
             "the tasker of h2 has ended (signal 9), and with it t80001 t80002"
         );
     }

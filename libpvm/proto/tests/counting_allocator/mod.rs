@@ -1,5 +1,4 @@
-//! A counting allocator for tests that run in their own process. It counts the allocations of each
-//! thread.
+//! An allocator for tests that run in their own process. It counts the allocations of each thread.
 #![allow(unsafe_code)] // a counting allocator can only be written so
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -26,7 +25,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 }
 
 #[global_allocator]
-static COUNTING: CountingAllocator = CountingAllocator;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Returns the number of allocations of this thread so far.
 pub(crate) fn allocation_count() -> usize {

@@ -5,11 +5,11 @@
 pub(crate) struct Rng(pub(crate) u64);
 
 impl Rng {
-    /// Returns a number below `below`.
-    pub(crate) fn below(&mut self, below: u64) -> u64 {
+    /// Returns a pseudorandom number that is less than `bound`.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        self.0 % below
+        self.0 % bound
     }
 }

@@ -11,10 +11,11 @@ use sempa_proto::task::SendWatermark;
 use sempa_proto::{Micros, Tid};
 
 impl Core {
-    fn has_reached(&self, watermark: SendWatermark) -> bool {
-        // A direct connection delivers all its fragments before it closes. The daemon's watermark
-        // does not count these fragments.
-        if self.direct.has_route(watermark.peer) {
+    fn has_reached_watermark(&self, watermark: SendWatermark) -> bool {
+        // A direct connection delivers all its fragments before its route ends. The daemon's
+        // watermark does not count these fragments, so the notification waits for the end of the
+        // route.
+        if self.direct_routes.has_route(watermark.peer) {
             return false;
         }
         match self.links.get(&watermark.peer) {
@@ -23,21 +24,23 @@ impl Core {
         }
     }
 
-    /// Handles a message from a daemon: delivers it immediately, or defers it until the messages
-    /// below the watermark `after` have arrived.
+    /// Handles a message from a daemon. Delivers the message immediately, or defers it until all
+    /// fragments below the watermark `watermark_to_reach` have arrived.
     pub(super) fn handle_delivery(
         &mut self,
         now: Micros,
         message: Message,
-        after: Option<SendWatermark>,
+        watermark_to_reach: Option<SendWatermark>,
     ) {
         // The watermark counts only fragments that the daemon carried. Messages in the ring are
         // older than the notification, so the ring is read first.
-        if let Some(watermark) = after {
+        if let Some(watermark) = watermark_to_reach {
             self.drain_peer(now, watermark.peer);
         }
-        match after {
-            Some(watermark) if watermark.peer != self.own_tid && !self.has_reached(watermark) => {
+        match watermark_to_reach {
+            Some(watermark)
+                if watermark.peer != self.own_tid && !self.has_reached_watermark(watermark) =>
+            {
                 self.deferred_deliveries.push_back((watermark, message));
                 if self.deferred_deliveries.len() > DEFERRED_DELIVERIES_MAX {
                     let (_, oldest) = self.deferred_deliveries.pop_front().expect("just seen");
@@ -48,8 +51,8 @@ impl Core {
         }
     }
 
-    /// Delivers the notifications whose watermark the link with this peer has reached.
-    pub(in crate::runtime) fn release_deferred(&mut self, peer: Tid) {
+    /// Delivers the notifications whose watermark the link with `peer` has reached.
+    pub(in crate::runtime) fn deliver_deferred(&mut self, peer: Tid) {
         if !self
             .deferred_deliveries
             .iter()
@@ -58,7 +61,7 @@ impl Core {
             return;
         }
         for (watermark, message) in std::mem::take(&mut self.deferred_deliveries) {
-            if watermark.peer == peer && self.has_reached(watermark) {
+            if watermark.peer == peer && self.has_reached_watermark(watermark) {
                 self.deliver(message);
             } else {
                 self.deferred_deliveries.push_back((watermark, message));

@@ -9,7 +9,7 @@
 //! 3. If the process exits after the request was withdrawn, it first notifies the daemon
 //!    ([`Core::begin_exit`]).
 //! 4. The new process takes over the links ([`Core::take_over_links`]). The daemon sends the new
-//!    process the unacknowledged fragments of the old process ([`Core::restore_unacked`]).
+//!    process the unacknowledged fragments of the old process ([`Core::restore_unacked_fragment`]).
 
 use super::Core;
 use bytes::Bytes;
@@ -19,29 +19,29 @@ use sempa_proto::task::{ProcessHandoff, SendWatermark, ToDaemon, Welcome};
 use sempa_proto::{Message, Micros, MigrationId, RequestId};
 use std::collections::VecDeque;
 
-/// Sequence number in the watermark of an unread message: the next process can deliver the message
-/// immediately, because every link has reached 0.
+/// Sequence number in the watermark of an unread message. The next process can deliver the message
+/// immediately, because every link has reached this number.
 const DELIVER_IMMEDIATELY_SEQ: u64 = 0;
-/// Bit position, within a request id, of the number of predecessor processes. This number makes the
-/// ids of different processes of a task distinct.
+/// Bit position, in a request id, of the number of predecessor processes. Because of this number,
+/// no two processes of a task use the same request id.
 const REQUEST_ID_SHIFT: u32 = 40;
 
 /// Returns the incarnation of a new process, and the request id that precedes its first one.
 /// Replies to requests of a predecessor process match no id of the new process.
 pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
-    let successor = welcome.handoff.as_deref();
+    let handoff = welcome.handoff.as_deref();
     (
-        successor.map_or(0, |s| s.incarnation),
-        RequestId(successor.map_or(0, |s| u64::from(s.restart_count) << REQUEST_ID_SHIFT)),
+        handoff.map_or(0, |s| s.incarnation),
+        RequestId(handoff.map_or(0, |s| u64::from(s.restart_count) << REQUEST_ID_SHIFT)),
     )
 }
 
 impl Core {
     /// Creates the links that the predecessor process has handed off.
-    pub(super) fn take_over_links(&mut self, successor: &ProcessHandoff) {
-        for link_state in &successor.links {
+    pub(super) fn take_over_links(&mut self, handoff: &ProcessHandoff) {
+        for link_state in &handoff.links {
             let mut link = Link::resume_from(self.own_tid, link_state);
-            link.handle(Micros(0), LinkEvent::RouteUp(self.route));
+            link.handle_event(Micros(0), LinkEvent::RouteUp(self.daemon_route));
             self.links.insert(link_state.peer, link);
             self.queue_for_pump(link_state.peer);
             if link_state.peer_gone {
@@ -50,59 +50,65 @@ impl Core {
         }
     }
 
-    /// Queues an unacknowledged fragment of the predecessor process on its link again.
-    pub(super) fn restore_unacked(&mut self, now: Micros, frame: &LinkFrame) {
+    /// Queues an unacknowledged fragment of the predecessor process on the link to its receiver
+    /// again.
+    pub(super) fn restore_unacked_fragment(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
             link.accept_returned_frame(frame);
             self.pump_link(now, frame.dst);
         }
     }
 
-    /// Handles the announcement that the program will be asked to exit for migration `by`: hands
+    /// Handles the announcement that the program will be asked to exit for migration `migration_id`: hands
     /// off the complete state to the daemon. The program can still receive the messages that have
-    /// arrived. `None` means that the request was withdrawn.
-    pub(super) fn handle_exit_announcement(&mut self, now: Micros, by: Option<MigrationId>) {
+    /// arrived. `None` means that the exit request was withdrawn.
+    pub(super) fn handle_exit_announcement(
+        &mut self,
+        now: Micros,
+        migration_id: Option<MigrationId>,
+    ) {
         if !self.is_connected() {
             return;
         }
-        match by {
-            Some(by) => self.hand_off(now, by),
+        match migration_id {
+            Some(migration_id) => self.hand_off_state(now, migration_id),
             // The process is already exiting, which cannot be undone.
-            None if self.exiting => {}
+            None if self.is_exiting => {}
             None => {
                 self.windows_disabled = false;
                 self.links.values_mut().for_each(Link::restore_window);
-                let frame = self
-                    .handed_off_for
-                    .take()
-                    .map(|by| encode_control(&ToDaemon::ExitCancelled { migration: by }));
+                let frame = self.handoff_migration.take().map(|migration_id| {
+                    encode_control(&ToDaemon::ExitCancelled {
+                        migration: migration_id,
+                    })
+                });
                 self.queue_frames(frame);
             }
         }
         self.event_seq += 1;
     }
 
-    /// Records that the process is exiting. Returns true if the daemon must first be notified with
-    /// [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit earlier, but its
-    /// state is not handed off at present.
+    /// Records that the process is exiting. Returns true if the caller must first notify the daemon
+    /// with [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit earlier, but
+    /// its state is not handed off at present.
     pub(crate) fn begin_exit(&mut self) -> bool {
-        self.exiting = true;
-        self.exit_was_requested && self.handed_off_for.is_none()
+        self.is_exiting = true;
+        self.was_exit_requested && self.handoff_migration.is_none()
     }
 
     fn queue_frames(&mut self, frames: impl IntoIterator<Item = Result<Bytes, FrameError>>) {
         frames
             .into_iter()
             .flatten()
-            .for_each(|word| self.outbox.push(word));
+            .for_each(|frame| self.outbox.push_frame(frame));
     }
 
-    /// Removes and returns, in order, the messages and deferred notifications that the next process
-    /// must receive. Messages in the inbox are included only if this process is already exiting;
-    /// before that, the program can still receive them.
-    fn take_unread(&mut self) -> Vec<(SendWatermark, Message)> {
+    /// Removes and returns the messages and deferred notifications that the next process must
+    /// receive, in order. Includes the messages in the inbox only if this process is already
+    /// exiting. Before the exit begins, the program can still receive the messages in its inbox.
+    fn take_unread_messages(&mut self) -> Vec<(SendWatermark, Message)> {
         let mut unread = VecDeque::new();
-        if self.exiting {
+        if self.is_exiting {
             self.inbox.drain_into(&mut unread);
         }
         let with_watermark = |message: Message| {
@@ -121,53 +127,55 @@ impl Core {
             .collect()
     }
 
-    fn hand_off(&mut self, now: Micros, by: MigrationId) {
-        (self.handed_off_for, self.exit_was_requested) = (Some(by), true);
-        self.end_rings(now);
-        self.end_direct(now);
+    fn hand_off_state(&mut self, now: Micros, migration_id: MigrationId) {
+        (self.handoff_migration, self.was_exit_requested) = (Some(migration_id), true);
+        self.close_all_rings(now);
+        self.close_all_direct_routes(now);
         self.windows_disabled = true;
-        self.route = self.route.next();
+        self.daemon_route = self.daemon_route.next();
         let (mut link_states, mut frames) = (Vec::new(), Vec::new());
         for link in self.links.values_mut() {
             // Fragments that were sent on other routes may still be in transit.
-            link.handle(now, LinkEvent::RouteUp(self.route));
-            let (link_state, unacked) = link.hand_off(now);
+            link.handle_event(now, LinkEvent::RouteUp(self.daemon_route));
+            let (link_state, unacked_frames) = link.hand_off(now);
             link_states.push(link_state);
-            frames.extend(unacked);
+            frames.extend(unacked_frames);
         }
         self.pump_queue.clear();
-        self.in_pump_queue.clear();
+        self.pump_queue_peers.clear();
         let handoff = ToDaemon::Handoff {
-            migration: by,
+            migration: migration_id,
             incarnation: self.incarnation,
             links: link_states,
-            deferred_notifications: self.take_unread(),
+            deferred_notifications: self.take_unread_messages(),
         };
-        let (Ok(first), Ok(last)) = (
+        let (Ok(first_frame), Ok(last_frame)) = (
             encode_control(&handoff),
-            encode_control(&ToDaemon::ReadyToExit { migration: by }),
+            encode_control(&ToDaemon::ReadyToExit {
+                migration: migration_id,
+            }),
         ) else {
-            // The state is too large for a frame: nothing is handed off, and the program is not
-            // asked to exit.
+            // The state is too large for a frame. Nothing is handed off, and the daemon does not
+            // ask the program to exit.
             if let ToDaemon::Handoff {
-                deferred_notifications: later,
+                deferred_notifications: unread,
                 ..
             } = handoff
             {
-                later
+                unread
                     .into_iter()
-                    .for_each(|(mark, message)| match mark.end_seq {
+                    .for_each(|(watermark, message)| match watermark.end_seq {
                         DELIVER_IMMEDIATELY_SEQ => self.inbox.push(message),
-                        _ => self.deferred_deliveries.push_back((mark, message)),
+                        _ => self.deferred_deliveries.push_back((watermark, message)),
                     });
             }
             return;
         };
-        self.outbox.push(first);
+        self.outbox.push_frame(first_frame);
         for frame in &frames {
             self.outbox.push_link(frame);
         }
-        self.outbox.push(last);
+        self.outbox.push_frame(last_frame);
         let peers: Vec<_> = self.links.keys().copied().collect();
         peers
             .into_iter()

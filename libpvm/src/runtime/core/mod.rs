@@ -1,7 +1,7 @@
-//! State of the runtime as a pure value: links, inbox, open requests and the phase of the
-//! connection. This module uses no socket, thread or clock.
+//! State of the runtime without I/O: links, inbox, open requests and the phase of the connection.
+//! This module uses no socket, thread or clock.
 //!
-//! The caller passes in frames and the current time, and writes out the frames that collect in the
+//! The caller passes in frames and the current time, and writes the frames that are queued in the
 //! outbox. Every change for which an application thread may wait increments [`Core::event_seq`].
 
 use super::direct_routes::DirectRoutes;
@@ -17,7 +17,7 @@ use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::sm::{SM_PLACEMENT_LEASE, SM_SPAWN_WAITS};
 use sempa_proto::task::{
-    REQUESTS_OPEN_MAX, Reply, Request, RmInfo, SendWatermark, Sink, ToDaemon, ToTask, Welcome,
+    OPEN_REQUESTS_MAX, Reply, Request, RmInfo, SendWatermark, Sink, ToDaemon, ToTask, Welcome,
 };
 use sempa_proto::{
     HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid,
@@ -28,64 +28,66 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Size of the outbox above which links do not add further frames. Control frames are always added.
-pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
-/// Maximum size of the control frames that are queued while a migration interrupts the connection.
+/// Size of the outbox, in bytes, above which links add no further frames. Control frames are always
+/// added.
+pub(crate) const OUTBOX_BACKLOG_BYTES_MAX: usize = 1 << 20;
+/// Maximum total size, in bytes, of the control frames that are queued while a migration interrupts
+/// the connection.
 pub(crate) const DEFERRED_CONTROL_BYTES_MAX: usize = 256 << 20;
-/// Maximum size of the inbox. Above this size fragments are not accepted; senders keep their
-/// messages and send probes from time to time.
+/// Maximum size of the inbox in bytes. Above this size the task accepts no fragments. The senders
+/// retain their messages and send probes from time to time.
 const INBOX_BYTES_MAX: usize = 1 << 36;
 /// Maximum number of links of a task. Above the maximum, sends to new peers fail.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
-/// Maximum number of links to ended tasks that are remembered.
+/// Maximum number of links to ended tasks that the task retains.
 pub(crate) const ENDED_LINKS_MAX: usize = 1 << 14;
 /// Maximum number of notifications that are deferred until the last messages of their task arrive.
 /// Above the maximum the oldest notification is delivered early.
 pub(crate) const DEFERRED_DELIVERIES_MAX: usize = 1 << 16;
 
-/// Fragments up to this size are copied out of the read buffer, so that a small message does not
-/// keep a large buffer alive.
-const COPY_BYTES_MAX: usize = 16 << 10;
+/// Maximum size of a fragment that is copied out of the read buffer. Without the copy, a small
+/// message would prevent the release of a large buffer.
+const COPIED_FRAGMENT_BYTES_MAX: usize = 16 << 10;
 
 /// The daemon's request to quiesce for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct QuiesceRequest {
     pub(crate) migration: MigrationId,
-    /// Paths where the token file may appear.
-    pub(crate) tokens: Vec<PathBuf>,
+    /// Paths at which the token file may appear.
+    pub(crate) token_paths: Vec<PathBuf>,
 }
 
 /// Phase of the connection to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// The connection is usable.
+pub(crate) enum ConnectionPhase {
+    /// Frames can be sent and received.
     Connected,
-    /// The last frame is queued; the socket is closed when all frames are written.
+    /// The last frame is queued. The socket is closed when all frames are written.
     Quiescing(QuiesceRequest),
     /// The socket is closed; the I/O thread waits for the token file.
     Quiesced(QuiesceRequest),
-    /// The connection is lost for good, for the given reason.
+    /// The connection is lost for good. The text is the reason.
     Lost(String),
 }
 
-/// Request that was sent to the daemon and whose reply the caller has not taken yet.
+/// Request that was sent to the daemon and whose reply the caller has not received yet.
 #[derive(Debug)]
 struct OpenRequest {
-    /// Encoded request, retained in case it must be sent again.
+    /// Encoded request, retained because a restart may require sending it again.
     encoded_request: Bytes,
     reply: Option<Reply>,
 }
 
-/// Complete state of the runtime. Its methods do no I/O.
+/// Complete state of the runtime. Its methods do no I/O on the daemon's socket.
 #[derive(Debug)]
 pub(crate) struct Core {
     own_tid: Tid,
-    phase: Phase,
+    phase: ConnectionPhase,
     connection_alive: Arc<AtomicBool>,
     host: HostId,
     dsig: i32,
-    output: Sink,
-    trace: Sink,
+    output_sink: Sink,
+    trace_sink: Sink,
     rm: Option<RmInfo>,
     rm_generation: u64,
     rm_deaths: u64,
@@ -93,94 +95,94 @@ pub(crate) struct Core {
     pub(crate) inbox: Inbox,
     /// Bytes to be written to the daemon.
     pub(crate) outbox: Outbox,
-    deferred_control: VecDeque<Bytes>,
+    deferred_control_frames: VecDeque<Bytes>,
     deferred_control_bytes: usize,
     /// Shared-memory rings to tasks on this host.
-    pub(crate) shm: ShmRoutes,
+    pub(crate) shm_routes: ShmRoutes,
     /// Direct routes to tasks on other hosts, and the agreements about them.
-    pub(crate) direct: DirectRoutes,
+    pub(crate) direct_routes: DirectRoutes,
     links: FxHashMap<Tid, Link>,
     ended_peers: VecDeque<Tid>,
-    /// Links that may have frames to transmit and wait for space in the outbox.
+    /// Links that may have frames to transmit and that wait for space in the outbox.
     pump_queue: VecDeque<Tid>,
-    in_pump_queue: HashSet<Tid>,
+    pump_queue_peers: HashSet<Tid>,
     deferred_deliveries: VecDeque<(SendWatermark, Message)>,
     open_requests: HashMap<RequestId, OpenRequest>,
-    last_request: RequestId,
+    last_request_id: RequestId,
     /// Unanswered requests of this task's threads to resource managers.
     pub(crate) rm_calls: PendingRmCalls,
     /// Placements that the resource manager leased in advance.
     pub(crate) placement_leases: PlacementLeases,
-    route: RouteId,
-    /// Incarnation on which new links begin; see [`Link::begin_incarnation`].
+    daemon_route: RouteId,
+    /// Incarnation with which new links begin; see [`Link::begin_incarnation`].
     incarnation: u16,
     windows_disabled: bool,
-    /// Migration for which the whole state was handed off to the daemon. Since the handoff no
-    /// message has been accepted.
-    handed_off_for: Option<MigrationId>,
-    /// The program was asked to exit at least once.
-    exit_was_requested: bool,
-    exiting: bool,
-    next_timer: Option<Micros>,
+    /// Migration for which the complete state was handed off to the daemon. While this field is
+    /// set, the task accepts no messages.
+    handoff_migration: Option<MigrationId>,
+    /// True if the program was asked to exit at least once.
+    was_exit_requested: bool,
+    is_exiting: bool,
+    next_timer_at: Option<Micros>,
     event_seq: u64,
     send_event_seq: u64,
 }
 
 impl Core {
     /// Creates the state of a task that a daemon has just accepted.
-    pub(crate) fn new(welcome: &Welcome) -> Core {
+    pub(crate) fn new(welcome: &Welcome) -> Self {
         let (incarnation, last_request) = handoff::initial_ids(welcome);
-        let mut core = Core {
+        let mut core = Self {
             own_tid: welcome.tid,
-            phase: Phase::Connected,
+            phase: ConnectionPhase::Connected,
             connection_alive: Arc::new(AtomicBool::new(true)),
             host: welcome.host,
             dsig: welcome.dsig,
-            output: welcome.output,
-            trace: welcome.trace,
+            output_sink: welcome.output_sink,
+            trace_sink: welcome.trace_sink,
             rm: welcome.rm,
             rm_generation: 0,
             rm_deaths: 0,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
-            deferred_control: VecDeque::new(),
+            deferred_control_frames: VecDeque::new(),
             deferred_control_bytes: 0,
-            shm: ShmRoutes::default(),
-            direct: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
+            shm_routes: ShmRoutes::default(),
+            direct_routes: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
             links: FxHashMap::default(),
             ended_peers: VecDeque::new(),
             pump_queue: VecDeque::new(),
-            in_pump_queue: HashSet::new(),
+            pump_queue_peers: HashSet::new(),
             deferred_deliveries: VecDeque::new(),
             open_requests: HashMap::new(),
-            last_request,
+            last_request_id: last_request,
             rm_calls: PendingRmCalls::default(),
             placement_leases: PlacementLeases::default(),
-            route: RouteId(1),
+            daemon_route: RouteId(1),
             incarnation,
             windows_disabled: false,
-            handed_off_for: None,
-            exit_was_requested: false,
-            exiting: false,
-            next_timer: None,
+            handoff_migration: None,
+            was_exit_requested: false,
+            is_exiting: false,
+            next_timer_at: None,
             event_seq: 0,
             send_event_seq: 0,
         };
-        if let Some(successor) = &welcome.handoff {
-            core.take_over_links(successor);
+        if let Some(handoff) = &welcome.handoff {
+            core.take_over_links(handoff);
         }
-        if let Some(restart) = &welcome.restart {
+        if let Some(restart) = &welcome.restart_info {
             core.roll_back(restart);
         }
         core
     }
 
-    pub(crate) fn phase(&self) -> &Phase {
+    pub(crate) fn phase(&self) -> &ConnectionPhase {
         &self.phase
     }
 
     pub(crate) fn is_connected(&self) -> bool {
-        matches!(self.phase, Phase::Connected)
+        matches!(self.phase, ConnectionPhase::Connected)
     }
 
     /// Returns a flag that is true until the connection is lost for good; reading it needs no lock.
@@ -188,10 +190,10 @@ impl Core {
         self.connection_alive.clone()
     }
 
-    /// Returns the reason why the connection is lost for good.
+    /// Returns the reason why the connection is lost for good; `None` while it is not lost.
     pub(crate) fn lost_reason(&self) -> Option<&str> {
         match &self.phase {
-            Phase::Lost(why) => Some(why),
+            ConnectionPhase::Lost(reason) => Some(reason),
             _ => None,
         }
     }
@@ -204,12 +206,12 @@ impl Core {
         self.dsig
     }
 
-    pub(crate) fn output(&self) -> Sink {
-        self.output
+    pub(crate) fn output_sink(&self) -> Sink {
+        self.output_sink
     }
 
-    pub(crate) fn trace(&self) -> Sink {
-        self.trace
+    pub(crate) fn trace_sink(&self) -> Sink {
+        self.trace_sink
     }
 
     pub(crate) fn rm(&self) -> Option<RmInfo> {
@@ -232,14 +234,14 @@ impl Core {
     }
 
     /// True if this peer is known to have ended.
-    pub(crate) fn is_gone(&self, peer: Tid) -> bool {
+    pub(crate) fn has_peer_ended(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_peer_gone)
     }
 
-    /// True if the flow-control window of the link, and not a full outbox, prevents the
-    /// transmission of its fragments.
+    /// True if the link has fragments to transmit and does not wait for space in the outbox, so its
+    /// flow-control window prevents the transmission.
     pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
-        !self.in_pump_queue.contains(&peer)
+        !self.pump_queue_peers.contains(&peer)
             && self
                 .links
                 .get(&peer)
@@ -248,7 +250,7 @@ impl Core {
 
     /// True if the link waits for space in the outbox.
     pub(crate) fn waits_for_outbox(&self, peer: Tid) -> bool {
-        self.in_pump_queue.contains(&peer)
+        self.pump_queue_peers.contains(&peer)
     }
 
     /// True if any link waits for space in the outbox.
@@ -257,20 +259,25 @@ impl Core {
     }
 
     /// True if every link has transmitted all its fragments.
-    pub(crate) fn all_transmitted(&self) -> bool {
+    pub(crate) fn has_transmitted_all(&self) -> bool {
         self.links
             .values()
             .all(|link| link.is_peer_gone() || link.is_all_transmitted())
     }
 
-    /// Returns the sequence number up to which each link has sent.
+    /// Returns, for each link, the sequence number up to which the task has sent. Omits ended peers
+    /// and links without sent fragments.
     pub(crate) fn send_watermarks(&self) -> Vec<SendWatermark> {
-        let sent = |link: &&Link| !link.is_peer_gone() && link.queued_end_seq() > 1;
-        let mark = |link: &Link| SendWatermark {
+        let has_sent = |link: &&Link| !link.is_peer_gone() && link.queued_end_seq() > 1;
+        let to_watermark = |link: &Link| SendWatermark {
             peer: link.peer(),
             end_seq: link.queued_end_seq(),
         };
-        self.links.values().filter(sent).map(mark).collect()
+        self.links
+            .values()
+            .filter(has_sent)
+            .map(to_watermark)
+            .collect()
     }
 
     /// Returns a counter that increases with every event that can unblock a thread that waits until
@@ -279,10 +286,10 @@ impl Core {
         self.send_event_seq
     }
 
-    /// Returns the time at which [`Core::run_timers`] must be called at the latest. The time may be
-    /// earlier than necessary.
-    pub(crate) fn next_timer(&self) -> Option<Micros> {
-        self.next_timer
+    /// Returns the time at which [`Core::run_timers`] must be called at the latest; `None` without
+    /// a timer. The time may be earlier than necessary.
+    pub(crate) fn next_timer_at(&self) -> Option<Micros> {
+        self.next_timer_at
     }
 
     // ---- calls of the application
@@ -296,15 +303,15 @@ impl Core {
         };
         link.send(message.encode_head(), message.body)
             .map_err(|_| PvmError::OutOfRes)?;
-        if let Some(slot) = self.shm.slot(peer) {
+        if let Some(slot) = self.shm_routes.slot(peer) {
             self.pump_ring(now, slot);
             return Ok(());
         }
-        if self.direct.has_route(peer) {
-            self.pump_direct(now, peer);
+        if self.direct_routes.has_route(peer) {
+            self.pump_direct_route(now, peer);
             return Ok(());
         }
-        if self.outbox.backlog_bytes() < BACKLOG_BYTES_MAX {
+        if self.outbox.backlog_bytes() < OUTBOX_BACKLOG_BYTES_MAX {
             self.pump_link(now, peer);
         } else {
             self.queue_for_pump(peer);
@@ -314,8 +321,8 @@ impl Core {
     }
 
     /// Sends a small message to a task by writing it to a ring, if no further step is needed.
-    /// Returns the peers to wake. `None` means that nothing was sent and the caller must use
-    /// [`Core::send`]. `direct` is true if the program wants direct routes.
+    /// Returns the peers to wake. `None` means that nothing was sent and that the caller must use
+    /// [`Core::send`]. `wants_direct_route` is true if the program wants direct routes.
     #[inline]
     pub(crate) fn try_send_inline(
         &mut self,
@@ -323,16 +330,16 @@ impl Core {
         peer: Tid,
         head: &[u8],
         body: &[u8],
-        direct: bool,
+        wants_direct_route: bool,
     ) -> Option<PeerWakes> {
-        if direct && !self.direct.agreements.is_settled(peer) {
+        if wants_direct_route && !self.direct_routes.agreements.is_settled(peer) {
             return None;
         }
         self.try_send_through_ring(now, peer, head, body)
     }
 
-    /// Delivers a message from this task itself or from the library: into the inbox, or to the
-    /// component of the library that processes such messages.
+    /// Delivers a message. A message of the resource manager that the library itself processes goes
+    /// to the component that handles it; every other message goes into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.event_seq += 1;
         match message.tag {
@@ -341,7 +348,7 @@ impl Core {
                 self.placement_leases.handle_lease(message)
             }
             _ => {
-                if let Some(message) = self.rm_calls.match_answer(message) {
+                if let Some(message) = self.rm_calls.store_if_answer(message) {
                     self.inbox.push(message);
                 }
             }
@@ -355,35 +362,39 @@ impl Core {
 
     /// Queues a request to the daemon. Returns the id of the request, or a reply that reports the
     /// failure.
-    pub(crate) fn send_request(&mut self, what: Request) -> Result<RequestId, Reply> {
-        let failed = |error: PvmError, reason: &str| Reply::Failed {
+    pub(crate) fn send_request(&mut self, daemon_request: Request) -> Result<RequestId, Reply> {
+        let failure_reply = |error: PvmError, reason: &str| Reply::Failed {
             error,
             reason: reason.to_string(),
         };
-        if let Phase::Lost(why) = &self.phase {
-            return Err(failed(PvmError::SysErr, why));
+        if let ConnectionPhase::Lost(lost_reason) = &self.phase {
+            return Err(failure_reply(PvmError::SysErr, lost_reason));
         }
-        if self.open_requests.len() >= REQUESTS_OPEN_MAX {
-            return Err(failed(
+        if self.open_requests.len() >= OPEN_REQUESTS_MAX {
+            return Err(failure_reply(
                 PvmError::OutOfRes,
                 "too many requests of this task are waiting for replies",
             ));
         }
-        let id = self.last_request.next();
-        let frame = encode_control(&ToDaemon::Request { id, request: what }).map_err(|e| {
-            failed(
+        let id = self.last_request_id.next();
+        let frame = encode_control(&ToDaemon::Request {
+            id,
+            request: daemon_request,
+        })
+        .map_err(|e| {
+            failure_reply(
                 PvmError::OutOfRes,
                 &format!("the request was not sent: {e}"),
             )
         })?;
-        let kept = frame.clone();
-        self.push_control(kept).map_err(|e| {
-            failed(
+        let queued_frame = frame.clone();
+        self.push_control(queued_frame).map_err(|e| {
+            failure_reply(
                 e,
                 "the request was not sent: too much data is queued for the daemon",
             )
         })?;
-        self.last_request = id;
+        self.last_request_id = id;
         self.open_requests.insert(
             id,
             OpenRequest {
@@ -394,21 +405,22 @@ impl Core {
         Ok(id)
     }
 
-    /// Returns the reply to a request if it has arrived, or a failure if it can never arrive.
+    /// Returns the reply to a request if the reply has arrived, or a failure if the connection is
+    /// lost. `None` means that the reply may still arrive.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
         if self
             .open_requests
             .get(&id)
-            .is_some_and(|open| open.reply.is_some())
+            .is_some_and(|open_request| open_request.reply.is_some())
         {
             return self.open_requests.remove(&id)?.reply;
         }
-        let Phase::Lost(why) = &self.phase else {
+        let ConnectionPhase::Lost(lost_reason) = &self.phase else {
             return None;
         };
         let reply = Reply::Failed {
             error: PvmError::SysErr,
-            reason: why.clone(),
+            reason: lost_reason.clone(),
         };
         self.open_requests.remove(&id);
         Some(reply)
@@ -417,14 +429,14 @@ impl Core {
     /// Makes all links ignore their flow-control windows, because the process is exiting.
     pub(crate) fn disable_windows(&mut self, now: Micros) {
         if !self.windows_disabled {
-            self.end_rings(now);
-            for peer in self.end_direct(now) {
-                // The process exits before the direct connection has delivered these fragments, so
-                // they are sent again through the daemon.
+            self.close_all_rings(now);
+            for peer in self.close_all_direct_routes(now) {
+                // The process exits before the direct connection has delivered these fragments. The
+                // daemon therefore carries the fragments again.
                 self.links
                     .get_mut(&peer)
                     .into_iter()
-                    .for_each(Link::retransmit_unacked);
+                    .for_each(Link::schedule_retransmission);
             }
         }
         self.windows_disabled = true;
@@ -440,13 +452,16 @@ impl Core {
 
     // ---- calls of the threads that do I/O
 
-    /// Handles a frame from the daemon. After an error the connection is unusable; the error is a
-    /// sentence for the user.
+    /// Handles a frame from the daemon. `received_fds` contains the descriptors that arrived with the
+    /// frame.
+    ///
+    /// # Errors
+    /// A sentence for the user. After an error the connection is unusable.
     pub(crate) fn handle_frame(
         &mut self,
         now: Micros,
         frame: Frame,
-        passed: &mut PendingFds,
+        received_fds: &mut PendingFds,
     ) -> Result<(), String> {
         match frame.kind {
             FrameKind::Link => {
@@ -459,12 +474,12 @@ impl Core {
                 .map_err(|e| e.to_string())?
             {
                 ToTask::Route {
-                    from,
-                    same_host: near,
+                    sender: from,
+                    same_host: is_same_host,
                     message,
                 } => {
-                    let descriptors = match passed.take(message.fd_count()) {
-                        MessageFds::All(all) => all,
+                    let descriptors = match received_fds.take_message_fds(message.fd_count()) {
+                        MessageFds::All(fds) => fds,
                         MessageFds::Lost => {
                             self.handle_lost_descriptors(now, from, &message);
                             return Ok(());
@@ -473,8 +488,8 @@ impl Core {
                             return Err("a route message came without its descriptors".into());
                         }
                     };
-                    self.handle_ring_message(now, from, near, &message, descriptors);
-                    self.handle_direct_message(now, from, near, message);
+                    self.handle_ring_message(now, from, is_same_host, &message, descriptors);
+                    self.handle_direct_message(now, from, is_same_host, message);
                     Ok(())
                 }
                 control => self.handle_control(now, control),
@@ -485,11 +500,11 @@ impl Core {
 
     /// Lets the queued links transmit while the outbox has space.
     pub(crate) fn pump(&mut self, now: Micros) {
-        while self.outbox.backlog_bytes() < BACKLOG_BYTES_MAX {
+        while self.outbox.backlog_bytes() < OUTBOX_BACKLOG_BYTES_MAX {
             let Some(peer) = self.pump_queue.pop_front() else {
                 return;
             };
-            self.in_pump_queue.remove(&peer);
+            self.pump_queue_peers.remove(&peer);
             self.pump_route(now, peer, 1);
         }
     }
@@ -499,30 +514,33 @@ impl Core {
         self.pump_route(now, peer, usize::MAX);
     }
 
-    fn pump_route(&mut self, now: Micros, peer: Tid, transmissions: usize) {
-        match self.shm.slot(peer) {
+    fn pump_route(&mut self, now: Micros, peer: Tid, frames_max: usize) {
+        match self.shm_routes.slot(peer) {
             Some(slot) => self.pump_ring(now, slot),
-            None if self.direct.has_route(peer) => self.pump_direct(now, peer),
-            None => self.pump_through_daemon(now, peer, transmissions),
+            None if self.direct_routes.has_route(peer) => self.pump_direct_route(now, peer),
+            None => self.pump_through_daemon(now, peer, frames_max),
         }
     }
 
     pub(crate) fn run_timers(&mut self, now: Micros) {
-        if self.next_timer.is_none_or(|due| due > now) {
+        if self.next_timer_at.is_none_or(|due| due > now) {
             return;
         }
-        self.next_timer = None;
+        self.next_timer_at = None;
         let mut due = Vec::new();
         for (peer, link) in &mut self.links {
             match link.next_wakeup() {
-                Some(at) if at <= now => due.push(*peer),
-                Some(at) => self.next_timer = Some(self.next_timer.map_or(at, |e| e.min(at))),
+                Some(timer_at) if timer_at <= now => due.push(*peer),
+                Some(timer_at) => {
+                    self.next_timer_at =
+                        Some(self.next_timer_at.map_or(timer_at, |e| e.min(timer_at)))
+                }
                 None => {}
             }
         }
         for peer in due {
             if let Some(link) = self.links.get_mut(&peer) {
-                link.handle(now, LinkEvent::Wake);
+                link.handle_event(now, LinkEvent::Wake);
             }
             self.queue_for_pump(peer);
         }
@@ -533,34 +551,35 @@ impl Core {
 
     /// Enters the quiesced phase. Called when all frames are written and the socket is closed.
     pub(crate) fn mark_quiesced(&mut self) {
-        if let Phase::Quiescing(quiesce) = &self.phase {
-            self.phase = Phase::Quiesced(quiesce.clone());
+        if let ConnectionPhase::Quiescing(quiesce) = &self.phase {
+            self.phase = ConnectionPhase::Quiesced(quiesce.clone());
             self.event_seq += 1;
         }
     }
 
-    /// Continues on a new connection, after a migration or after a migration that failed.
+    /// Continues on a new connection, after a migration that succeeded or failed.
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
-        self.phase = Phase::Connected;
+        self.phase = ConnectionPhase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
-        self.direct.set_addresses(welcome.addresses.clone());
+        self.direct_routes.set_addresses(welcome.addresses.clone());
         self.outbox.clear();
-        if let Some(restart) = &welcome.restart {
+        if let Some(restart) = &welcome.restart_info {
             self.roll_back(restart);
-            // A resource manager that received a request before the restart does not know it.
+            // A resource manager that received a request before the restart no longer knows the
+            // request.
             self.set_rm(None);
         }
         self.set_rm(welcome.rm);
         self.placement_leases.clear();
-        for frame in std::mem::take(&mut self.deferred_control) {
-            self.outbox.push(frame);
+        for frame in std::mem::take(&mut self.deferred_control_frames) {
+            self.outbox.push_frame(frame);
         }
         self.deferred_control_bytes = 0;
-        self.route = self.route.next();
+        self.daemon_route = self.daemon_route.next();
         let peers: Vec<Tid> = self.links.keys().copied().collect();
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
-                link.handle(now, LinkEvent::RouteUp(self.route));
+                link.handle_event(now, LinkEvent::RouteUp(self.daemon_route));
                 self.queue_for_pump(peer);
             }
         }
@@ -568,24 +587,25 @@ impl Core {
         self.event_seq += 1;
     }
 
-    /// Marks the connection as lost for good. The first reason is kept.
+    /// Marks the connection as lost for good. Only the first reason is recorded.
     pub(crate) fn mark_connection_lost(&mut self, reason: impl Into<String>) {
         if self.lost_reason().is_some() {
             return;
         }
         // Messages that peers on this host have sent can still be received.
-        self.end_rings(Micros(0));
-        self.end_direct(Micros(0));
+        self.close_all_rings(Micros(0));
+        self.close_all_direct_routes(Micros(0));
         self.release_shared_memory();
-        self.phase = Phase::Lost(reason.into());
+        self.phase = ConnectionPhase::Lost(reason.into());
         self.connection_alive.store(false, Ordering::Release);
         self.outbox.clear();
-        self.deferred_control.clear();
+        self.deferred_control_frames.clear();
         self.deferred_control_bytes = 0;
         self.pump_queue.clear();
-        self.in_pump_queue.clear();
-        self.next_timer = None;
-        // Nothing else will arrive, so notifications that wait for a last message are delivered.
+        self.pump_queue_peers.clear();
+        self.next_timer_at = None;
+        // No further messages can arrive, so notifications that wait for a last message are
+        // delivered.
         for (_, message) in std::mem::take(&mut self.deferred_deliveries) {
             self.inbox.push(message);
         }
@@ -597,21 +617,21 @@ impl Core {
 
     fn push_control(&mut self, frame: Bytes) -> PvmResult<()> {
         match self.phase {
-            Phase::Connected => self.outbox.push(frame),
-            Phase::Quiescing(_) | Phase::Quiesced(_) => {
+            ConnectionPhase::Connected => self.outbox.push_frame(frame),
+            ConnectionPhase::Quiescing(_) | ConnectionPhase::Quiesced(_) => {
                 if self.deferred_control_bytes + frame.len() > DEFERRED_CONTROL_BYTES_MAX {
                     return Err(PvmError::OutOfRes);
                 }
                 self.deferred_control_bytes += frame.len();
-                self.deferred_control.push_back(frame);
+                self.deferred_control_frames.push_back(frame);
             }
-            Phase::Lost(_) => return Err(PvmError::SysErr),
+            ConnectionPhase::Lost(_) => return Err(PvmError::SysErr),
         }
         Ok(())
     }
 
     fn queue_for_pump(&mut self, peer: Tid) {
-        if self.in_pump_queue.insert(peer) {
+        if self.pump_queue_peers.insert(peer) {
             self.pump_queue.push_back(peer);
         }
     }
@@ -620,7 +640,7 @@ impl Core {
         let mut link = Link::new(self.own_tid, peer);
         link.begin_incarnation(self.incarnation, true);
         if self.is_connected() {
-            link.handle(Micros(0), LinkEvent::RouteUp(self.route));
+            link.handle_event(Micros(0), LinkEvent::RouteUp(self.daemon_route));
         }
         if self.windows_disabled {
             link.disable_window();
@@ -632,12 +652,12 @@ impl Core {
     /// ended without sending anything, a new link replaces it, because the tid may have been
     /// reused. `None` if the task has too many links.
     pub(super) fn get_or_create_link(&mut self, peer: Tid) -> Option<&mut Link> {
-        let stale = self
+        let is_stale = self
             .links
             .get(&peer)
             .is_some_and(|link| link.is_peer_gone() && link.expected_seq() == 1);
-        if stale || !self.links.contains_key(&peer) {
-            if self.links.len() >= LINKS_MAX && !stale {
+        if is_stale || !self.links.contains_key(&peer) {
+            if self.links.len() >= LINKS_MAX && !is_stale {
                 return None;
             }
             let link = self.new_link(peer);
@@ -649,7 +669,7 @@ impl Core {
     fn handle_link_frame(&mut self, now: Micros, frame: LinkFrame) {
         let peer = frame.src;
         if peer == self.own_tid && frame.dst != self.own_tid {
-            return self.restore_unacked(now, &frame);
+            return self.restore_unacked_fragment(now, &frame);
         }
         if frame.dst != self.own_tid || peer == self.own_tid || !peer.is_task() {
             return;
@@ -658,14 +678,14 @@ impl Core {
             return;
         }
         // Acknowledgements of a task that ended without sending a message may still be in transit.
-        // Only a first fragment proves that a task with this tid exists.
-        let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
-        let ended = |link: &Link| {
+        // Only the first fragment of a link proves that a task with this tid exists.
+        let is_first_fragment = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
+        let has_ended_silently = |link: &Link| {
             link.is_peer_gone()
                 && link.expected_seq() == 1
                 && !link.has_older_incarnation_than(frame.incarnation)
         };
-        if !first && self.links.get(&peer).is_some_and(ended) {
+        if !is_first_fragment && self.links.get(&peer).is_some_and(has_ended_silently) {
             return;
         }
         self.drain_peer(now, peer);
@@ -676,34 +696,34 @@ impl Core {
             kind,
             seq,
             ack,
-            incarnation: line,
+            incarnation: frame_incarnation,
             payload,
             ..
         } = frame;
-        if !link.accept_incarnation(line) {
+        if !link.accept_incarnation(frame_incarnation) {
             return self.pump_link(now, peer);
         }
-        if payload.len() <= COPY_BYTES_MAX {
+        if payload.len() <= COPIED_FRAGMENT_BYTES_MAX {
             link.handle_borrowed_frame(now, kind, seq, ack, &payload[..]);
         } else {
             link.handle_borrowed_frame(now, kind, seq, ack, payload);
         }
         self.deliver_messages_from(peer);
         self.pump_link(now, peer);
-        self.release_deferred(peer);
+        self.deliver_deferred(peer);
     }
 
-    /// True if the inbox has reached its maximum size. Fragments are then refused, and their
-    /// senders keep the messages.
+    /// True if the inbox has reached its maximum size. While the inbox is full, fragments are
+    /// refused, and their senders retain the messages.
     pub(super) fn inbox_is_full(&self) -> bool {
         self.inbox.charged_bytes() >= INBOX_BYTES_MAX
     }
 
-    /// Delivers all messages of a peer whose last fragment has arrived.
+    /// Delivers all complete messages of a peer.
     pub(super) fn deliver_messages_from(&mut self, peer: Tid) {
         while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
-            // Only a peer that violates the protocol sends a message shorter than a header; it is
-            // dropped.
+            // A message shorter than a header is dropped. Only a peer that violates the protocol
+            // sends such a message.
             if let Some(message) = Message::decode(peer, self.own_tid, bytes) {
                 self.deliver(message);
             }
@@ -712,16 +732,18 @@ impl Core {
 
     // ---- access for rings and direct routes
 
-    pub(super) fn direct_and_links(&mut self) -> (&mut DirectRoutes, &mut FxHashMap<Tid, Link>) {
-        (&mut self.direct, &mut self.links)
+    pub(super) fn direct_routes_and_links(
+        &mut self,
+    ) -> (&mut DirectRoutes, &mut FxHashMap<Tid, Link>) {
+        (&mut self.direct_routes, &mut self.links)
     }
 
     pub(super) fn bump_event_seq(&mut self) {
         self.event_seq += 1;
     }
 
-    pub(super) fn shm_and_links(&mut self) -> (&mut ShmRoutes, &mut FxHashMap<Tid, Link>) {
-        (&mut self.shm, &mut self.links)
+    pub(super) fn shm_routes_and_links(&mut self) -> (&mut ShmRoutes, &mut FxHashMap<Tid, Link>) {
+        (&mut self.shm_routes, &mut self.links)
     }
 
     pub(super) fn tid(&self) -> Tid {
@@ -736,38 +758,38 @@ impl Core {
         self.links.get_mut(&peer)
     }
 
-    pub(super) fn next_route(&mut self) -> RouteId {
-        self.route = self.route.next();
-        self.route
+    pub(super) fn allocate_route(&mut self) -> RouteId {
+        self.daemon_route = self.daemon_route.next();
+        self.daemon_route
     }
 
     pub(super) fn bump_send_event_seq(&mut self) {
         self.send_event_seq += 1;
     }
 
-    /// Ensures that [`Core::run_timers`] is called at this time.
+    /// Ensures that [`Core::run_timers`] is called at the time `at` or earlier.
     pub(super) fn schedule_timer(&mut self, at: Micros) {
-        self.next_timer = Some(self.next_timer.map_or(at, |e| e.min(at)));
+        self.next_timer_at = Some(self.next_timer_at.map_or(at, |e| e.min(at)));
     }
 
-    /// Ensures that [`Core::run_timers`] is called when this link needs it.
+    /// Ensures that [`Core::run_timers`] is called when this link needs the call.
     pub(super) fn schedule_link_timer(&mut self, peer: Tid) {
         if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
             self.schedule_timer(at);
         }
     }
 
-    /// Transmits frames of a link until it has none, the outbox is full, or `transmissions` frames
-    /// were queued.
-    fn pump_through_daemon(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
+    /// Transmits frames of a link until the link has none, the outbox is full, or `frames_left`
+    /// frames were queued.
+    fn pump_through_daemon(&mut self, now: Micros, peer: Tid, mut frames_left: usize) {
         while let Some(frame) = self
             .links
             .get_mut(&peer)
             .and_then(|link| link.next_frame(now))
         {
             self.outbox.push_link(&frame.to_frame());
-            transmissions -= 1;
-            if transmissions == 0 || self.outbox.backlog_bytes() >= BACKLOG_BYTES_MAX {
+            frames_left -= 1;
+            if frames_left == 0 || self.outbox.backlog_bytes() >= OUTBOX_BACKLOG_BYTES_MAX {
                 return self.queue_for_pump(peer);
             }
         }
@@ -780,32 +802,41 @@ impl Core {
                 return Err("the daemon sent a second welcome".into());
             }
             ToTask::Reply { id, reply } => {
-                if let Some(open) = self.open_requests.get_mut(&id) {
-                    open.reply = Some(reply);
+                if let Some(open_request) = self.open_requests.get_mut(&id) {
+                    open_request.reply = Some(reply);
                     self.event_seq += 1;
                 }
             }
             ToTask::Deliver {
                 message,
-                deliver_after: after,
-            } => self.handle_delivery(now, message, after),
+                deliver_after: watermark,
+            } => self.handle_delivery(now, message, watermark),
             ToTask::PeerGone { tid } => self.handle_peer_end(now, tid),
             ToTask::PeerMigrated { tid } => {
                 self.remove_peer_ring(now, tid);
-                self.direct_peer_migrated(now, tid);
+                self.handle_direct_peer_migration(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
-                    link.handle(now, LinkEvent::PeerMigrated);
+                    link.handle_event(now, LinkEvent::PeerMigrated);
                     self.pump_link(now, tid);
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
-            ToTask::PrepareExit { migration: by } => self.handle_exit_announcement(now, by),
+            ToTask::PrepareExit {
+                migration: migration_id,
+            } => self.handle_exit_announcement(now, migration_id),
             ToTask::Route { .. } => {
                 return Err("a route message came on a channel without descriptors".into());
             }
-            ToTask::Quiesce { migration, tokens } => {
-                self.begin_quiesce(now, QuiesceRequest { migration, tokens })?
-            }
+            ToTask::Quiesce {
+                migration,
+                token_paths: tokens,
+            } => self.begin_quiesce(
+                now,
+                QuiesceRequest {
+                    migration,
+                    token_paths: tokens,
+                },
+            )?,
         }
         Ok(())
     }
@@ -824,26 +855,26 @@ impl Core {
     }
 
     pub(super) fn handle_peer_end(&mut self, now: Micros, peer: Tid) {
-        if peer == self.own_tid || self.is_gone(peer) {
+        if peer == self.own_tid || self.has_peer_ended(peer) {
             return;
         }
         self.remove_peer_ring(now, peer);
-        if !self.direct_peer_ended(now, peer) {
+        if !self.handle_direct_peer_end(now, peer) {
             return;
         }
-        // The end of the peer is recorded even if there was no link: a notification that waits for
-        // this peer's last message must not wait forever.
+        // The end of the peer is recorded even if there was no link. Otherwise a notification could
+        // wait forever for this peer's last message.
         let Some(link) = self.get_or_create_link(peer) else {
             return;
         };
-        link.handle(now, LinkEvent::PeerGone);
+        link.handle_event(now, LinkEvent::PeerGone);
         self.pump_link(now, peer);
         self.ended_peers.push_back(peer);
         self.event_seq += 1;
-        self.release_deferred(peer);
+        self.deliver_deferred(peer);
         if self.ended_peers.len() > ENDED_LINKS_MAX
             && let Some(oldest) = self.ended_peers.pop_front()
-            && self.is_gone(oldest)
+            && self.has_peer_ended(oldest)
         {
             self.links.remove(&oldest);
         }
@@ -853,25 +884,25 @@ impl Core {
         if !self.is_connected() {
             return Err("the daemon sent a second quiesce request".into());
         }
-        self.end_rings(now);
-        self.end_direct(now);
+        self.close_all_rings(now);
+        self.close_all_direct_routes(now);
         for link in self.links.values_mut() {
-            link.handle(now, LinkEvent::RouteDown);
+            link.handle_event(now, LinkEvent::RouteDown);
         }
         self.release_shared_memory();
-        self.shm.copy_leased_messages();
+        self.shm_routes.copy_leased_messages();
         sempa_proto::buffer_pool::clear();
         self.pump_queue.clear();
-        self.in_pump_queue.clear();
-        self.next_timer = None;
-        let last = ToDaemon::Quiesced {
+        self.pump_queue_peers.clear();
+        self.next_timer_at = None;
+        let last_frame = ToDaemon::Quiesced {
             migration: quiesce.migration,
             watermarks: self.send_watermarks(),
-            redirect_address: super::redirect::reset(),
+            redirect_address: super::redirect::clear_and_locate(),
         };
         self.outbox
-            .push(encode_control(&last).map_err(|e| format!("quiescing: {e}"))?);
-        self.phase = Phase::Quiescing(quiesce);
+            .push_frame(encode_control(&last_frame).map_err(|e| format!("quiescing: {e}"))?);
+        self.phase = ConnectionPhase::Quiescing(quiesce);
         self.event_seq += 1;
         Ok(())
     }

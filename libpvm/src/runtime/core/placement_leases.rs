@@ -3,14 +3,14 @@
 //! manager each time.
 //!
 //! A lease is valid for requests that equal the leased request except for the arguments of the
-//! program. The lease ends when the resource manager changes it or is replaced, or when it was not
-//! used during its time span.
+//! program. The lease ends when the resource manager changes the lease, when the resource manager
+//! is replaced, or when the lease was not used during its time span.
 
 use sempa_proto::sm::{LEASE_TASKS_MAX, PlacementLease, unpack_placement_lease};
 use sempa_proto::task::{LeasedSpawn, SpawnRequest};
 use sempa_proto::{Message, Micros, Tid};
 
-/// Last spawn request to the resource manager, with the lease that it granted.
+/// Last spawn request to the resource manager, with the lease that the resource manager granted.
 #[derive(Debug, Default)]
 pub(crate) struct PlacementLeases(Option<LeasedRequest>);
 
@@ -18,15 +18,15 @@ pub(crate) struct PlacementLeases(Option<LeasedRequest>);
 struct LeasedRequest {
     rm: Tid,
     wid: i32,
-    template: SpawnRequest,
-    /// Time of the request, or of the last use of the lease. The time span of the lease begins at
+    request_template: SpawnRequest,
+    /// Time of the request or of the last use of the lease. The time span of the lease begins at
     /// this time.
     last_used_at: Micros,
     lease: Option<PlacementLease>,
 }
 
 impl PlacementLeases {
-    /// Records a request that is about to be sent to a resource manager.
+    /// Records a request that the caller is about to send to the resource manager `rm`.
     pub(crate) fn record_request(
         &mut self,
         now: Micros,
@@ -38,24 +38,26 @@ impl PlacementLeases {
             args: Vec::new(),
             ..request.clone()
         };
-        let is_small = request.count as usize <= LEASE_TASKS_MAX;
-        self.0 = is_small.then_some(LeasedRequest {
+        let is_leasable = request.task_count as usize <= LEASE_TASKS_MAX;
+        self.0 = is_leasable.then_some(LeasedRequest {
             rm,
             wid,
-            template,
+            request_template: template,
             last_used_at: now,
             lease: None,
         });
     }
 
-    /// Stores the lease that a message of the resource manager contains.
+    /// Stores the lease that a message of the resource manager contains, if the message answers the
+    /// recorded request.
     pub(super) fn handle_lease(&mut self, message: Message) {
-        let asked = self
-            .0
-            .as_mut()
-            .filter(|asked| (asked.rm, asked.wid) == (message.src, message.wid));
-        if let (Some(asked), Ok(grant)) = (asked, unpack_placement_lease(message.body)) {
-            asked.lease = Some(grant);
+        let leased_request = self.0.as_mut().filter(|leased_request| {
+            (leased_request.rm, leased_request.wid) == (message.src, message.wid)
+        });
+        if let (Some(leased_request), Ok(grant)) =
+            (leased_request, unpack_placement_lease(message.body))
+        {
+            leased_request.lease = Some(grant);
         }
     }
 
@@ -66,25 +68,27 @@ impl PlacementLeases {
         now: Micros,
         request: &SpawnRequest,
     ) -> Option<LeasedSpawn> {
-        let asked = self
-            .0
-            .as_mut()
-            .filter(|asked| asked.template.has_same_placement_as(request))?;
-        let lease = asked
+        let leased_request = self.0.as_mut().filter(|leased_request| {
+            leased_request
+                .request_template
+                .has_same_placement_as(request)
+        })?;
+        let lease = leased_request
             .lease
             .as_mut()
-            .filter(|lease| now.since(asked.last_used_at) < lease.valid_for)?;
-        let count = request.count as usize;
-        let hosts = (lease.hosts.len() >= count).then(|| lease.hosts.drain(..count).collect())?;
-        asked.last_used_at = now;
+            .filter(|lease| now.since(leased_request.last_used_at) < lease.validity_time)?;
+        let task_count = request.task_count as usize;
+        let hosts =
+            (lease.hosts.len() >= task_count).then(|| lease.hosts.drain(..task_count).collect())?;
+        leased_request.last_used_at = now;
         Some(LeasedSpawn {
-            rm: asked.rm,
-            wid: asked.wid,
+            rm: leased_request.rm,
+            lease_wid: leased_request.wid,
             hosts,
         })
     }
 
-    /// Drops the lease and the request that it covers.
+    /// Drops the lease and the leased request.
     pub(crate) fn clear(&mut self) {
         self.0 = None;
     }

@@ -21,20 +21,19 @@ impl Core {
     /// because both ends have the state of the checkpoint. All other links start again at sequence
     /// number 1.
     pub(super) fn roll_back(&mut self, restart: &RestartInfo) {
-        let RestartGroup {
-            incarnation: line, ..
-        } = &restart.group;
-        self.incarnation = *line;
+        let RestartGroup { incarnation, .. } = &restart.restart_group;
+        self.incarnation = *incarnation;
         for (peer, link) in self
             .links
             .iter_mut()
             .filter(|(_, link)| !link.is_peer_gone())
         {
-            let previous_incarnation = restart.group.incarnation_before(*peer);
-            // The incarnation at the checkpoint, which the peer would have announced next.
+            let previous_incarnation = restart.restart_group.incarnation_at_checkpoint(*peer);
+            // The link first accepts the incarnation that the peer had at the checkpoint, because
+            // the peer would have announced that incarnation next.
             previous_incarnation
                 .map(|previous_incarnation| link.accept_incarnation(previous_incarnation));
-            link.begin_incarnation(*line, previous_incarnation.is_some());
+            link.begin_incarnation(*incarnation, previous_incarnation.is_some());
         }
         for id in &restart.requests_to_repeat {
             if let Some(OpenRequest {
@@ -42,7 +41,7 @@ impl Core {
                 reply: None,
             }) = self.open_requests.get(id)
             {
-                self.outbox.push(frame.clone());
+                self.outbox.push_frame(frame.clone());
             }
         }
     }

@@ -9,33 +9,33 @@ use sempa_proto::migration::RestartGroup;
 use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::{ProcessHandoff, RestartInfo, RmServices};
 
-const ME: Tid = Tid::from_raw(0x40001);
+const OWN_TID: Tid = Tid::from_raw(0x40001);
 const PEER: Tid = Tid::from_raw(0x40002);
 
-fn core() -> Core {
-    Core::new(&welcome())
+fn new_core() -> Core {
+    Core::new(&test_welcome())
 }
 
-fn welcome() -> Welcome {
+fn test_welcome() -> Welcome {
     Welcome {
-        tid: ME,
+        tid: OWN_TID,
         parent: Tid::NONE,
         host: HostId::MASTER,
         addresses: vec![],
         rm: None,
-        output: Sink::default(),
-        trace: Sink::default(),
+        output_sink: Sink::default(),
+        trace_sink: Sink::default(),
         dsig: DSIG_X86_64,
         spawned: false,
-        tracer: None,
-        restart: None,
+        tracer_settings: None,
+        restart_info: None,
         handoff: None,
     }
 }
 
 fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
     Message {
-        src: ME,
+        src: OWN_TID,
         dst,
         ctx: CTX_BASE,
         tag,
@@ -50,12 +50,12 @@ fn receive_control(core: &mut Core, control: ToTask) -> Result<(), String> {
 }
 
 fn quiesced_core() -> Core {
-    let mut core = core();
+    let mut core = new_core();
     receive_control(
         &mut core,
         ToTask::Quiesce {
             migration: MigrationId(1),
-            tokens: vec![],
+            token_paths: vec![],
         },
     )
     .expect("quiesces");
@@ -64,12 +64,13 @@ fn quiesced_core() -> Core {
     core
 }
 
-/// Above the limit of deferred notifications the oldest is delivered early; none is lost.
+/// Above [`DEFERRED_DELIVERIES_MAX`] deferred notifications the oldest is delivered early; none is
+/// lost.
 #[test]
 fn deferred_notifications_are_bounded_without_loss() {
-    let mut core = core();
+    let mut core = new_core();
     for tag in 0..=DEFERRED_DELIVERIES_MAX as i32 {
-        let message = message(ME, tag, Bytes::new());
+        let message = message(OWN_TID, tag, Bytes::new());
         receive_control(
             &mut core,
             ToTask::Deliver {
@@ -88,34 +89,38 @@ fn deferred_notifications_are_bounded_without_loss() {
     assert!(core.inbox.iter().zip(0..).all(|(m, tag)| m.tag == tag));
 }
 
-/// The number of remembered links to ended tasks is limited.
+/// A task retains at most [`ENDED_LINKS_MAX`] links to ended tasks.
 #[test]
 fn remembered_ended_links_are_bounded() {
-    let mut core = core();
+    let mut core = new_core();
     for local in 2..(ENDED_LINKS_MAX as u32 + 100) {
-        let tid = Tid::task(HostId::MASTER, local).expect("a tid");
+        let tid = Tid::for_task(HostId::MASTER, local).expect("a tid");
         receive_control(&mut core, ToTask::PeerGone { tid }).expect("noted");
     }
     assert_eq!(core.links.len(), ENDED_LINKS_MAX);
 }
 
-/// The control frames queued during a migration are limited in size.
+/// During a migration, control frames are queued up to a total of [`DEFERRED_CONTROL_BYTES_MAX`]
+/// bytes; the next frame fails with `OutOfRes`.
 #[test]
 fn control_queue_during_migration_is_bounded() {
     let mut core = quiesced_core();
-    let order = message(HostId::MASTER.daemon_tid(), 1, vec![0; 32 << 20].into());
-    let taken = (0..100)
-        .take_while(|_| core.send_to_daemon(order.clone()).is_ok())
+    let control_message = message(HostId::MASTER.daemon_tid(), 1, vec![0; 32 << 20].into());
+    let accepted_count = (0..100)
+        .take_while(|_| core.send_to_daemon(control_message.clone()).is_ok())
         .count();
-    assert_eq!(taken, DEFERRED_CONTROL_BYTES_MAX / (32 << 20) - 1);
-    assert_eq!(core.send_to_daemon(order), Err(PvmError::OutOfRes));
+    assert_eq!(accepted_count, DEFERRED_CONTROL_BYTES_MAX / (32 << 20) - 1);
+    assert_eq!(
+        core.send_to_daemon(control_message),
+        Err(PvmError::OutOfRes)
+    );
 }
 
 /// Above [`REQUESTS_OPEN_MAX`] open requests a further request fails with `OutOfRes`.
 #[test]
 fn open_requests_are_bounded() {
-    let mut core = core();
-    for _ in 0..REQUESTS_OPEN_MAX {
+    let mut core = new_core();
+    for _ in 0..OPEN_REQUESTS_MAX {
         core.send_request(Request::Config).expect("asked");
     }
     assert!(matches!(
@@ -127,20 +132,19 @@ fn open_requests_are_bounded() {
     ));
 }
 
-/// Links that wait for space in the outbox transmit in turn.
 #[test]
 fn links_share_full_outbox_in_turn() {
-    let mut core = core();
-    let others = [PEER, Tid::from_raw(0x40003)];
-    for peer in others {
+    let mut core = new_core();
+    let peers = [PEER, Tid::from_raw(0x40003)];
+    for peer in peers {
         core.send(
             Micros(0),
-            message(peer, 1, vec![0; 2 * BACKLOG_BYTES_MAX].into()),
+            message(peer, 1, vec![0; 2 * OUTBOX_BACKLOG_BYTES_MAX].into()),
         )
         .expect("queued");
     }
-    assert!(core.outbox.backlog_bytes() < BACKLOG_BYTES_MAX + (70 << 10));
-    assert!(others.iter().all(|peer| core.waits_for_outbox(*peer)));
+    assert!(core.outbox.backlog_bytes() < OUTBOX_BACKLOG_BYTES_MAX + (70 << 10));
+    assert!(peers.iter().all(|peer| core.waits_for_outbox(*peer)));
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
         let bytes = core
@@ -151,25 +155,24 @@ fn links_share_full_outbox_in_turn() {
             .flat_map(|s| s.to_vec())
             .collect::<Vec<u8>>();
         decoder.push(&bytes);
-        core.outbox.remove_written(bytes.len());
+        core.outbox.remove_written_bytes(bytes.len());
         core.pump(Micros(0));
     }
-    assert!(core.all_transmitted());
-    let mut order = Vec::new();
+    assert!(core.has_transmitted_all());
+    let mut receiver_order = Vec::new();
     while let Some(frame) = decoder.next_frame().expect("good") {
-        order.push(frame.decode_link().expect("a link frame").dst);
+        receiver_order.push(frame.decode_link().expect("a link frame").dst);
     }
-    let second = order
+    let second_index = receiver_order
         .iter()
-        .position(|dst| *dst == others[1])
+        .position(|dst| *dst == peers[1])
         .expect("sent");
     assert!(
-        order[second..].contains(&others[0]),
+        receiver_order[second_index..].contains(&peers[0]),
         "the second did not wait until the first was done"
     );
 }
 
-/// A quiesce request to a quiesced task is a protocol error.
 #[test]
 fn second_quiesce_request_is_an_error() {
     let mut core = quiesced_core();
@@ -178,7 +181,7 @@ fn second_quiesce_request_is_an_error() {
             &mut core,
             ToTask::Quiesce {
                 migration: MigrationId(2),
-                tokens: vec![]
+                token_paths: vec![]
             }
         )
         .is_err()
@@ -193,32 +196,36 @@ fn quiesced_task_transmits_nothing() {
         .expect("kept");
     core.run_timers(Micros::from_secs(100));
     core.pump(Micros::from_secs(100));
-    assert!(core.outbox.is_empty() && core.next_timer().is_none() && !core.all_transmitted());
+    assert!(
+        core.outbox.is_empty() && core.next_timer_at().is_none() && !core.has_transmitted_all()
+    );
 }
 
-/// An acknowledgement that arrives after the end of its sender does not make the peer count as
+/// An acknowledgement that arrives after its sender has ended does not make the sender count as
 /// alive.
 #[test]
 fn late_ack_does_not_revive_ended_peer() {
-    let mut core = core();
+    let mut core = new_core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
     receive_control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
-    let late = LinkFrame {
+    let late_ack = LinkFrame {
         src: PEER,
-        dst: ME,
-        kind: LinkKind::Ack { resync: false },
+        dst: OWN_TID,
+        kind: LinkKind::Ack {
+            requests_resync: false,
+        },
         seq: 0,
         ack: 2,
         incarnation: 0,
         payload: Bytes::new(),
     };
     let mut decoder = FrameDecoder::new();
-    decoder.push(&encode_link(&late));
+    decoder.push(&encode_link(&late_ack));
     let frame = decoder.next_frame().expect("good").expect("whole");
     core.handle_frame(Micros(0), frame, &mut PendingFds::default())
         .expect("ignored");
-    assert!(core.is_gone(PEER));
+    assert!(core.has_peer_ended(PEER));
 }
 
 /// Returns the frames in the outbox and marks them as written.
@@ -233,30 +240,31 @@ fn take_written(core: &mut Core) -> Vec<Frame> {
             .flat_map(|s| s.to_vec())
             .collect::<Vec<u8>>();
         decoder.push(&bytes);
-        core.outbox.remove_written(bytes.len());
+        core.outbox.remove_written_bytes(bytes.len());
     }
     std::iter::from_fn(|| decoder.next_frame().expect("good")).collect()
 }
 
-fn links_of(frames: Vec<Frame>) -> Vec<LinkFrame> {
-    let links = frames
+fn link_frames(frames: Vec<Frame>) -> Vec<LinkFrame> {
+    let decoded_frames = frames
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Link);
-    links
+    decoded_frames
         .map(|frame| frame.decode_link().expect("a link frame"))
         .collect()
 }
 
-fn requests_of(frames: Vec<Frame>) -> Vec<RequestId> {
-    let controls = frames
+fn request_ids(frames: Vec<Frame>) -> Vec<RequestId> {
+    let control_frames = frames
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Control);
-    let ids = controls.map(
-        |frame| match frame.decode_control::<ToDaemon>().expect("a word") {
-            ToDaemon::Request { id, .. } => id,
-            other => panic!("{other:?}"),
-        },
-    );
+    let ids =
+        control_frames.map(
+            |frame| match frame.decode_control::<ToDaemon>().expect("a word") {
+                ToDaemon::Request { id, .. } => id,
+                other => panic!("{other:?}"),
+            },
+        );
     ids.collect()
 }
 
@@ -269,32 +277,36 @@ fn receive_frame(core: &mut Core, frame: &LinkFrame) {
 }
 
 /// Quiesces a process, then restarts it together with PEER from a checkpoint in incarnation 3.
-/// `again` lists the requests to repeat. Returns the frames that the restarted process sends.
-fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
+/// `repeated_requests` lists the requests to repeat. Returns the frames that the restarted process sends.
+fn restart_from_checkpoint(
+    core: &mut Core,
+    rm: Option<RmInfo>,
+    repeated_requests: Vec<RequestId>,
+) -> Vec<Frame> {
     receive_control(
         core,
         ToTask::Quiesce {
             migration: MigrationId(1),
-            tokens: vec![],
+            token_paths: vec![],
         },
     )
     .expect("quiesces");
     core.outbox.clear();
     core.mark_quiesced();
-    let timeline = RestartGroup {
+    let restart_group = RestartGroup {
         incarnation: 3,
-        members: vec![(ME, 0), (PEER, 0)],
+        members: vec![(OWN_TID, 0), (PEER, 0)],
         same_vm: true,
     };
     core.resume(
         Micros(0),
         &Welcome {
             rm,
-            restart: Some(RestartInfo {
-                group: timeline,
-                requests_to_repeat: again,
+            restart_info: Some(RestartInfo {
+                restart_group,
+                requests_to_repeat: repeated_requests,
             }),
-            ..welcome()
+            ..test_welcome()
         },
     );
     take_written(core)
@@ -304,7 +316,7 @@ fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Fr
 /// their ids.
 #[test]
 fn restarted_task_repeats_unanswered_requests() {
-    let mut core = core();
+    let mut core = new_core();
     let ids: Vec<RequestId> = (0..4)
         .map(|_| core.send_request(Request::Config).expect("asked"))
         .collect();
@@ -316,9 +328,11 @@ fn restarted_task_repeats_unanswered_requests() {
         },
     )
     .expect("noted");
-    let frames = restart(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
-    // The second request has its reply, and the reply to the third is still at the daemon.
-    assert_eq!(requests_of(frames), [ids[0], ids[3]]);
+    let frames =
+        restart_from_checkpoint(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
+    // The second request already has its reply. The reply to the third request is still at the
+    // daemon.
+    assert_eq!(request_ids(frames), [ids[0], ids[3]]);
     assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
     for id in [ids[0], ids[2], ids[3]] {
         assert_eq!(core.take_reply(id), None);
@@ -344,7 +358,7 @@ fn restart_counts_as_rm_death() {
             services: RmServices::default(),
         })
     };
-    for (before, after, deaths) in [
+    for (old_rm, new_rm, death_count) in [
         (rm(7), rm(7), 1),
         (rm(7), rm(8), 1),
         (rm(7), None, 1),
@@ -352,11 +366,11 @@ fn restart_counts_as_rm_death() {
         (None, None, 0),
     ] {
         let mut core = Core::new(&Welcome {
-            rm: before,
-            ..welcome()
+            rm: old_rm,
+            ..test_welcome()
         });
-        restart(&mut core, after, vec![]);
-        assert_eq!((core.rm_deaths(), core.rm()), (deaths, after));
+        restart_from_checkpoint(&mut core, new_rm, vec![]);
+        assert_eq!((core.rm_deaths(), core.rm()), (death_count, new_rm));
     }
 }
 
@@ -364,20 +378,20 @@ fn restart_counts_as_rm_death() {
 /// start at 1.
 #[test]
 fn restart_keeps_links_between_members_only() {
-    const OTHER: Tid = Tid::from_raw(0x40003);
-    let (mut core, now) = (core(), Micros(0));
-    for peer in [PEER, OTHER] {
+    const NON_MEMBER: Tid = Tid::from_raw(0x40003);
+    let (mut core, now) = (new_core(), Micros(0));
+    for peer in [PEER, NON_MEMBER] {
         core.send(now, message(peer, 1, Bytes::new()))
             .expect("sent");
-        let mut word = message(ME, 2, Bytes::new());
-        word.src = peer;
-        let payload = Bytes::from(word.encode_head().as_ref().to_vec());
+        let mut peer_message = message(OWN_TID, 2, Bytes::new());
+        peer_message.src = peer;
+        let payload = Bytes::from(peer_message.encode_head().as_ref().to_vec());
         receive_frame(
             &mut core,
             &LinkFrame {
                 src: peer,
-                dst: ME,
-                kind: LinkKind::Data { last: true },
+                dst: OWN_TID,
+                kind: LinkKind::Data { is_last: true },
                 seq: 1,
                 ack: 1,
                 incarnation: 0,
@@ -386,101 +400,110 @@ fn restart_keeps_links_between_members_only() {
         );
     }
     assert_eq!(core.inbox.len(), 2);
-    let links = links_of(restart(&mut core, None, vec![]));
-    let said: Vec<_> = links
+    let links = link_frames(restart_from_checkpoint(&mut core, None, vec![]));
+    let sent_fields: Vec<_> = links
         .iter()
         .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
         .collect();
-    // PEER, which restarted too, is probed. OTHER has most probably received everything.
+    // PEER, which restarted too, is probed. The task outside the checkpoint is not probed, because
+    // it has most probably received everything.
     assert!(
-        said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER),
-        "{said:?}"
+        sent_fields.contains(&(PEER, LinkKind::Probe, 2, 2, 3))
+            && sent_fields.iter().all(|sent_fields| sent_fields.0 == PEER),
+        "{sent_fields:?}"
     );
-    for (peer, seq, ack) in [(PEER, 2, 2), (OTHER, 1, 1), (Tid::from_raw(0x40004), 1, 1)] {
+    for (peer, seq, ack) in [
+        (PEER, 2, 2),
+        (NON_MEMBER, 1, 1),
+        (Tid::from_raw(0x40004), 1, 1),
+    ] {
         core.send(now, message(peer, 1, Bytes::new()))
             .expect("sent");
-        let links = links_of(take_written(&mut core));
-        let said: Vec<_> = links
+        let links = link_frames(take_written(&mut core));
+        let sent_fields: Vec<_> = links
             .iter()
             .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
             .collect();
-        assert_eq!(said, [(peer, LinkKind::Data { last: true }, seq, ack, 3)]);
+        assert_eq!(
+            sent_fields,
+            [(peer, LinkKind::Data { is_last: true }, seq, ack, 3)]
+        );
     }
 }
 
-/// Offers of direct routes make both ends use the later incarnation before the route is
+/// Offers of direct routes make both tasks use the later incarnation before the route is
 /// established.
 #[test]
 fn direct_offer_aligns_incarnations() {
-    let offer = |line| {
-        let word = RouteMsg::DirectOffer {
+    let encode_offer = |offer_incarnation| {
+        let offer_message = RouteMsg::DirectOffer {
             id: OfferId(1),
             addresses: vec![],
             fingerprint: [7; 32],
-            incarnation: line,
+            incarnation: offer_incarnation,
         };
         encode_control(&ToTask::Route {
-            from: PEER,
+            sender: PEER,
             same_host: false,
-            message: word,
+            message: offer_message,
         })
         .expect("short")
     };
-    let hear = |core: &mut Core, word: Bytes| {
+    let receive_offer = |core: &mut Core, offer_message: Bytes| {
         let mut decoder = FrameDecoder::new();
-        decoder.push(&word);
+        decoder.push(&offer_message);
         let frame = decoder.next_frame().expect("good").expect("whole");
         core.handle_frame(Micros(0), frame, &mut PendingFds::default())
             .expect("taken");
     };
-    // A peer that did not restart sends its queued fragments on the new incarnation.
-    let mut core = core();
+    // A peer that did not restart sends its queued fragments in the new incarnation.
+    let mut core = new_core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
     assert_eq!(core.incarnation_with(PEER), 0);
-    hear(&mut core, offer(3));
+    receive_offer(&mut core, encode_offer(3));
     assert_eq!(core.incarnation_with(PEER), 3);
-    let last = links_of(take_written(&mut core))
+    let last_frame = link_frames(take_written(&mut core))
         .pop()
         .expect("transmitted");
     assert_eq!(
-        (last.kind, last.seq, last.incarnation),
-        (LinkKind::Data { last: true }, 1, 3)
+        (last_frame.kind, last_frame.seq, last_frame.incarnation),
+        (LinkKind::Data { is_last: true }, 1, 3)
     );
     // A restarted task keeps its own incarnation and announces it.
-    restart(&mut core, None, vec![]);
-    hear(&mut core, offer(2));
+    restart_from_checkpoint(&mut core, None, vec![]);
+    receive_offer(&mut core, encode_offer(2));
     assert_eq!(core.incarnation_with(PEER), 3);
     core.request_route(Micros(0), Tid::from_raw(0x40003));
-    let lines = take_written(&mut core)
+    let incarnations = take_written(&mut core)
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Control);
-    let lines =
-        lines.filter_map(
-            |frame| match frame.decode_control::<ToDaemon>().expect("a word") {
-                ToDaemon::Route {
-                    message:
-                        RouteMsg::DirectOffer {
-                            incarnation: line, ..
-                        },
-                    ..
-                } => Some(line),
-                _ => None,
-            },
-        );
-    assert_eq!(lines.collect::<Vec<u16>>(), [3]);
+    let incarnations = incarnations.filter_map(|frame| {
+        match frame.decode_control::<ToDaemon>().expect("a word") {
+            ToDaemon::Route {
+                message:
+                    RouteMsg::DirectOffer {
+                        incarnation: offer_incarnation,
+                        ..
+                    },
+                ..
+            } => Some(offer_incarnation),
+            _ => None,
+        }
+    });
+    assert_eq!(incarnations.collect::<Vec<u16>>(), [3]);
 }
 
 fn data_frame(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
-    let word = Message {
+    let peer_message = Message {
         src,
         ..message(dst, tag, Bytes::new())
     };
-    let payload = Bytes::from(word.encode_head().as_ref().to_vec());
+    let payload = Bytes::from(peer_message.encode_head().as_ref().to_vec());
     LinkFrame {
         src,
         dst,
-        kind: LinkKind::Data { last: true },
+        kind: LinkKind::Data { is_last: true },
         seq,
         ack: 1,
         incarnation: 0,
@@ -488,11 +511,11 @@ fn data_frame(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
     }
 }
 
-fn controls_of(frames: &[Frame]) -> Vec<ToDaemon> {
-    let words = frames
+fn control_messages(frames: &[Frame]) -> Vec<ToDaemon> {
+    let control_frames = frames
         .iter()
         .filter(|frame| frame.kind == FrameKind::Control);
-    words
+    control_frames
         .map(|frame| frame.decode_control().expect("a word"))
         .collect()
 }
@@ -502,7 +525,7 @@ const MIGRATION: MigrationId = MigrationId(7);
 /// A successor process continues the links of its predecessor and uses other request ids.
 #[test]
 fn successor_continues_links_with_new_request_ids() {
-    let talk = LinkState {
+    let link_state = LinkState {
         peer: PEER,
         incarnation: 2,
         expected_seq: 5,
@@ -510,21 +533,21 @@ fn successor_continues_links_with_new_request_ids() {
         end_seq: 4,
         peer_gone: false,
     };
-    let successor = ProcessHandoff {
+    let process_handoff = ProcessHandoff {
         incarnation: 2,
         restart_count: 3,
-        links: vec![talk],
+        links: vec![link_state],
     };
     let mut core = Core::new(&Welcome {
-        handoff: Some(Box::new(successor)),
-        ..welcome()
+        handoff: Some(Box::new(process_handoff)),
+        ..test_welcome()
     });
     assert!(core.send_request(Request::Config).expect("asked").0 > 3 << 40);
-    // A new message is sent only after the predecessor's unacknowledged ones.
+    // A new message is sent only after the unacknowledged fragments of the predecessor.
     core.send(Micros(0), message(PEER, 9, Bytes::new()))
         .expect("sent");
     assert!(
-        links_of(take_written(&mut core))
+        link_frames(take_written(&mut core))
             .iter()
             .all(|frame| !matches!(frame.kind, LinkKind::Data { .. }))
     );
@@ -532,15 +555,16 @@ fn successor_continues_links_with_new_request_ids() {
         &mut core,
         &LinkFrame {
             incarnation: 2,
-            ..data_frame(ME, PEER, 3, 8)
+            ..data_frame(OWN_TID, PEER, 3, 8)
         },
     );
-    let sent = links_of(take_written(&mut core));
-    let sent = sent
+    let sent_frames = link_frames(take_written(&mut core));
+    let sent_frames = sent_frames
         .iter()
         .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
     assert_eq!(
-        sent.map(|frame| (frame.seq, frame.incarnation, frame.ack))
+        sent_frames
+            .map(|frame| (frame.seq, frame.incarnation, frame.ack))
             .collect::<Vec<_>>(),
         [(3, 2, 5), (4, 2, 5)]
     );
@@ -548,7 +572,7 @@ fn successor_continues_links_with_new_request_ids() {
         &mut core,
         &LinkFrame {
             incarnation: 2,
-            ..data_frame(PEER, ME, 5, 1)
+            ..data_frame(PEER, OWN_TID, 5, 1)
         },
     );
     assert_eq!(core.inbox.len(), 1);
@@ -558,15 +582,15 @@ fn successor_continues_links_with_new_request_ids() {
 /// unacknowledged fragments.
 #[test]
 fn handoff_contains_links_and_unacked_fragments() {
-    let mut core = core();
-    receive_frame(&mut core, &data_frame(PEER, ME, 1, 2));
+    let mut core = new_core();
+    receive_frame(&mut core, &data_frame(PEER, OWN_TID, 1, 2));
     core.send(Micros(0), message(PEER, 3, Bytes::new()))
         .expect("sent");
-    let note = message(ME, 4, Bytes::new());
+    let notification = message(OWN_TID, 4, Bytes::new());
     receive_control(
         &mut core,
         ToTask::Deliver {
-            message: note,
+            message: notification,
             deliver_after: Some(SendWatermark {
                 peer: PEER,
                 end_seq: 9,
@@ -582,23 +606,23 @@ fn handoff_contains_links_and_unacked_fragments() {
         },
     )
     .expect("noted");
-    let said = take_written(&mut core);
+    let written_frames = take_written(&mut core);
     let [
         ToDaemon::Handoff {
             migration: MIGRATION,
             incarnation: 0,
-            links: talks,
-            deferred_notifications: later,
+            links: link_states,
+            deferred_notifications: notifications,
         },
         ToDaemon::ReadyToExit {
             migration: MIGRATION,
         },
-    ] = &controls_of(&said)[..]
+    ] = &control_messages(&written_frames)[..]
     else {
-        panic!("{said:?}")
+        panic!("{written_frames:?}")
     };
     assert_eq!(
-        talks[..],
+        link_states[..],
         [LinkState {
             peer: PEER,
             incarnation: 0,
@@ -608,13 +632,13 @@ fn handoff_contains_links_and_unacked_fragments() {
             peer_gone: false
         }]
     );
-    assert_eq!((later.len(), later[0].0.end_seq), (1, 9));
-    let again = links_of(said);
+    assert_eq!((notifications.len(), notifications[0].0.end_seq), (1, 9));
+    let unacked_frames = link_frames(written_frames);
     assert!(
-        again
+        unacked_frames
             .iter()
             .any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })),
-        "{again:?}"
+        "{unacked_frames:?}"
     );
     // After the handoff, messages are sent regardless of the window.
     core.send(
@@ -626,23 +650,23 @@ fn handoff_contains_links_and_unacked_fragments() {
         ),
     )
     .expect("sent");
-    let mut count = 0;
+    let mut sent_count = 0;
     while core.outbox.backlog_bytes() > 0 {
-        count += links_of(take_written(&mut core)).len();
+        sent_count += link_frames(take_written(&mut core)).len();
         core.pump(Micros(0));
     }
     assert_eq!(
-        count,
+        sent_count,
         2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1
     );
     receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(
-        controls_of(&take_written(&mut core)),
+        control_messages(&take_written(&mut core)),
         [ToDaemon::ExitCancelled {
             migration: MIGRATION
         }]
     );
-    receive_frame(&mut core, &data_frame(PEER, ME, 2, 2));
+    receive_frame(&mut core, &data_frame(PEER, OWN_TID, 2, 2));
     assert_eq!(core.inbox.len(), 2);
     assert!(core.begin_exit(), "its daemon may wait for this still");
 }
@@ -650,7 +674,7 @@ fn handoff_contains_links_and_unacked_fragments() {
 /// An exiting task hands off its unread messages, and the next process receives them first.
 #[test]
 fn exiting_task_hands_off_unread_messages() {
-    let mut core = core();
+    let mut core = new_core();
     receive_control(
         &mut core,
         ToTask::PrepareExit {
@@ -660,12 +684,12 @@ fn exiting_task_hands_off_unread_messages() {
     .expect("noted");
     receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     take_written(&mut core);
-    receive_frame(&mut core, &data_frame(PEER, ME, 1, 2));
-    let note = message(ME, 4, Bytes::new());
+    receive_frame(&mut core, &data_frame(PEER, OWN_TID, 1, 2));
+    let notification = message(OWN_TID, 4, Bytes::new());
     receive_control(
         &mut core,
         ToTask::Deliver {
-            message: note,
+            message: notification,
             deliver_after: Some(SendWatermark {
                 peer: PEER,
                 end_seq: 9,
@@ -674,7 +698,7 @@ fn exiting_task_hands_off_unread_messages() {
     )
     .expect("kept");
     assert!(core.begin_exit(), "it was late");
-    receive_frame(&mut core, &data_frame(PEER, ME, 2, 2));
+    receive_frame(&mut core, &data_frame(PEER, OWN_TID, 2, 2));
     receive_control(
         &mut core,
         ToTask::PrepareExit {
@@ -682,55 +706,54 @@ fn exiting_task_hands_off_unread_messages() {
         },
     )
     .expect("noted");
-    let said = controls_of(&take_written(&mut core));
+    let sent_controls = control_messages(&take_written(&mut core));
     let Some(ToDaemon::Handoff {
-        links: talks,
-        deferred_notifications: later,
+        links: link_states,
+        deferred_notifications: notifications,
         ..
-    }) = said.first()
+    }) = sent_controls.first()
     else {
-        panic!("{said:?}")
+        panic!("{sent_controls:?}")
     };
-    assert_eq!((talks[0].expected_seq, core.inbox.len()), (3, 0));
+    assert_eq!((link_states[0].expected_seq, core.inbox.len()), (3, 0));
     assert_eq!(
-        later
+        notifications
             .iter()
-            .map(|(mark, _)| mark.end_seq)
+            .map(|(watermark, _)| watermark.end_seq)
             .collect::<Vec<_>>(),
         [0, 0, 9]
     );
     // The next process receives these messages before all others.
-    let successor = ProcessHandoff {
+    let process_handoff = ProcessHandoff {
         incarnation: 0,
         restart_count: 1,
-        links: talks.clone(),
+        links: link_states.clone(),
     };
-    let mut next = Core::new(&Welcome {
-        handoff: Some(Box::new(successor)),
-        ..welcome()
+    let mut next_core = Core::new(&Welcome {
+        handoff: Some(Box::new(process_handoff)),
+        ..test_welcome()
     });
-    for (mark, message) in later {
+    for (watermark, message) in notifications {
         receive_control(
-            &mut next,
+            &mut next_core,
             ToTask::Deliver {
                 message: message.clone(),
-                deliver_after: Some(*mark),
+                deliver_after: Some(*watermark),
             },
         )
         .expect("taken");
     }
-    receive_frame(&mut next, &data_frame(PEER, ME, 3, 2));
-    let bodies: Vec<_> = next.inbox.iter().map(|message| message.src).collect();
+    receive_frame(&mut next_core, &data_frame(PEER, OWN_TID, 3, 2));
+    let senders: Vec<_> = next_core.inbox.iter().map(|message| message.src).collect();
     assert_eq!(
-        bodies, [PEER; 3],
+        senders, [PEER; 3],
         "the notification waits for the last message before it"
     );
 }
 
-/// Withdrawing the exit request does not stop a task that is already exiting.
 #[test]
 fn exit_in_progress_cannot_be_withdrawn() {
-    let mut core = core();
+    let mut core = new_core();
     receive_control(
         &mut core,
         ToTask::PrepareExit {
@@ -741,5 +764,5 @@ fn exit_in_progress_cannot_be_withdrawn() {
     take_written(&mut core);
     assert!(!core.begin_exit(), "all is said");
     receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
-    assert_eq!(controls_of(&take_written(&mut core)), []);
+    assert_eq!(control_messages(&take_written(&mut core)), []);
 }

@@ -1,8 +1,8 @@
 //! Connecting side of a direct route: accepts a peer's offer and connects to it.
 
-use super::accept::preamble;
+use super::accept::encode_preamble;
 use super::handshake::Handshake;
-use super::{ADDRESS_TIMEOUT, DIAL_TIMEOUT, FrameStream, Identity, SetupError};
+use super::{ADDRESS_ATTEMPT_TIMEOUT, DIAL_TIMEOUT, FrameStream, Identity, SetupError};
 use crate::runtime::process::{ProcessOwned, mark_library_socket};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,7 +19,7 @@ enum DialStage {
     /// The TCP connection is being established.
     Connecting(ProcessOwned<TcpStream>),
     Handshake(Box<Handshake>),
-    /// The peer is authenticated, but has not confirmed yet that it has authenticated this side.
+    /// The peer is authenticated, but it has not confirmed yet that it has authenticated this side.
     Unconfirmed(Box<FrameStream>),
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Dialer {
     /// Deadline for the connection attempt to the current address.
     address_deadline: Micros,
     deadline: Micros,
-    /// Error of the last address that failed.
+    /// Error of the last failed address.
     last_error: SetupError,
 }
 
@@ -47,9 +47,9 @@ impl std::fmt::Debug for Dialer {
 }
 
 impl Dialer {
-    /// Creates an attempt to connect to one of `addresses`; the peer's certificate must have the
-    /// fingerprint `peer`. The peer needs this side's [`fingerprint`](Self::fingerprint), which may
-    /// be sent after this call.
+    /// Creates an attempt to connect to one of `addresses`. The peer's certificate must have the
+    /// fingerprint `certificate_fingerprint`. The peer needs this side's [`fingerprint`](Self::fingerprint), which the
+    /// caller may send after this call.
     ///
     /// # Errors
     /// The system provides no randomness.
@@ -57,12 +57,12 @@ impl Dialer {
         now: Micros,
         id: OfferId,
         addresses: &[SocketAddr],
-        peer: Fingerprint,
-    ) -> Result<Dialer, SetupError> {
-        Ok(Dialer {
+        certificate_fingerprint: Fingerprint,
+    ) -> Result<Self, SetupError> {
+        Ok(Self {
             id,
             identity: Identity::new()?,
-            peer_fingerprint: peer,
+            peer_fingerprint: certificate_fingerprint,
             untried_addresses: addresses.iter().copied().collect(),
             stage: DialStage::Idle,
             address_deadline: now,
@@ -76,7 +76,7 @@ impl Dialer {
         self.identity.fingerprint()
     }
 
-    /// Adds the descriptor that must be polled to `fds`.
+    /// Adds to `fds` the descriptor that must be polled.
     pub(crate) fn add_poll_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             DialStage::Idle => {}
@@ -86,13 +86,13 @@ impl Dialer {
             DialStage::Handshake(handshake) => {
                 fds.push(PollFd::new(handshake.fd(), handshake.poll_flags()))
             }
-            DialStage::Unconfirmed(end) => {
-                let wants = if end.wants_write() {
+            DialStage::Unconfirmed(frame_stream) => {
+                let poll_flags = if frame_stream.has_unwritten_data() {
                     PollFlags::POLLIN | PollFlags::POLLOUT
                 } else {
                     PollFlags::POLLIN
                 };
-                fds.push(PollFd::new(end.as_fd(), wants));
+                fds.push(PollFd::new(frame_stream.as_fd(), poll_flags));
             }
         }
     }
@@ -107,73 +107,80 @@ impl Dialer {
     }
 
     /// Advances the attempt without blocking. Returns the route, or the reason why the attempt
-    /// failed; `None` while the attempt is in progress. Must be called once after [`Dialer::new`].
-    pub(crate) fn step(&mut self, now: Micros) -> Option<Result<FrameStream, SetupError>> {
+    /// failed; `None` while the attempt is in progress. The first call must follow [`Dialer::new`]
+    /// without a poll.
+    pub(crate) fn advance_attempt(
+        &mut self,
+        now: Micros,
+    ) -> Option<Result<FrameStream, SetupError>> {
         loop {
             if now >= self.deadline {
                 self.stage = DialStage::Idle;
                 return Some(Err(SetupError::TimedOut));
             }
             let stage = std::mem::replace(&mut self.stage, DialStage::Idle);
-            let next = match stage {
+            let next_stage = match stage {
                 DialStage::Idle => {
                     let Some(address) = self.untried_addresses.pop_front() else {
                         return Some(Err(self.last_error.clone()));
                     };
-                    self.address_deadline = now + ADDRESS_TIMEOUT;
+                    self.address_deadline = now + ADDRESS_ATTEMPT_TIMEOUT;
                     start_connect(address).map(DialStage::Connecting)
                 }
                 _ if now >= self.address_deadline => Err(SetupError::TimedOut),
-                stage => match self.advance(stage) {
+                stage => match self.advance_stage(stage) {
                     Ok((stage, false)) => {
                         self.stage = stage;
                         return None;
                     }
-                    Ok((DialStage::Unconfirmed(end), true)) => return Some(Ok(*end)),
+                    Ok((DialStage::Unconfirmed(frame_stream), true)) => {
+                        return Some(Ok(*frame_stream));
+                    }
                     Ok((stage, true)) => Ok(stage),
                     Err(e) => Err(e),
                 },
             };
-            match next {
+            match next_stage {
                 Ok(stage) => self.stage = stage,
                 Err(e) => self.last_error = e,
             }
         }
     }
 
-    /// Returns the next stage, and true if the caller can continue with that stage immediately. For
-    /// [`DialStage::Unconfirmed`], true means that the confirmation has arrived.
-    fn advance(&mut self, stage: DialStage) -> Result<(DialStage, bool), SetupError> {
+    /// Returns the next stage. The second part is true if the caller can continue with this stage
+    /// immediately. For [`DialStage::Unconfirmed`], true means that the confirmation has arrived.
+    fn advance_stage(&mut self, stage: DialStage) -> Result<(DialStage, bool), SetupError> {
         match stage {
             DialStage::Idle => Ok((DialStage::Idle, true)),
             DialStage::Connecting(socket) => {
                 if !is_connected(&socket)? {
                     return Ok((DialStage::Connecting(socket), false));
                 }
-                let handshake = Handshake::for_connecting_side(
+                let handshake = Handshake::start_as_client(
                     socket,
                     &self.identity,
                     self.peer_fingerprint,
-                    &preamble(self.id),
+                    &encode_preamble(self.id),
                 )?;
                 Ok((DialStage::Handshake(Box::new(handshake)), true))
             }
             DialStage::Handshake(mut handshake) => {
-                if !handshake.step()? {
+                if !handshake.advance()? {
                     return Ok((DialStage::Handshake(handshake), false));
                 }
-                let (mut end, unauthenticated) = (Box::new(handshake.finish()?), |e| {
-                    SetupError::Unauthenticated(format!("{e}"))
-                });
-                end.flush().map_err(unauthenticated)?;
-                let confirmed = end.is_confirmed().map_err(unauthenticated)?;
-                Ok((DialStage::Unconfirmed(end), confirmed))
+                let (mut frame_stream, to_setup_error) =
+                    (Box::new(handshake.into_frame_stream()?), |e| {
+                        SetupError::Unauthenticated(format!("{e}"))
+                    });
+                frame_stream.write_queued().map_err(to_setup_error)?;
+                let is_confirmed = frame_stream.read_confirmation().map_err(to_setup_error)?;
+                Ok((DialStage::Unconfirmed(frame_stream), is_confirmed))
             }
-            DialStage::Unconfirmed(mut end) => {
-                let unauthenticated = |e| SetupError::Unauthenticated(format!("{e}"));
-                end.flush().map_err(unauthenticated)?;
-                let confirmed = end.is_confirmed().map_err(unauthenticated)?;
-                Ok((DialStage::Unconfirmed(end), confirmed))
+            DialStage::Unconfirmed(mut frame_stream) => {
+                let to_setup_error = |e| SetupError::Unauthenticated(format!("{e}"));
+                frame_stream.write_queued().map_err(to_setup_error)?;
+                let is_confirmed = frame_stream.read_confirmation().map_err(to_setup_error)?;
+                Ok((DialStage::Unconfirmed(frame_stream), is_confirmed))
             }
         }
     }
@@ -188,8 +195,8 @@ fn start_connect(address: SocketAddr) -> Result<ProcessOwned<TcpStream>, SetupEr
     };
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(family, SockType::Stream, flags, None)
-        .map_err(|e| SetupError::Local(e.desc().into()))?;
-    mark_library_socket(&socket).map_err(|e| SetupError::Local(e.to_string()))?;
+        .map_err(|e| SetupError::LocalFailure(e.desc().into()))?;
+    mark_library_socket(&socket).map_err(|e| SetupError::LocalFailure(e.to_string()))?;
     match connect(socket.as_raw_fd(), &SockaddrStorage::from(address)) {
         Ok(()) | Err(Errno::EINPROGRESS) => {}
         Err(e) => return Err(SetupError::Unreachable(format!("{address}: {}", e.desc()))),
@@ -197,18 +204,20 @@ fn start_connect(address: SocketAddr) -> Result<ProcessOwned<TcpStream>, SetupEr
     let socket = TcpStream::from(socket);
     socket
         .set_nodelay(true)
-        .map_err(|e| SetupError::Local(e.to_string()))?;
-    Ok(ProcessOwned::new_fd(socket))
+        .map_err(|e| SetupError::LocalFailure(e.to_string()))?;
+    Ok(ProcessOwned::from_fd(socket))
 }
 
 fn is_connected(socket: &ProcessOwned<TcpStream>) -> Result<bool, SetupError> {
-    let unreachable = |e: std::io::Error| SetupError::Unreachable(e.to_string());
+    let to_setup_error = |e: std::io::Error| SetupError::Unreachable(e.to_string());
     let mut fds = [PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)];
-    if poll(&mut fds, PollTimeout::ZERO).map_err(|e| SetupError::Local(e.desc().into()))? == 0 {
+    if poll(&mut fds, PollTimeout::ZERO).map_err(|e| SetupError::LocalFailure(e.desc().into()))?
+        == 0
+    {
         return Ok(false);
     }
-    match socket.get().take_error().map_err(unreachable)? {
-        Some(e) => Err(unreachable(e)),
+    match socket.get().take_error().map_err(to_setup_error)? {
+        Some(e) => Err(to_setup_error(e)),
         None => Ok(true),
     }
 }

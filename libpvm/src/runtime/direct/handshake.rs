@@ -14,7 +14,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 /// TLS state of the connecting or the listening side.
-enum TlsSide {
+enum TlsConnection {
     Connecting(UnbufferedClientConnection),
     Listening(UnbufferedServerConnection),
 }
@@ -24,7 +24,7 @@ enum NextStep {
     /// The handshake can continue immediately.
     Continue,
     /// Data from the peer is needed.
-    Read,
+    AwaitData,
     /// The handshake is complete.
     Complete,
 }
@@ -32,48 +32,49 @@ enum NextStep {
 /// Handshake that is in progress.
 pub(super) struct Handshake {
     socket: ProcessOwned<TcpStream>,
-    tls: TlsSide,
-    received_bytes: Vec<u8>,
+    tls: TlsConnection,
+    input: Vec<u8>,
     /// Number of bytes received so far, at most [`HANDSHAKE_BYTES_MAX`].
-    received_bytes_total: usize,
-    unsent_bytes: Vec<u8>,
+    received_byte_count: usize,
+    unsent_output: Vec<u8>,
 }
 
-fn unauthenticated(e: impl std::fmt::Display) -> SetupError {
+fn unauthenticated_error(e: impl std::fmt::Display) -> SetupError {
     SetupError::Unauthenticated(e.to_string())
 }
 
 impl Handshake {
-    /// Starts the handshake of the connecting side; `preamble` is sent first.
-    pub(super) fn for_connecting_side(
+    /// Starts the handshake of the connecting side. `preamble` is sent before the first handshake
+    /// message.
+    pub(super) fn start_as_client(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
-        peer: Fingerprint,
+        peer_fingerprint: Fingerprint,
         preamble: &[u8],
-    ) -> Result<Handshake, SetupError> {
-        let tls = TlsSide::Connecting(identity.client_connection(peer)?);
-        Ok(Handshake {
+    ) -> Result<Self, SetupError> {
+        let tls = TlsConnection::Connecting(identity.client_connection(peer_fingerprint)?);
+        Ok(Self {
             socket,
             tls,
-            received_bytes: Vec::new(),
-            received_bytes_total: 0,
-            unsent_bytes: preamble.to_vec(),
+            input: Vec::new(),
+            received_byte_count: 0,
+            unsent_output: preamble.to_vec(),
         })
     }
 
     /// Starts the handshake of the listening side.
-    pub(super) fn for_listening_side(
+    pub(super) fn start_as_server(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
-        peer: Fingerprint,
-    ) -> Result<Handshake, SetupError> {
-        let tls = TlsSide::Listening(identity.server_connection(peer)?);
-        Ok(Handshake {
+        peer_fingerprint: Fingerprint,
+    ) -> Result<Self, SetupError> {
+        let tls = TlsConnection::Listening(identity.server_connection(peer_fingerprint)?);
+        Ok(Self {
             socket,
             tls,
-            received_bytes: Vec::new(),
-            received_bytes_total: 0,
-            unsent_bytes: Vec::new(),
+            input: Vec::new(),
+            received_byte_count: 0,
+            unsent_output: Vec::new(),
         })
     }
 
@@ -82,7 +83,7 @@ impl Handshake {
     }
 
     pub(super) fn poll_flags(&self) -> PollFlags {
-        if self.unsent_bytes.is_empty() {
+        if self.unsent_output.is_empty() {
             PollFlags::POLLIN
         } else {
             PollFlags::POLLIN | PollFlags::POLLOUT
@@ -90,26 +91,26 @@ impl Handshake {
     }
 
     /// Advances the handshake without blocking. Returns true when both sides are authenticated.
-    pub(super) fn step(&mut self) -> Result<bool, SetupError> {
+    pub(super) fn advance(&mut self) -> Result<bool, SetupError> {
         loop {
-            let (discard, next) = match &mut self.tls {
-                TlsSide::Connecting(tls) => run_tls_action(
-                    tls.process_tls_records(&mut self.received_bytes),
-                    &mut self.unsent_bytes,
+            let (consumed_bytes, next_step) = match &mut self.tls {
+                TlsConnection::Connecting(tls) => run_tls_action(
+                    tls.process_tls_records(&mut self.input),
+                    &mut self.unsent_output,
                 ),
-                TlsSide::Listening(tls) => run_tls_action(
-                    tls.process_tls_records(&mut self.received_bytes),
-                    &mut self.unsent_bytes,
+                TlsConnection::Listening(tls) => run_tls_action(
+                    tls.process_tls_records(&mut self.input),
+                    &mut self.unsent_output,
                 ),
             };
-            self.received_bytes.drain(..discard);
-            let next = next?;
-            self.send()?;
-            match next {
+            self.input.drain(..consumed_bytes);
+            let next_step = next_step?;
+            self.write_unsent()?;
+            match next_step {
                 NextStep::Continue => {}
                 NextStep::Complete => return Ok(true),
-                NextStep::Read => {
-                    if !self.receive()? {
+                NextStep::AwaitData => {
+                    if !self.read_available()? {
                         return Ok(false);
                     }
                 }
@@ -117,100 +118,97 @@ impl Handshake {
         }
     }
 
-    /// Converts a complete handshake into the end of the route.
-    pub(super) fn finish(self) -> Result<FrameStream, SetupError> {
+    /// Converts a complete handshake into this side's frame stream.
+    pub(super) fn into_frame_stream(self) -> Result<FrameStream, SetupError> {
         let (secrets, keys) = match self.tls {
-            TlsSide::Connecting(tls) => {
+            TlsConnection::Connecting(tls) => {
                 let (secrets, keys) = tls
                     .dangerous_into_kernel_connection()
-                    .map_err(unauthenticated)?;
+                    .map_err(unauthenticated_error)?;
                 (secrets, KeySchedule::Connecting(keys))
             }
-            TlsSide::Listening(tls) => {
+            TlsConnection::Listening(tls) => {
                 let (secrets, keys) = tls
                     .dangerous_into_kernel_connection()
-                    .map_err(unauthenticated)?;
+                    .map_err(unauthenticated_error)?;
                 (secrets, KeySchedule::Listening(keys))
             }
         };
-        FrameStream::new(
-            self.socket,
-            secrets,
-            keys,
-            &self.unsent_bytes,
-            &self.received_bytes,
-        )
+        FrameStream::new(self.socket, secrets, keys, &self.unsent_output, &self.input)
     }
 
-    fn send(&mut self) -> Result<(), SetupError> {
-        while !self.unsent_bytes.is_empty() {
+    fn write_unsent(&mut self) -> Result<(), SetupError> {
+        while !self.unsent_output.is_empty() {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            match send(self.fd().as_raw_fd(), &self.unsent_bytes, flags) {
-                Ok(sent) => drop(self.unsent_bytes.drain(..sent)),
+            match send(self.fd().as_raw_fd(), &self.unsent_output, flags) {
+                Ok(sent_bytes) => drop(self.unsent_output.drain(..sent_bytes)),
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
-                Err(e) => return Err(unauthenticated(e.desc())),
+                Err(e) => return Err(unauthenticated_error(e.desc())),
             }
         }
         Ok(())
     }
 
-    /// Reads available data; returns false if there is none.
-    fn receive(&mut self) -> Result<bool, SetupError> {
+    /// Reads available data. Returns false if no data is available.
+    fn read_available(&mut self) -> Result<bool, SetupError> {
         let mut bytes = [0; HANDSHAKE_BYTES_MAX];
         match recv(self.fd().as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) => Err(unauthenticated("it closed the connection in the handshake")),
-            Ok(got) => {
-                self.received_bytes_total += got;
-                if self.received_bytes_total > HANDSHAKE_BYTES_MAX {
-                    return Err(unauthenticated("its handshake is too long"));
+            Ok(0) => Err(unauthenticated_error(
+                "it closed the connection in the handshake",
+            )),
+            Ok(read_bytes) => {
+                self.received_byte_count += read_bytes;
+                if self.received_byte_count > HANDSHAKE_BYTES_MAX {
+                    return Err(unauthenticated_error("its handshake is too long"));
                 }
-                self.received_bytes.extend_from_slice(&bytes[..got]);
+                self.input.extend_from_slice(&bytes[..read_bytes]);
                 Ok(true)
             }
             Err(Errno::EAGAIN | Errno::EINTR) => Ok(false),
-            Err(e) => Err(unauthenticated(e.desc())),
+            Err(e) => Err(unauthenticated_error(e.desc())),
         }
     }
 }
 
 /// Performs the action that TLS requests. Returns the number of consumed input bytes and the next
-/// step.
+/// step of the handshake.
 fn run_tls_action<MeasuredVm>(
     status: UnbufferedStatus<'_, '_, MeasuredVm>,
     unsent: &mut Vec<u8>,
 ) -> (usize, Result<NextStep, SetupError>) {
-    let next = match status.state {
+    let next_step = match status.state {
         Ok(ConnectionState::EncodeTlsData(mut data)) => {
-            encode(|room| data.encode(room), unsent).map(|()| NextStep::Continue)
+            append_encoded(|buffer| data.encode(buffer), unsent).map(|()| NextStep::Continue)
         }
         Ok(ConnectionState::TransmitTlsData(data)) => {
-            // The data is in `unsent`, which is sent in order before anything else.
+            // The data is already in `unsent`, which is sent in order before later data.
             data.done();
             Ok(NextStep::Continue)
         }
-        Ok(ConnectionState::BlockedHandshake) => Ok(NextStep::Read),
+        Ok(ConnectionState::BlockedHandshake) => Ok(NextStep::AwaitData),
         Ok(ConnectionState::WriteTraffic(_)) => Ok(NextStep::Complete),
-        Ok(_) => Err(unauthenticated(
+        Ok(_) => Err(unauthenticated_error(
             "it sent data before the handshake was complete",
         )),
-        Err(e) => Err(unauthenticated(e)),
+        Err(e) => Err(unauthenticated_error(e)),
     };
-    (status.discard, next)
+    (status.discard, next_step)
 }
 
-fn encode(
+fn append_encoded(
     mut encode: impl FnMut(&mut [u8]) -> Result<usize, EncodeError>,
     unsent: &mut Vec<u8>,
 ) -> Result<(), SetupError> {
-    let before = unsent.len();
-    let size = match encode(&mut []) {
+    let old_len = unsent.len();
+    let required_bytes = match encode(&mut []) {
         Ok(_) => return Ok(()),
-        Err(EncodeError::InsufficientSize(size)) => size.required_size,
-        Err(e) => return Err(SetupError::Local(e.to_string())),
+        Err(EncodeError::InsufficientSize(required_bytes)) => required_bytes.required_size,
+        Err(e) => return Err(SetupError::LocalFailure(e.to_string())),
     };
-    unsent.resize(before + size, 0);
-    let written = encode(&mut unsent[before..]).map_err(|e| SetupError::Local(e.to_string()))?;
-    unsent.truncate(before + written);
+    unsent.resize(old_len + required_bytes, 0);
+    let written_bytes =
+        encode(&mut unsent[old_len..]).map_err(|e| SetupError::LocalFailure(e.to_string()))?;
+    unsent.truncate(old_len + written_bytes);
     Ok(())
 }

@@ -16,10 +16,11 @@ use rustls::{
 use sempa_proto::route::Fingerprint;
 use std::sync::{Arc, OnceLock};
 
-/// Server name in every certificate. It has no meaning: the fingerprint identifies the peer.
+/// Server name in every certificate. The name has no meaning, because the fingerprint identifies
+/// the peer.
 const SERVER_NAME: &str = "task.sempa";
 /// Protocol name that both sides must offer in the handshake.
-const ALPN: &[u8] = b"sempa-direct/1";
+const ALPN_PROTOCOL: &[u8] = b"sempa-direct/1";
 
 /// Key and certificate of one side of one route.
 pub(crate) struct Identity {
@@ -34,7 +35,7 @@ impl std::fmt::Debug for Identity {
 }
 
 fn local_error(e: impl std::fmt::Display) -> SetupError {
-    SetupError::Local(e.to_string())
+    SetupError::LocalFailure(e.to_string())
 }
 
 impl Identity {
@@ -42,11 +43,11 @@ impl Identity {
     ///
     /// # Errors
     /// The system provides no randomness.
-    pub(crate) fn new() -> Result<Identity, SetupError> {
+    pub(crate) fn new() -> Result<Self, SetupError> {
         let key = KeyPair::generate().map_err(local_error)?;
         let params = CertificateParams::new(vec![SERVER_NAME.to_string()]).map_err(local_error)?;
         let certificate = params.self_signed(&key).map_err(local_error)?.der().clone();
-        Ok(Identity {
+        Ok(Self {
             certificate,
             key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
         })
@@ -57,39 +58,39 @@ impl Identity {
         fingerprint(&self.certificate)
     }
 
-    /// Creates the client end of a TLS handshake that accepts only the certificate with the
-    /// fingerprint `peer`.
+    /// Creates the client side of a TLS handshake that accepts only the certificate with the
+    /// fingerprint `peer_fingerprint`.
     pub(super) fn client_connection(
         &self,
-        peer: Fingerprint,
+        peer_fingerprint: Fingerprint,
     ) -> Result<UnbufferedClientConnection, SetupError> {
         let mut config = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(local_error)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(PinnedCertificate(peer)))
+            .with_custom_certificate_verifier(Arc::new(PinnedCertificate(peer_fingerprint)))
             .with_client_auth_cert(vec![self.certificate.clone()], self.key.clone_key())
             .map_err(local_error)?;
-        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.alpn_protocols = vec![ALPN_PROTOCOL.to_vec()];
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
         let name = ServerName::try_from(SERVER_NAME).map_err(local_error)?;
         UnbufferedClientConnection::new(Arc::new(config), name).map_err(local_error)
     }
 
-    /// Creates the server end of a TLS handshake that accepts only the certificate with the
-    /// fingerprint `peer`.
+    /// Creates the server side of a TLS handshake that accepts only the certificate with the
+    /// fingerprint `peer_fingerprint`.
     pub(super) fn server_connection(
         &self,
-        peer: Fingerprint,
+        peer_fingerprint: Fingerprint,
     ) -> Result<UnbufferedServerConnection, SetupError> {
         let mut config = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(local_error)?
-            .with_client_cert_verifier(Arc::new(PinnedCertificate(peer)))
+            .with_client_cert_verifier(Arc::new(PinnedCertificate(peer_fingerprint)))
             .with_single_cert(vec![self.certificate.clone()], self.key.clone_key())
             .map_err(local_error)?;
-        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.alpn_protocols = vec![ALPN_PROTOCOL.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
@@ -101,11 +102,11 @@ fn fingerprint(certificate: &[u8]) -> Fingerprint {
     *blake3::hash(certificate).as_bytes()
 }
 
-/// Returns the cryptographic algorithms: AES first if the CPU has instructions for it, otherwise
-/// ChaCha20.
+/// Returns the cryptographic algorithms. AES is preferred if the CPU has AES instructions,
+/// otherwise ChaCha20.
 fn crypto_provider() -> Arc<CryptoProvider> {
     static PROVIDER: OnceLock<Arc<CryptoProvider>> = OnceLock::new();
-    let make = || {
+    let create_provider = || {
         let aes = ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
         let chacha = ring::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256;
         let mut provider = ring::default_provider();
@@ -117,7 +118,7 @@ fn crypto_provider() -> Arc<CryptoProvider> {
         provider.kx_groups = vec![ring::kx_group::X25519];
         Arc::new(provider)
     };
-    PROVIDER.get_or_init(make).clone()
+    PROVIDER.get_or_init(create_provider).clone()
 }
 
 fn has_aes_instructions() -> bool {
@@ -136,7 +137,7 @@ fn has_aes_instructions() -> bool {
 struct PinnedCertificate(Fingerprint);
 
 impl PinnedCertificate {
-    fn check(
+    fn verify_certificate(
         &self,
         certificate: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
@@ -155,12 +156,12 @@ impl PinnedCertificate {
         &self,
         message: &[u8],
         certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
+        signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
         verify_tls13_signature(
             message,
             certificate,
-            signed,
+            signature,
             &crypto_provider().signature_verification_algorithms,
         )
     }
@@ -180,7 +181,7 @@ impl ServerCertVerifier for PinnedCertificate {
         _: &[u8],
         _: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.check(end_entity, intermediates)
+        self.verify_certificate(end_entity, intermediates)
             .map(|()| ServerCertVerified::assertion())
     }
 
@@ -220,7 +221,7 @@ impl ClientCertVerifier for PinnedCertificate {
         intermediates: &[CertificateDer<'_>],
         _: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.check(end_entity, intermediates)
+        self.verify_certificate(end_entity, intermediates)
             .map(|()| ClientCertVerified::assertion())
     }
 

@@ -1,14 +1,14 @@
 //! Connections of direct routes between two tasks on different hosts: TLS 1.3 over TCP, without a
-//! daemon in between.
+//! daemon on the path.
 //!
 //! Each side creates a key and a certificate for one route only. The daemons, which have
-//! authenticated each other, carry the certificates' fingerprints. In the handshake each side
-//! accepts exactly the certificate with the announced fingerprint; before the peer is
+//! authenticated each other, transfer the certificates' fingerprints. In the handshake each side
+//! accepts exactly the certificate with the announced fingerprint. Before the peer is
 //! authenticated, each side reads only the handshake. The task that offers the route listens
-//! ([`Acceptor`]), the task that accepts the offer connects ([`Dialer`]). Both tasks then have a
-//! [`FrameStream`], which carries whole frames.
+//! ([`Acceptor`]); the task that accepts the offer connects ([`Dialer`]). Both tasks then have a
+//! [`FrameStream`], which transfers whole frames.
 //!
-//! No function here blocks: the caller polls the descriptors and calls again.
+//! No function in this module blocks: the caller polls the descriptors and calls again.
 //!
 //! | Module | Content |
 //! | --- | --- |
@@ -37,44 +37,44 @@ use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES};
 
 /// Maximum length of a frame in bytes: a link header and a fragment of maximum size.
 pub(crate) const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
-/// Maximum number of bytes read from an unauthenticated peer. The library's own handshake takes
+/// Maximum number of bytes that are read from an unauthenticated peer. A regular handshake needs
 /// less than 2 KiB per side.
 const HANDSHAKE_BYTES_MAX: usize = 16 << 10;
-/// Timeout for the authentication of a peer that has connected.
+/// Maximum time from the connection of a peer until the peer is authenticated.
 pub(crate) const AUTHENTICATION_TIMEOUT: Micros = Micros::from_secs(5);
-/// Maximum number of unauthenticated connections; a further one replaces the oldest.
+/// Maximum number of unauthenticated connections. A further connection replaces the oldest.
 pub(crate) const UNAUTHENTICATED_CONNECTIONS_MAX: usize = 32;
 /// Maximum number of open offers.
-pub(crate) const OFFERS_MAX: usize = 256;
-/// Timeout from an offer until its route is established.
+pub(crate) const OPEN_OFFERS_MAX: usize = 256;
+/// Maximum time from an offer until its route is established.
 pub(crate) const OFFER_TIMEOUT: Micros = Micros::from_secs(15);
-/// Timeout of the connection attempt to one address, including the handshake.
-pub(crate) const ADDRESS_TIMEOUT: Micros = Micros::from_secs(2);
-/// Timeout for all addresses together, including the handshakes.
+/// Maximum duration of the connection attempt to one address, including the handshake.
+pub(crate) const ADDRESS_ATTEMPT_TIMEOUT: Micros = Micros::from_secs(2);
+/// Maximum duration of the connection attempts to all addresses together, including the handshakes.
 pub(crate) const DIAL_TIMEOUT: Micros = Micros::from_secs(10);
 
 /// Reason why a direct route was not established.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SetupError {
-    /// This host provides no socket or no key.
+    /// This host cannot provide a socket or a key.
     #[error("a direct route cannot be set up here: {0}")]
-    Local(String),
+    LocalFailure(String),
     /// No address of the peer could be reached.
     #[error("no address of the peer answers: {0}")]
     Unreachable(String),
-    /// The peer failed to authenticate, or uses another protocol.
+    /// The peer failed to authenticate, or it uses another protocol.
     #[error("the peer could not be authenticated: {0}")]
     Unauthenticated(String),
     #[error("the peer took too long")]
     TimedOut,
-    #[error("{OFFERS_MAX} offers of direct routes are open already")]
+    #[error("{OPEN_OFFERS_MAX} offers of direct routes are open already")]
     TooManyOffers,
 }
 
-/// Reason why an established route ended. Frames in transit are lost; the links send them again on
-/// another route.
+/// Reason why an established route ended. Frames in transit are lost. The links send these frames
+/// again on another route.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RouteEnd {
+pub(crate) enum RouteEndReason {
     /// The peer closed the route properly.
     #[error("the peer has closed the direct route")]
     Closed,

@@ -2,7 +2,7 @@
 
 use super::{
     AUTHENTICATION_TIMEOUT, Acceptor, DIAL_TIMEOUT, Dialer, FRAME_BYTES_MAX, FrameStream, Identity,
-    OFFER_TIMEOUT, OFFERS_MAX, RouteEnd, SetupError, UNAUTHENTICATED_CONNECTIONS_MAX,
+    OFFER_TIMEOUT, OPEN_OFFERS_MAX, RouteEndReason, SetupError, UNAUTHENTICATED_CONNECTIONS_MAX,
 };
 use nix::poll::{PollFd, PollTimeout, poll};
 use sempa_proto::Micros;
@@ -12,108 +12,115 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 const OFFER_ID: OfferId = OfferId(0x1234);
-/// Timeout of every wait; far more than needed, because test machines may be loaded.
+/// Timeout of every wait. It is long because test machines may be loaded.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-type Outcome = Result<FrameStream, SetupError>;
+type SetupOutcome = Result<FrameStream, SetupError>;
 
-fn loopback(port: u16) -> SocketAddr {
+fn loopback_address(port: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, port).into()
 }
 
 /// Deterministic random number generator.
-struct Rng(u64);
+struct TestRng(u64);
 
-impl Rng {
-    fn below(&mut self, below: usize) -> usize {
+impl TestRng {
+    fn next_below(&mut self, limit: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        (self.0 % below as u64) as usize
+        (self.0 % limit as u64) as usize
     }
 }
 
 /// Calls `step` until it returns a value.
-fn poll_until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + WAIT_TIMEOUT;
+fn poll_until<T>(awaited_event: &str, mut step: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
-        if let Some(found) = step() {
-            return found;
+        if let Some(outcome) = step() {
+            return outcome;
         }
-        assert!(Instant::now() < end, "never came: {what}");
+        assert!(Instant::now() < deadline, "never came: {awaited_event}");
         std::thread::yield_now();
     }
 }
 
-/// Returns an acceptor with one open offer, the port that it listens on, and the fingerprint of its
-/// certificate.
+/// Returns an acceptor with one open offer, the port on which it listens, and the fingerprint of
+/// its certificate.
 fn acceptor_with_offer() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
     let (port, fingerprint) = acceptor.open_offer(Micros(1), OFFER_ID).expect("a socket");
     (acceptor, port, fingerprint)
 }
 
-fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
-    Dialer::new(Micros(1), OFFER_ID, addresses, peer).expect("a key")
+fn new_dialer(addresses: &[SocketAddr], peer_fingerprint: Fingerprint) -> Dialer {
+    Dialer::new(Micros(1), OFFER_ID, addresses, peer_fingerprint).expect("a key")
 }
 
 /// Advances both sides until the dialer has a result. Returns the outcomes of the dialer and of the
-/// offer.
-fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
-    let mut accepted = None;
-    let dialled = poll_until("an answer for the dialer", || {
-        accepted = accepted
-            .take()
-            .or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
-        let (mut fds, listens) = (Vec::new(), !acceptor.is_idle());
+/// offer; `None` if the offer is still open.
+fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (SetupOutcome, Option<SetupOutcome>) {
+    let mut offer_outcome = None;
+    let dialer_outcome = poll_until("an answer for the dialer", || {
+        offer_outcome = offer_outcome.take().or(acceptor
+            .advance_connections(Micros(2))
+            .pop()
+            .map(|(_, outcome)| outcome));
+        let (mut fds, is_listening) = (Vec::new(), !acceptor.is_idle());
         dialer.add_poll_fds(&mut fds);
         acceptor.add_poll_fds(&mut fds);
-        assert!(accepted.is_some() || listens, "an open offer is watched");
+        assert!(
+            offer_outcome.is_some() || is_listening,
+            "an open offer is watched"
+        );
         let _ = poll(&mut fds, PollTimeout::from(1u8));
-        dialer.step(Micros(2))
+        dialer.advance_attempt(Micros(2))
     });
-    (dialled, accepted)
+    (dialer_outcome, offer_outcome)
 }
 
 /// Establishes a route. `dial_port` maps the acceptor's port to the port to which the dialer
-/// connects, which may be a proxy's. Returns the listening and the connecting end.
-fn route_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, FrameStream) {
+/// connects, for example the port of a proxy. Returns the frame streams of the listening and the
+/// connecting side.
+fn connected_streams_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, FrameStream) {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let mut dialer = dialer(&[loopback(dial_port(port))], fingerprint);
+    let mut dialer = new_dialer(&[loopback_address(dial_port(port))], fingerprint);
     acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut dialer);
     assert!(acceptor.is_idle(), "{acceptor:?}");
     (
-        accepted.expect("the dialer was answered").expect("a route"),
-        dialled.expect("a route"),
+        offer_outcome
+            .expect("the dialer was answered")
+            .expect("a route"),
+        dialer_outcome.expect("a route"),
     )
 }
 
-fn route() -> (FrameStream, FrameStream) {
-    route_via(|port| port)
+fn connected_streams() -> (FrameStream, FrameStream) {
+    connected_streams_via(|port| port)
 }
 
-/// Returns a frame of random length that begins with its number.
-fn frame(dice: &mut Rng, number: u32) -> Vec<u8> {
-    let length = match dice.below(4) {
-        0 => 4 + dice.below(60),
-        1 => 4 + dice.below(FRAME_BYTES_MAX - 4),
+/// Returns a frame of random length that begins with the frame's number.
+fn numbered_frame(rng: &mut TestRng, number: u32) -> Vec<u8> {
+    let length = match rng.next_below(4) {
+        0 => 4 + rng.next_below(60),
+        1 => 4 + rng.next_below(FRAME_BYTES_MAX - 4),
         2 => FRAME_BYTES_MAX,
-        _ => (16 << 10) - 8 + dice.below(16),
+        _ => (16 << 10) - 8 + rng.next_below(16),
     };
     let mut frame = vec![number as u8; length];
     frame[..4].copy_from_slice(&number.to_le_bytes());
     frame
 }
 
-/// Checks the number and content of the frames that one end receives.
+/// Checks the numbers and the content of the frames that one side receives.
 #[derive(Default)]
 struct FrameChecker {
     next_number: u32,
 }
 
 impl FrameChecker {
-    fn check(&mut self, frame: &[u8]) {
+    fn check_frame(&mut self, frame: &[u8]) {
         assert_eq!(frame[..4], self.next_number.to_le_bytes());
         assert!(
             frame[4..]
@@ -126,88 +133,99 @@ impl FrameChecker {
     }
 }
 
-/// Sends `count` frames in both directions at once. Returns for each end the number of frames
-/// received, and the reason why the route ended, if it did.
+/// Sends `count` frames in both directions at once. Returns for each side the reason why its route
+/// ended, `None` if the route is still established, and the number of received frames.
 fn exchange_frames(
-    ends: [&mut FrameStream; 2],
+    streams: [&mut FrameStream; 2],
     count: u32,
     seed: u64,
-) -> [(Option<RouteEnd>, u32); 2] {
-    let mut dice = Rng(seed);
+) -> [(Option<RouteEndReason>, u32); 2] {
+    let mut dice = TestRng(seed);
     let mut state = [
         (None, FrameChecker::default(), 0),
         (None, FrameChecker::default(), 0),
     ];
-    let [a, b] = ends;
+    let [a, b] = streams;
     poll_until("all frames", || {
         for (end, (ended, check, sent)) in [&mut *a, &mut *b].into_iter().zip(&mut state) {
-            while ended.is_none() && *sent < count && end.has_room() {
-                let whole = frame(&mut dice, *sent);
-                let (head, payload) = whole.split_at(dice.below(30).min(whole.len()));
-                assert!(end.push(&[head, payload]));
+            while ended.is_none() && *sent < count && end.has_frame_space() {
+                let whole = numbered_frame(&mut dice, *sent);
+                let (head, payload) = whole.split_at(dice.next_below(30).min(whole.len()));
+                assert!(end.try_queue_frame(&[head, payload]));
                 *sent += 1;
             }
-            let gone = end.read(&mut |frame| check.check(frame)).and(end.flush());
+            let gone = end
+                .read_frames(&mut |frame| check.check_frame(frame))
+                .and(end.write_queued());
             *ended = ended.take().or(gone.err());
         }
-        let all = |(ended, check, sent): &(Option<RouteEnd>, FrameChecker, u32)| {
+        let all = |(ended, check, sent): &(Option<RouteEndReason>, FrameChecker, u32)| {
             ended.is_some() || (check.next_number == count && *sent == count)
         };
-        let flushed = !a.wants_write() && !b.wants_write();
+        let flushed = !a.has_unwritten_data() && !b.has_unwritten_data();
         (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
     });
-    // After one end has failed, data from it may still be in transit to the other end.
+    // After one side has failed, data from it may still be in transit to the other side.
     for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
-        if let Err(e) = end.read(&mut |frame| check.check(frame)) {
+        if let Err(e) = end.read_frames(&mut |frame| check.check_frame(frame)) {
             ended.get_or_insert(e);
         }
     }
     state.map(|(ended, check, _)| (ended, check.next_number))
 }
 
-/// Starts a proxy that forwards data in chunks of random lengths, and returns its port. `tamper` is
-/// called for each chunk to the listening side with the number of bytes before the chunk, and may
-/// change the chunk; if `tamper` returns false, the proxy cuts the connection.
+/// Starts a proxy that forwards data in chunks of random lengths, and returns its port. The proxy
+/// calls `tamper` for each chunk to the listening side. `tamper` receives the number of bytes
+/// before the chunk and may change the chunk. If `tamper` returns false, the proxy cuts the
+/// connection.
 fn start_proxy(
     port: u16,
     seed: u64,
     tamper: impl Fn(usize, &mut [u8]) -> bool + Send + 'static,
 ) -> u16 {
-    let listener = TcpListener::bind(loopback(0)).expect("a port");
-    let own = listener.local_addr().expect("it has one").port();
+    let listener = TcpListener::bind(loopback_address(0)).expect("a port");
+    let proxy_port = listener.local_addr().expect("it has one").port();
     std::thread::spawn(move || {
-        let (dialled, _) = listener.accept().expect("the dialer comes");
-        let listening = TcpStream::connect(loopback(port)).expect("it listens");
-        let back = (
-            listening.try_clone().expect("a socket"),
-            dialled.try_clone().expect("a socket"),
+        let (dialer_socket, _) = listener.accept().expect("the dialer comes");
+        let acceptor_socket = TcpStream::connect(loopback_address(port)).expect("it listens");
+        let reverse_sockets = (
+            acceptor_socket.try_clone().expect("a socket"),
+            dialer_socket.try_clone().expect("a socket"),
         );
-        let one = std::thread::spawn(move || forward(dialled, listening, seed, tamper));
-        forward(back.0, back.1, seed + 1, |_, _| true);
-        one.join().expect("it ends");
+        let forward_thread = std::thread::spawn(move || {
+            forward_until_cut(dialer_socket, acceptor_socket, seed, tamper)
+        });
+        forward_until_cut(reverse_sockets.0, reverse_sockets.1, seed + 1, |_, _| true);
+        forward_thread.join().expect("it ends");
     });
-    own
+    proxy_port
 }
 
-fn forward(
-    mut from: TcpStream,
-    mut to: TcpStream,
+fn forward_until_cut(
+    mut source: TcpStream,
+    mut sink: TcpStream,
     seed: u64,
     tamper: impl Fn(usize, &mut [u8]) -> bool,
 ) {
-    let (mut dice, mut passed, mut bytes) = (Rng(seed), 0, vec![0; 100_000]);
-    to.set_nodelay(true).expect("a socket");
+    let (mut rng, mut forwarded_bytes, mut bytes) = (TestRng(seed), 0, vec![0; 100_000]);
+    sink.set_nodelay(true).expect("a socket");
     loop {
-        let room = match dice.below(3) {
-            0 => 1 + dice.below(40),
-            _ => 1 + dice.below(100_000),
+        let chunk_bytes_max = match rng.next_below(3) {
+            0 => 1 + rng.next_below(40),
+            _ => 1 + rng.next_below(100_000),
         };
-        let got = from.read(&mut bytes[..room]).unwrap_or(0);
-        if got == 0 || !tamper(passed, &mut bytes[..got]) || to.write_all(&bytes[..got]).is_err() {
-            let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+        let read_bytes = source.read(&mut bytes[..chunk_bytes_max]).unwrap_or(0);
+        if read_bytes == 0
+            || !tamper(forwarded_bytes, &mut bytes[..read_bytes])
+            || sink.write_all(&bytes[..read_bytes]).is_err()
+        {
+            let _ = (
+                source.shutdown(Shutdown::Both),
+                sink.shutdown(Shutdown::Both),
+            );
             return;
         }
-        passed += got;
+        forwarded_bytes += read_bytes;
     }
 }
 
@@ -215,10 +233,9 @@ fn open_descriptor_count() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
-/// Frames of all lengths arrive whole and in order in both directions.
 #[test]
 fn frames_arrive_whole_and_in_order() {
-    let (mut a, mut b) = route();
+    let (mut a, mut b) = connected_streams();
     for seed in 1..6 {
         assert_eq!(
             exchange_frames([&mut a, &mut b], 60, seed),
@@ -226,31 +243,32 @@ fn frames_arrive_whole_and_in_order() {
         );
     }
     // An empty frame is valid, too.
-    assert!(a.push(&[]));
-    a.flush().expect("the route stands");
-    let mut empty = 0;
+    assert!(a.try_queue_frame(&[]));
+    a.write_queued().expect("the route stands");
+    let mut empty_frame_count = 0;
     poll_until("the empty frame", || {
-        b.read(&mut |frame| empty += usize::from(frame.is_empty()))
+        b.read_frames(&mut |frame| empty_frame_count += usize::from(frame.is_empty()))
             .expect("the route stands");
-        (empty == 1).then_some(())
+        (empty_frame_count == 1).then_some(())
     });
 }
 
 /// Both sockets carry the mark of sockets that the library closes before a migration.
 #[test]
 fn both_sockets_carry_library_mark() {
-    let (a, b) = route();
-    for end in [&a, &b] {
-        let flags = nix::fcntl::fcntl(end, nix::fcntl::FcntlArg::F_GETFL).expect("open");
+    let (a, b) = connected_streams();
+    for stream in [&a, &b] {
+        let flags = nix::fcntl::fcntl(stream, nix::fcntl::FcntlArg::F_GETFL).expect("open");
         assert_ne!(flags & sempa_proto::task::LIBRARY_SOCKET_FLAG, 0);
     }
 }
 
-/// Frames arrive unchanged, however the byte stream is divided into chunks.
+/// Frames arrive unchanged, regardless of the chunks into which the network divides the byte
+/// stream.
 #[test]
-fn chunk_boundaries_do_not_matter() {
+fn chunk_boundaries_do_not_change_frames() {
     for seed in 1..8 {
-        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, |_, _| true));
+        let (mut a, mut b) = connected_streams_via(|port| start_proxy(port, seed, |_, _| true));
         assert_eq!(
             exchange_frames([&mut a, &mut b], 100, seed),
             [(None, 100), (None, 100)],
@@ -261,10 +279,10 @@ fn chunk_boundaries_do_not_matter() {
 
 /// Key updates in the middle of a stream do not affect the frames.
 #[test]
-fn key_updates_are_transparent() {
-    let (mut a, mut b) = route();
-    a.change_keys_after(40);
-    b.change_keys_after(25);
+fn key_updates_do_not_change_frames() {
+    let (mut a, mut b) = connected_streams();
+    a.set_records_per_key(40);
+    b.set_records_per_key(25);
     for seed in 1..4 {
         assert_eq!(
             exchange_frames([&mut a, &mut b], 300, seed),
@@ -277,283 +295,321 @@ fn key_updates_are_transparent() {
 #[test]
 fn flipped_bit_ends_route() {
     for seed in 1..10u64 {
-        let place = 20_000 + 7919 * seed as usize;
-        let flip = move |passed: usize, bytes: &mut [u8]| {
-            if (passed..passed + bytes.len()).contains(&place) {
-                bytes[place - passed] ^= 1 << (seed % 8);
+        let bit_position = 20_000 + 7919 * seed as usize;
+        let flip_bit = move |forwarded_bytes: usize, bytes: &mut [u8]| {
+            if (forwarded_bytes..forwarded_bytes + bytes.len()).contains(&bit_position) {
+                bytes[bit_position - forwarded_bytes] ^= 1 << (seed % 8);
             }
             true
         };
-        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, flip));
-        let [(listening, came), _] = exchange_frames([&mut a, &mut b], 200, seed);
-        // If a flipped bit makes a record longer, the receiver may wait for the rest until the
-        // connection ends.
+        let (mut a, mut b) = connected_streams_via(|port| start_proxy(port, seed, flip_bit));
+        let [(end_reason, received_count), _] = exchange_frames([&mut a, &mut b], 200, seed);
+        // If a flipped bit makes a record longer, the receiver may wait for the missing bytes until
+        // the connection ends.
         assert!(
             matches!(
-                listening,
-                Some(RouteEnd::ProtocolError(_) | RouteEnd::Broken(_))
+                end_reason,
+                Some(RouteEndReason::ProtocolError(_) | RouteEndReason::Broken(_))
             ),
-            "{listening:?} (seed {seed})"
+            "{end_reason:?} (seed {seed})"
         );
-        assert!(came < 200, "seed {seed}");
+        assert!(received_count < 200, "seed {seed}");
     }
 }
 
-/// A connection that is cut passes only whole frames to the receiver.
+/// If the connection is cut, the receiver gets only whole frames.
 #[test]
 fn cut_connection_passes_whole_frames_only() {
     for seed in 1..10u64 {
-        let cut =
-            move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
-        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, cut));
-        let [one, two] = exchange_frames([&mut a, &mut b], 400, seed);
-        assert!(one.0.is_some() || two.0.is_some(), "seed {seed}");
-        assert!(one.1 < 400, "seed {seed}");
+        let cut_connection = move |forwarded_bytes: usize, bytes: &mut [u8]| {
+            forwarded_bytes + bytes.len() < 30_000 * seed as usize
+        };
+        let (mut a, mut b) = connected_streams_via(|port| start_proxy(port, seed, cut_connection));
+        let [listening_result, connecting_result] = exchange_frames([&mut a, &mut b], 400, seed);
+        assert!(
+            listening_result.0.is_some() || connecting_result.0.is_some(),
+            "seed {seed}"
+        );
+        assert!(listening_result.1 < 400, "seed {seed}");
     }
 }
 
-/// Each side refuses a peer with another certificate, and the offer stays open for the intended
-/// peer.
+/// Each side refuses a peer with another certificate. The offer stays open for the intended peer.
 #[test]
 fn each_side_refuses_other_certificates() {
-    let other = Identity::new().expect("a key").fingerprint();
-    // The dialer connects to a peer with another certificate.
+    let other_fingerprint = Identity::new().expect("a key").fingerprint();
+    // The dialer connects to a peer whose certificate has another fingerprint.
     let (mut acceptor, port, _) = acceptor_with_offer();
-    let mut dialer_ = dialer(&[loopback(port)], other);
-    acceptor.record_acceptance(OFFER_ID, dialer_.fingerprint());
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer_);
+    let mut misled_dialer = new_dialer(&[loopback_address(port)], other_fingerprint);
+    acceptor.record_acceptance(OFFER_ID, misled_dialer.fingerprint());
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut misled_dialer);
     assert!(
-        matches!(dialled, Err(SetupError::Unauthenticated(_))),
-        "{dialled:?}"
+        matches!(dialer_outcome, Err(SetupError::Unauthenticated(_))),
+        "{dialer_outcome:?}"
     );
-    assert!(accepted.is_none(), "{accepted:?}");
-    // A dialer with another certificate connects. The offer stays open for the intended dialer.
+    assert!(offer_outcome.is_none(), "{offer_outcome:?}");
+    // A dialer with an unexpected certificate connects. The offer stays open for the intended
+    // dialer.
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer(&[loopback(port)], fingerprint));
-    assert!(
-        matches!(dialled, Err(SetupError::Unauthenticated(_))),
-        "{dialled:?}"
+    let mut intended_dialer = new_dialer(&[loopback_address(port)], fingerprint);
+    acceptor.record_acceptance(OFFER_ID, intended_dialer.fingerprint());
+    let (dialer_outcome, offer_outcome) = run_setup(
+        &mut acceptor,
+        &mut new_dialer(&[loopback_address(port)], fingerprint),
     );
-    assert!(accepted.is_none(), "{accepted:?}");
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
     assert!(
-        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
-        "{dialled:?} {accepted:?}"
+        matches!(dialer_outcome, Err(SetupError::Unauthenticated(_))),
+        "{dialer_outcome:?}"
+    );
+    assert!(offer_outcome.is_none(), "{offer_outcome:?}");
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut intended_dialer);
+    assert!(
+        dialer_outcome.is_ok() && matches!(offer_outcome, Some(Ok(_))),
+        "{dialer_outcome:?} {offer_outcome:?}"
     );
 }
 
-/// Connections that send garbage are closed, and the offer stays open for the intended peer.
+/// Connections that send invalid data are closed. The offer stays open for the intended peer.
 #[test]
 fn garbage_does_not_consume_offer() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
-    let preamble = super::accept::preamble(OFFER_ID);
-    let mut dice = Rng(77);
+    let mut intended_dialer = new_dialer(&[loopback_address(port)], fingerprint);
+    acceptor.record_acceptance(OFFER_ID, intended_dialer.fingerprint());
+    let preamble = super::accept::encode_preamble(OFFER_ID);
+    let mut rng = TestRng(77);
     for round in 0..60 {
         let mut garbage = match round % 4 {
             0 => b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-            1 => super::accept::preamble(OfferId(9)).to_vec(),
+            1 => super::accept::encode_preamble(OfferId(9)).to_vec(),
             // A data record before any handshake, then random bytes.
             2 => [&preamble[..], &[23, 3, 3, 0, 40], &[0; 40]].concat(),
             _ => preamble.to_vec(),
         };
-        garbage.extend((0..dice.below(40_000)).map(|_| dice.below(256) as u8));
-        let mut stranger = TcpStream::connect(loopback(port)).expect("it listens");
-        // Fails if the acceptor closes the connection before all is written.
-        let _ = stranger.write_all(&garbage);
-        let _ = stranger.shutdown(Shutdown::Write);
-        stranger.set_nonblocking(true).expect("a socket");
+        garbage.extend((0..rng.next_below(40_000)).map(|_| rng.next_below(256) as u8));
+        let mut socket = TcpStream::connect(loopback_address(port)).expect("it listens");
+        // The write fails if the acceptor closes the connection before all bytes are written.
+        let _ = socket.write_all(&garbage);
+        let _ = socket.shutdown(Shutdown::Write);
+        socket.set_nonblocking(true).expect("a socket");
         poll_until("it is closed", || {
-            assert!(acceptor.step(Micros(2)).is_empty(), "round {round}");
-            match stranger.read(&mut [0; 1000]) {
+            assert!(
+                acceptor.advance_connections(Micros(2)).is_empty(),
+                "round {round}"
+            );
+            match socket.read(&mut [0; 1000]) {
                 Ok(0) => Some(()),
                 Ok(_) => None,
                 Err(e) => (e.kind() != std::io::ErrorKind::WouldBlock).then_some(()),
             }
         });
     }
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut intended_dialer);
     assert!(
-        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
-        "{dialled:?} {accepted:?}"
+        dialer_outcome.is_ok() && matches!(offer_outcome, Some(Ok(_))),
+        "{dialer_outcome:?} {offer_outcome:?}"
     );
 }
 
 /// Connections that send nothing are limited in number and expire.
 #[test]
 fn silent_connections_are_bounded_and_expire() {
-    let before = open_descriptor_count();
+    let initial_fd_count = open_descriptor_count();
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let strangers: Vec<TcpStream> = (0..2 * UNAUTHENTICATED_CONNECTIONS_MAX)
-        .map(|_| TcpStream::connect(loopback(port)).expect("it listens"))
+    let silent_sockets: Vec<TcpStream> = (0..2 * UNAUTHENTICATED_CONNECTIONS_MAX)
+        .map(|_| TcpStream::connect(loopback_address(port)).expect("it listens"))
         .collect();
-    let own = open_descriptor_count() - strangers.len();
+    let other_fd_count = open_descriptor_count() - silent_sockets.len();
     poll_until("they are let in", || {
-        assert!(acceptor.step(Micros(2)).is_empty());
-        (open_descriptor_count() - strangers.len() == own + UNAUTHENTICATED_CONNECTIONS_MAX)
+        assert!(acceptor.advance_connections(Micros(2)).is_empty());
+        (open_descriptor_count() - silent_sockets.len()
+            == other_fd_count + UNAUTHENTICATED_CONNECTIONS_MAX)
             .then_some(())
     });
-    // The intended peer is still accepted as a further connection.
-    let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
+    // The intended peer is still accepted, although the maximum number of connections is open.
+    let mut intended_dialer = new_dialer(&[loopback_address(port)], fingerprint);
+    acceptor.record_acceptance(OFFER_ID, intended_dialer.fingerprint());
     acceptor
         .open_offer(Micros(2), OfferId(5))
         .expect("a second offer keeps it listening");
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut intended_dialer);
     assert!(
-        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
-        "{dialled:?} {accepted:?}"
+        dialer_outcome.is_ok() && matches!(offer_outcome, Some(Ok(_))),
+        "{dialer_outcome:?} {offer_outcome:?}"
     );
     assert_eq!(
         acceptor.next_wakeup(),
         Some(Micros(2) + AUTHENTICATION_TIMEOUT)
     );
-    assert!(acceptor.step(Micros(2) + AUTHENTICATION_TIMEOUT).is_empty());
-    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_TIMEOUT));
-    let late = acceptor.step(Micros(2) + OFFER_TIMEOUT);
     assert!(
-        matches!(late[..], [(OfferId(5), Err(SetupError::TimedOut))]),
-        "{late:?}"
+        acceptor
+            .advance_connections(Micros(2) + AUTHENTICATION_TIMEOUT)
+            .is_empty()
+    );
+    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_TIMEOUT));
+    let expired_offers = acceptor.advance_connections(Micros(2) + OFFER_TIMEOUT);
+    assert!(
+        matches!(
+            expired_offers[..],
+            [(OfferId(5), Err(SetupError::TimedOut))]
+        ),
+        "{expired_offers:?}"
     );
     assert!(acceptor.is_idle());
-    drop((strangers, dialled, accepted));
-    assert_eq!(open_descriptor_count(), before, "nothing stays open");
+    drop((silent_sockets, dialer_outcome, offer_outcome));
+    assert_eq!(
+        open_descriptor_count(),
+        initial_fd_count,
+        "nothing stays open"
+    );
 }
 
 /// An address that stalls in the handshake is abandoned after its timeout, and the next address is
 /// tried.
 #[test]
 fn stalled_address_is_skipped() {
-    let mute = TcpListener::bind(loopback(0)).expect("a port");
-    let mute_at = mute.local_addr().expect("it has one");
+    let silent_listener = TcpListener::bind(loopback_address(0)).expect("a port");
+    let silent_address = silent_listener.local_addr().expect("it has one");
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let closed = {
-        let gone = TcpListener::bind(loopback(0)).expect("a port");
-        gone.local_addr().expect("it has one")
+    let closed_address = {
+        let dropped_listener = TcpListener::bind(loopback_address(0)).expect("a port");
+        dropped_listener.local_addr().expect("it has one")
     };
-    let mut dialer_ = dialer(&[closed, mute_at, loopback(port)], fingerprint);
-    acceptor.record_acceptance(OFFER_ID, dialer_.fingerprint());
+    let mut route_dialer = new_dialer(
+        &[closed_address, silent_address, loopback_address(port)],
+        fingerprint,
+    );
+    acceptor.record_acceptance(OFFER_ID, route_dialer.fingerprint());
     let mut now = Micros(2);
-    let dialled = poll_until("a route", || {
-        let done = dialer_.step(now);
+    let dialer_outcome = poll_until("a route", || {
+        let dialer_result = route_dialer.advance_attempt(now);
         now = now + Micros::from_millis(1);
         let _ = acceptor
-            .step(Micros(2))
+            .advance_connections(Micros(2))
             .pop()
             .map(|(_, outcome)| outcome.map(std::mem::forget));
-        done
+        dialer_result
     });
-    assert!(dialled.is_ok(), "{dialled:?}");
+    assert!(dialer_outcome.is_ok(), "{dialer_outcome:?}");
     // None of these addresses answers.
-    let mut alone = dialer(&[closed, mute_at], fingerprint);
-    let refused = poll_until("the end", || {
+    let mut failing_dialer = new_dialer(&[closed_address, silent_address], fingerprint);
+    let timeout_outcome = poll_until("the end", || {
         now = now + Micros::from_millis(10);
-        alone.step(now)
+        failing_dialer.advance_attempt(now)
     });
-    assert_eq!(refused.err(), Some(SetupError::TimedOut));
-    let unreachable = poll_until("the end", || dialer(&[closed], fingerprint).step(Micros(2)));
+    assert_eq!(timeout_outcome.err(), Some(SetupError::TimedOut));
+    let unreachable_outcome = poll_until("the end", || {
+        new_dialer(&[closed_address], fingerprint).advance_attempt(Micros(2))
+    });
     assert!(
-        matches!(unreachable, Err(SetupError::Unreachable(_))),
-        "{unreachable:?}"
+        matches!(unreachable_outcome, Err(SetupError::Unreachable(_))),
+        "{unreachable_outcome:?}"
     );
     assert_eq!(
-        dialer(&[loopback(port)], fingerprint)
-            .step(Micros(1) + DIAL_TIMEOUT)
+        new_dialer(&[loopback_address(port)], fingerprint)
+            .advance_attempt(Micros(1) + DIAL_TIMEOUT)
             .and_then(Result::err),
         Some(SetupError::TimedOut)
     );
 }
 
-/// A connection that arrives before the peer's acceptance of the offer stays open until the
-/// acceptance arrives.
+/// A connection that arrives before the peer's acceptance of the offer waits for the acceptance.
 #[test]
 fn early_connection_waits_for_acceptance() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let mut dialer = dialer(&[loopback(port)], fingerprint);
-    // The dialer's first message has arrived and is not answered.
+    let mut dialer = new_dialer(&[loopback_address(port)], fingerprint);
+    // The dialer's first message has arrived and has not been answered.
     poll_until("it has connected", || {
-        assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
+        assert!(
+            dialer.advance_attempt(Micros(2)).is_none()
+                && acceptor.advance_connections(Micros(2)).is_empty()
+        );
         (format!("{acceptor:?}").contains("strangers: 1")).then_some(())
     });
     for _ in 0..50 {
-        assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
+        assert!(
+            dialer.advance_attempt(Micros(2)).is_none()
+                && acceptor.advance_connections(Micros(2)).is_empty()
+        );
     }
     acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut dialer);
     assert!(
-        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
-        "{dialled:?} {accepted:?}"
+        dialer_outcome.is_ok() && matches!(offer_outcome, Some(Ok(_))),
+        "{dialer_outcome:?} {offer_outcome:?}"
     );
 }
 
-/// A frame over the maximum length ends the route after the frames before it were passed on.
+/// A frame longer than [`FRAME_BYTES_MAX`] ends the route. The frames before it are still received.
 #[test]
 fn oversized_frame_ends_route() {
-    let (mut a, mut b) = route();
-    assert!(a.push(&[&[1; 4]]));
+    let (mut a, mut b) = connected_streams();
+    assert!(a.try_queue_frame(&[&[1; 4]]));
     a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
-    a.flush().expect("the route stands");
-    let mut came = 0;
-    let ended = poll_until("the end", || b.read(&mut |_| came += 1).err());
+    a.write_queued().expect("the route stands");
+    let mut received_count = 0;
+    let end_reason = poll_until("the end", || {
+        b.read_frames(&mut |_| received_count += 1).err()
+    });
     assert_eq!(
-        (ended, came),
-        (RouteEnd::ProtocolError("a frame is over the limit"), 1)
+        (end_reason, received_count),
+        (
+            RouteEndReason::ProtocolError("a frame is over the limit"),
+            1
+        )
     );
     assert_eq!(
-        b.read(&mut |_| came += 1),
-        Err(RouteEnd::ProtocolError("a frame is over the limit"))
+        b.read_frames(&mut |_| received_count += 1),
+        Err(RouteEndReason::ProtocolError("a frame is over the limit"))
     );
-    assert_eq!(came, 1);
+    assert_eq!(received_count, 1);
 }
 
-/// The output buffer is bounded while the peer does not read, and all frames arrive when the peer
+/// The output buffer is bounded while the peer does not read. All frames arrive when the peer
 /// reads.
 #[test]
 fn backlog_for_slow_reader_is_bounded() {
-    let (mut a, mut b) = route();
-    let mut sent = 0u32;
+    let (mut a, mut b) = connected_streams();
+    let mut sent_count = 0u32;
     loop {
-        if a.push(&[&sent.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]]) {
-            sent += 1;
-            assert!(sent < 1000, "the kernel keeps less than 64 MiB");
+        if a.try_queue_frame(&[&sent_count.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]]) {
+            sent_count += 1;
+            assert!(sent_count < 1000, "the kernel keeps less than 64 MiB");
             continue;
         }
-        a.flush().expect("the route stands");
-        if !a.has_room() {
+        a.write_queued().expect("the route stands");
+        if !a.has_frame_space() {
             break;
         }
     }
-    assert!(a.wants_write());
-    let mut came = 0;
+    assert!(a.has_unwritten_data());
+    let mut received_count = 0;
     poll_until("all of it", || {
-        a.flush().expect("the route stands");
-        b.read(&mut |_| came += 1).expect("the route stands");
-        (!a.wants_write() && came >= sent).then_some(())
+        a.write_queued().expect("the route stands");
+        b.read_frames(&mut |_| received_count += 1)
+            .expect("the route stands");
+        (!a.has_unwritten_data() && received_count >= sent_count).then_some(())
     });
 }
 
-/// An idle end has no buffers, and continues without loss when it is used again.
+/// An idle side has no buffers. It allocates them again, without data loss, when it is used.
 #[test]
-fn idle_end_frees_buffers_and_continues() {
-    let (mut a, mut b) = route();
+fn idle_stream_frees_buffers_and_continues() {
+    let (mut a, mut b) = connected_streams();
     for round in 0..3u32 {
-        let mut came = Vec::new();
-        assert!(a.push(&[&round.to_le_bytes()]));
+        let mut received_frames = Vec::new();
+        assert!(a.try_queue_frame(&[&round.to_le_bytes()]));
         a.release_buffers();
         assert!(a.buffer_bytes() > 0, "something waits in it");
-        a.flush().expect("the route stands");
+        a.write_queued().expect("the route stands");
         poll_until("the frame", || {
-            b.read(&mut |frame| came.push(frame.to_vec()))
+            b.read_frames(&mut |frame| received_frames.push(frame.to_vec()))
                 .expect("the route stands");
-            (!came.is_empty()).then_some(())
+            (!received_frames.is_empty()).then_some(())
         });
-        assert_eq!(came, [round.to_le_bytes()]);
-        for end in [&mut a, &mut b] {
-            end.release_buffers();
-            assert_eq!(end.buffer_bytes(), 0);
+        assert_eq!(received_frames, [round.to_le_bytes()]);
+        for stream in [&mut a, &mut b] {
+            stream.release_buffers();
+            assert_eq!(stream.buffer_bytes(), 0);
         }
         std::mem::swap(&mut a, &mut b);
     }
@@ -561,88 +617,96 @@ fn idle_end_frees_buffers_and_continues() {
     a.close();
     assert_eq!(
         poll_until("the end", || b
-            .read(&mut |_| panic!("nothing was sent"))
+            .read_frames(&mut |_| panic!("nothing was sent"))
             .err()),
-        RouteEnd::Closed
+        RouteEndReason::Closed
     );
 }
 
-/// A properly closed route and the death of the peer are reported differently.
+/// The end of a route is reported as `Closed` after an orderly close, and as `Broken` after the
+/// death of the peer.
 #[test]
 fn close_and_peer_death_are_distinguished() {
-    let (mut a, b) = route();
+    let (mut a, b) = connected_streams();
     b.close();
-    let ended = poll_until("the end", || {
-        a.read(&mut |_| panic!("nothing was sent")).err()
+    let end_reason = poll_until("the end", || {
+        a.read_frames(&mut |_| panic!("nothing was sent")).err()
     });
-    assert_eq!(ended, RouteEnd::Closed);
-    let (mut a, mut b) = route();
-    // The peer dies with half a frame in transit and with unread input.
+    assert_eq!(end_reason, RouteEndReason::Closed);
+    let (mut a, mut b) = connected_streams();
+    // The peer dies with an incomplete frame in transit and with unread input.
     b.push_bytes(&2000u32.to_le_bytes());
     b.push_bytes(&[7; 1000]);
-    b.flush().expect("the route stands");
-    assert!(a.push(&[&[1], &[2]]));
-    a.flush().expect("the route stands");
+    b.write_queued().expect("the route stands");
+    assert!(a.try_queue_frame(&[&[1], &[2]]));
+    a.write_queued().expect("the route stands");
     drop(b);
-    let ended = poll_until("the end", || {
-        a.read(&mut |_| panic!("no frame was whole"))
-            .and(a.flush())
+    let end_reason = poll_until("the end", || {
+        a.read_frames(&mut |_| panic!("no frame was whole"))
+            .and(a.write_queued())
             .err()
     });
-    assert!(matches!(ended, RouteEnd::Broken(_)), "{ended:?}");
+    assert!(
+        matches!(end_reason, RouteEndReason::Broken(_)),
+        "{end_reason:?}"
+    );
 }
 
-/// After a write error, the frames that the peer sent before are still received.
+/// After a write error, a task still receives the frames that the peer sent earlier.
 #[test]
 fn input_stays_readable_after_write_error() {
-    let (mut a, mut b) = route();
-    const FRAMES: u32 = 3;
-    for number in 0..FRAMES {
-        assert!(b.push(&[&number.to_le_bytes(), &[5; 10_000]]));
+    let (mut a, mut b) = connected_streams();
+    const FRAME_COUNT: u32 = 3;
+    for number in 0..FRAME_COUNT {
+        assert!(b.try_queue_frame(&[&number.to_le_bytes(), &[5; 10_000]]));
     }
-    b.flush().expect("the route stands");
-    assert!(!b.wants_write(), "it is more than any kernel takes");
+    b.write_queued().expect("the route stands");
+    assert!(!b.has_unwritten_data(), "it is more than any kernel takes");
     drop(b);
-    let mute = poll_until("a refusal", || {
-        assert!(a.push(&[&[1]]));
-        a.flush().err()
+    let write_error = poll_until("a refusal", || {
+        assert!(a.try_queue_frame(&[&[1]]));
+        a.write_queued().err()
     });
-    assert!(matches!(mute, RouteEnd::Broken(_)), "{mute:?}");
-    let mut came = 0u32;
-    let ended = poll_until("the end", || {
-        a.read(&mut |frame| {
+    assert!(
+        matches!(write_error, RouteEndReason::Broken(_)),
+        "{write_error:?}"
+    );
+    let mut received_count = 0u32;
+    let end_reason = poll_until("the end", || {
+        a.read_frames(&mut |frame| {
             assert_eq!(
                 (&frame[..4], frame.len()),
-                (&came.to_le_bytes()[..], 10_004)
+                (&received_count.to_le_bytes()[..], 10_004)
             );
-            came += 1;
+            received_count += 1;
         })
         .err()
     });
-    assert_eq!(came, FRAMES, "{ended:?}");
+    assert_eq!(received_count, FRAME_COUNT, "{end_reason:?}");
 }
 
-/// The number of offers is limited, and a connection to a withdrawn offer is refused.
+/// The number of offers is limited to [`OPEN_OFFERS_MAX`], and a connection for a withdrawn offer is
+/// refused.
 #[test]
 fn offers_are_bounded_and_can_be_withdrawn() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    for n in 1..OFFERS_MAX as u64 {
+    for n in 1..OPEN_OFFERS_MAX as u64 {
         acceptor.open_offer(Micros(1), OfferId(n)).expect("room");
     }
     assert_eq!(
         acceptor.open_offer(Micros(1), OfferId(0)).err(),
         Some(SetupError::TooManyOffers)
     );
-    let mut dialer = dialer(&[loopback(port)], fingerprint);
+    let mut dialer = new_dialer(&[loopback_address(port)], fingerprint);
     acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
-    acceptor.withdraw(OFFER_ID);
-    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
+    acceptor.withdraw_offer(OFFER_ID);
+    let (dialer_outcome, offer_outcome) = run_setup(&mut acceptor, &mut dialer);
     assert!(
-        matches!(dialled, Err(SetupError::Unauthenticated(_))) && accepted.is_none(),
-        "{dialled:?} {accepted:?}"
+        matches!(dialer_outcome, Err(SetupError::Unauthenticated(_))) && offer_outcome.is_none(),
+        "{dialer_outcome:?} {offer_outcome:?}"
     );
     assert!(!acceptor.is_idle());
-    acceptor.close();
+    acceptor.close_all();
     assert!(acceptor.is_idle());
     let mut fds: Vec<PollFd<'_>> = Vec::new();
     acceptor.add_poll_fds(&mut fds);

@@ -3,7 +3,7 @@
 //! duplicated, damaged or reordered.
 
 use super::fake::FakeDaemon;
-use super::{TEST_TIMEOUT, message, wait_until};
+use super::{TEST_TIMEOUT, wait_until, xdr_message};
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use proptest::prelude::*;
@@ -20,31 +20,32 @@ use std::thread;
 use std::time::Instant;
 
 /// Number of scripts, unless `PROPTEST_CASES` is set.
-const SCRIPT_COUNT: u32 = 24;
+const SCRIPT_COUNT_DEFAULT: u32 = 24;
 /// Maximum number of changes in one script.
 const CHANGES_MAX: usize = 8;
-/// Number of messages in each direction between two changes.
-const MESSAGES_BETWEEN_CHANGES: std::ops::Range<u32> = 0..120;
+/// Range of the number of messages in each direction between two changes.
+const MESSAGE_COUNTS_BETWEEN_CHANGES: std::ops::Range<u32> = 0..120;
 /// Maximum number of messages that one task has sent and the other task has not received.
 const UNRECEIVED_MESSAGES_MAX: u32 = 150;
-const LARGE_BYTES: usize = 3 << 20;
-const TAG_NUMBER: i32 = 1;
-const TAG_END: i32 = 2;
+const LARGE_BODY_BYTES: usize = 3 << 20;
+const NUMBER_TAG: i32 = 1;
+const END_TAG: i32 = 2;
 
 /// Change of the route between the two tasks, which have the numbers 0 and 1.
 #[derive(Clone, Copy, Debug)]
 enum RouteChange {
     RequestRoute(usize),
-    /// The task begins to accept or to refuse direct routes.
-    SetAccepts(usize, bool),
-    /// The task migrates. Afterwards it is on the same host as its peer if `same_host`. The peer is
-    /// notified before (`early`) or after the task runs again.
+    /// The task starts accepting direct routes (true) or refusing them (false).
+    SetAcceptsRoutes(usize, bool),
+    /// The task migrates. If `same_host` is true, it is on the same host as its peer afterwards.
+    /// The peer is notified before the task runs again if `notify_peer_first` is true, otherwise
+    /// after it.
     Migrate {
-        task: usize,
+        task_index: usize,
         same_host: bool,
         notify_peer_first: bool,
     },
-    /// Both tasks migrate at the same time; the task `first` runs again first.
+    /// Both tasks migrate at the same time. The task `first_to_resume` runs again first.
     MigrateBoth {
         first_to_resume: usize,
         same_host: bool,
@@ -52,13 +53,13 @@ enum RouteChange {
     BreakDirectConnections,
 }
 
-fn any_change() -> impl Strategy<Value = RouteChange> {
-    let who = 0..2usize;
+fn route_change_strategy() -> impl Strategy<Value = RouteChange> {
+    let task_index = 0..2usize;
     prop_oneof![
-        4 => who.clone().prop_map(RouteChange::RequestRoute),
-        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| RouteChange::SetAccepts(who, willing)),
-        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| RouteChange::Migrate { task: who, same_host: near, notify_peer_first: early }),
-        1 => (who, any::<bool>()).prop_map(|(first, near)| RouteChange::MigrateBoth { first_to_resume: first, same_host: near }),
+        4 => task_index.clone().prop_map(RouteChange::RequestRoute),
+        1 => (task_index.clone(), any::<bool>()).prop_map(|(task_index, accepts)| RouteChange::SetAcceptsRoutes(task_index, accepts)),
+        4 => (task_index.clone(), any::<bool>(), any::<bool>()).prop_map(|(task_index, same_host, notifies_first)| RouteChange::Migrate { task_index, same_host, notify_peer_first: notifies_first }),
+        1 => (task_index, any::<bool>()).prop_map(|(first_index, same_host)| RouteChange::MigrateBoth { first_to_resume: first_index, same_host }),
         2 => Just(RouteChange::BreakDirectConnections),
     ]
 }
@@ -71,12 +72,12 @@ enum RouteKind {
 }
 
 fn current_route(task: &Runtime, peer: Tid) -> RouteKind {
-    let look = |core: &crate::runtime::Core| match () {
-        () if core.shm.has_ring(peer) => RouteKind::Ring,
-        () if core.direct.has_route(peer) => RouteKind::Direct,
+    let route_of = |core: &crate::runtime::Core| match () {
+        () if core.shm_routes.has_ring(peer) => RouteKind::Ring,
+        () if core.direct_routes.has_route(peer) => RouteKind::Direct,
         () => RouteKind::Daemon,
     };
-    task.with_core(look).expect("not forked")
+    task.with_core(route_of).expect("not forked")
 }
 
 /// Proxies in the direct connections of a fake daemon's tasks. A proxy can break its connection.
@@ -84,72 +85,75 @@ fn current_route(task: &Runtime, peer: Tid) -> RouteKind {
 struct Proxies(Arc<Mutex<Vec<TcpStream>>>);
 
 impl Proxies {
-    fn insert(fake: &FakeDaemon) -> Proxies {
-        let lines = Proxies::default();
-        let own = lines.clone();
+    fn insert_proxies(fake: &FakeDaemon) -> Self {
+        let proxies = Self::default();
+        let shared_proxies = proxies.clone();
         fake.state().address_rewrite = Some(Box::new(move |offered| {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
             let address = listener.local_addr().expect("it has one");
-            let lines = own.clone();
-            thread::spawn(move || lines.run(&listener, offered));
+            let proxies = shared_proxies.clone();
+            thread::spawn(move || proxies.forward_one_connection(&listener, offered));
             address
         }));
-        lines
+        proxies
     }
 
-    /// Runs the proxy of one connection. Either task may have closed its end before.
-    fn run(&self, listener: &TcpListener, offered: SocketAddr) {
-        let Ok((dialled, _)) = listener.accept() else {
+    /// Runs the proxy of one connection. Returns early if a task has already closed its side of the
+    /// connection.
+    fn forward_one_connection(&self, listener: &TcpListener, offered_address: SocketAddr) {
+        let Ok((dialer_socket, _)) = listener.accept() else {
             return;
         };
-        let Ok(offering) = TcpStream::connect(offered) else {
+        let Ok(acceptor_socket) = TcpStream::connect(offered_address) else {
             return;
         };
-        let ends = [dialled, offering];
-        let twins = || {
-            ends.each_ref()
-                .map(|end| end.try_clone().expect("a descriptor"))
+        let sockets = [dialer_socket, acceptor_socket];
+        let clone_sockets = || {
+            sockets
+                .each_ref()
+                .map(|socket| socket.try_clone().expect("a descriptor"))
         };
         self.0
             .lock()
             .expect("no panic under the lock")
-            .extend(twins());
-        for ([mut from, _], [_, mut to]) in
-            [(twins(), twins()), (reversed(twins()), reversed(twins()))]
-        {
+            .extend(clone_sockets());
+        for ([mut source, _], [_, mut sink]) in [
+            (clone_sockets(), clone_sockets()),
+            (reverse_pair(clone_sockets()), reverse_pair(clone_sockets())),
+        ] {
             thread::spawn(move || {
-                let _ = std::io::copy(&mut from, &mut to);
-                let _ = to.shutdown(Shutdown::Both);
+                let _ = std::io::copy(&mut source, &mut sink);
+                let _ = sink.shutdown(Shutdown::Both);
             });
         }
     }
 
     fn break_all(&self) {
-        for end in self.0.lock().expect("no panic under the lock").drain(..) {
-            let _ = end.shutdown(Shutdown::Both);
+        for socket in self.0.lock().expect("no panic under the lock").drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
         }
     }
 }
 
-fn reversed([a, b]: [TcpStream; 2]) -> [TcpStream; 2] {
+fn reverse_pair([a, b]: [TcpStream; 2]) -> [TcpStream; 2] {
     [b, a]
 }
 
-/// Two communicating tasks with their daemon.
+/// Two communicating tasks with their fake daemon.
 struct Exchange {
     fake: FakeDaemon,
     tasks: [Runtime; 2],
     proxies: Proxies,
     /// Number of messages that each task has received.
     received_counts: [AtomicU32; 2],
-    stop_requested: AtomicBool,
-    migrations: AtomicU32,
+    is_stop_requested: AtomicBool,
+    migration_count: AtomicU32,
 }
 
-/// Returns the content of a message: its number, and bytes derived from it.
+/// Returns the body of a message: its number, followed by bytes derived from the number.
 fn numbered_body(number: u32) -> Vec<u8> {
     let len = match number % 64 {
-        63 => LARGE_BYTES,
+        63 => LARGE_BODY_BYTES,
         n if n % 3 == 0 => 4 + (number as usize * 7919) % 200_000,
         _ => 4 + number as usize % 200,
     };
@@ -159,149 +163,171 @@ fn numbered_body(number: u32) -> Vec<u8> {
 }
 
 impl Exchange {
-    fn new(near: bool) -> Exchange {
+    fn new(is_same_host: bool) -> Self {
         let fake = FakeDaemon::start();
-        fake.state().same_host = near;
-        let (tasks, lines) = ([fake.enroll(), fake.enroll()], Proxies::insert(&fake));
-        let (taken, enough, moves) = (
+        fake.state().is_same_host = is_same_host;
+        let (tasks, inserted_proxies) = (
+            [fake.enroll(), fake.enroll()],
+            Proxies::insert_proxies(&fake),
+        );
+        let (counts, stop_flag, migration_counter) = (
             Default::default(),
             AtomicBool::new(false),
             AtomicU32::new(0),
         );
-        Exchange {
+        Self {
             fake,
             tasks,
-            proxies: lines,
-            received_counts: taken,
-            stop_requested: enough,
-            migrations: moves,
+            proxies: inserted_proxies,
+            received_counts: counts,
+            is_stop_requested: stop_flag,
+            migration_count: migration_counter,
         }
     }
 
-    fn tid(&self, who: usize) -> Tid {
-        self.tasks[who].tid()
+    fn tid(&self, task_index: usize) -> Tid {
+        self.tasks[task_index].tid()
     }
 
-    /// Sends numbered messages until the test is stopped; small messages are sent inline if
-    /// possible, as programs do.
-    fn send(&self, who: usize) {
-        let (task, to) = (&self.tasks[who], self.tid(1 - who));
-        let send = |tag: i32, body: Vec<u8>| {
+    /// Sends numbered messages until the test requests a stop. As in programs, small messages are
+    /// sent inline if possible.
+    fn send_until_stopped(&self, task_index: usize) {
+        let (task, receiver) = (&self.tasks[task_index], self.tid(1 - task_index));
+        let send_body = |tag: i32, body: Vec<u8>| {
             let small = body.len() <= INLINE_BODY_BYTES_MAX;
             if !(small
                 && task.try_send_inline(
-                    to,
+                    receiver,
                     encode_message_head(CTX_BASE, tag, 0, ENC_XDR),
                     &body,
                     false,
                 ))
             {
-                task.send(message(to, tag, body)).expect("sent");
+                task.send(xdr_message(receiver, tag, body)).expect("sent");
             }
         };
         let mut number = 0;
-        while !self.stop_requested.load(Ordering::Relaxed) {
-            if number - self.received_counts[1 - who].load(Ordering::Relaxed)
+        while !self.is_stop_requested.load(Ordering::Relaxed) {
+            if number - self.received_counts[1 - task_index].load(Ordering::Relaxed)
                 < UNRECEIVED_MESSAGES_MAX
             {
-                send(TAG_NUMBER, numbered_body(number));
+                send_body(NUMBER_TAG, numbered_body(number));
                 number += 1;
             } else {
                 thread::yield_now();
             }
         }
-        send(TAG_END, number.to_le_bytes().to_vec());
+        send_body(END_TAG, number.to_le_bytes().to_vec());
     }
 
-    /// Receives messages up to the end message, and checks the number and content of each message.
-    fn receive(&self, who: usize) {
-        let (task, from) = (&self.tasks[who], self.tid(1 - who));
+    /// Receives messages until the end message, and checks the number and body of each message.
+    fn receive_until_end(&self, task_index: usize) {
+        let (task, sender) = (&self.tasks[task_index], self.tid(1 - task_index));
         for number in 0u32.. {
-            let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == from);
-            let got = task
-                .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted)
+            let take_from_sender =
+                &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == sender);
+            let message = task
+                .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_from_sender)
                 .expect("connected");
-            let got = got.unwrap_or_else(|| {
+            let message = message.unwrap_or_else(|| {
                 panic!(
                     "message {number} did not come; {:?}",
-                    current_route(task, from)
+                    current_route(task, sender)
                 )
             });
-            if got.tag == TAG_END {
-                assert_eq!(got.body[..], number.to_le_bytes(), "as many as were sent");
+            if message.tag == END_TAG {
+                assert_eq!(
+                    message.body[..],
+                    number.to_le_bytes(),
+                    "as many as were sent"
+                );
                 return;
             }
-            assert_eq!(got.body[..4], number.to_le_bytes(), "once, and in order");
-            assert!(got.body[..] == numbered_body(number), "whole");
-            self.received_counts[who].store(number + 1, Ordering::Relaxed);
+            assert_eq!(
+                message.body[..4],
+                number.to_le_bytes(),
+                "once, and in order"
+            );
+            assert!(message.body[..] == numbered_body(number), "whole");
+            self.received_counts[task_index].store(number + 1, Ordering::Relaxed);
         }
     }
 
-    /// Waits until `count` more messages have been received in each direction.
-    fn wait_for_messages(&self, count: u32) {
-        let all = || {
+    /// Waits until `message_count` more messages have been received in each direction.
+    fn wait_for_messages(&self, message_count: u32) {
+        let current_counts = || {
             self.received_counts
                 .each_ref()
-                .map(|taken| taken.load(Ordering::Relaxed))
+                .map(|received_count| received_count.load(Ordering::Relaxed))
         };
-        let from = all();
+        let start_counts = current_counts();
         wait_until("messages", || {
-            all()
+            current_counts()
                 .iter()
-                .zip(from)
-                .all(|(now, from)| *now >= from + count)
+                .zip(start_counts)
+                .all(|(now, start_counts)| *now >= start_counts + message_count)
                 .then_some(())
         });
     }
 
-    fn quiesce(&self, who: usize) -> u64 {
-        let migration = u64::from(self.migrations.fetch_add(1, Ordering::Relaxed)) + 1;
-        self.fake.quiesce(self.tid(who), migration);
+    fn quiesce(&self, task_index: usize) -> u64 {
+        let migration = u64::from(self.migration_count.fetch_add(1, Ordering::Relaxed)) + 1;
+        self.fake.send_quiesce(self.tid(task_index), migration);
         migration
     }
 
-    fn resume(&self, who: usize, migration: u64) {
-        self.fake.resume(migration);
-        wait_until("the return", || self.tasks[who].socket_fd());
+    fn resume(&self, task_index: usize, migration: u64) {
+        self.fake.write_resume_token(migration);
+        wait_until("the return", || self.tasks[task_index].socket_fd());
     }
 
-    fn notify_peer(&self, who: usize) {
+    fn notify_peer(&self, task_index: usize) {
         self.fake.send_control(
-            self.tid(1 - who),
-            ToTask::PeerMigrated { tid: self.tid(who) },
+            self.tid(1 - task_index),
+            ToTask::PeerMigrated {
+                tid: self.tid(task_index),
+            },
         );
     }
 
-    fn apply(&self, change: RouteChange) {
+    fn apply_change(&self, change: RouteChange) {
         match change {
-            RouteChange::RequestRoute(who) => self.tasks[who].open_route(self.tid(1 - who)),
-            RouteChange::SetAccepts(who, willing) => self.tasks[who].set_accepts_routes(willing),
+            RouteChange::RequestRoute(task_index) => {
+                self.tasks[task_index].open_route_and_wait(self.tid(1 - task_index))
+            }
+            RouteChange::SetAcceptsRoutes(task_index, willing) => {
+                self.tasks[task_index].set_accepts_routes(willing)
+            }
             RouteChange::Migrate {
-                task: who,
+                task_index,
                 same_host,
-                notify_peer_first: early,
+                notify_peer_first: notifies_first,
             } => {
-                let migration = self.quiesce(who);
-                self.fake.wait_quiesced(self.tid(who), migration);
-                self.fake.state().same_host = same_host;
-                if early {
-                    self.notify_peer(who);
+                let migration = self.quiesce(task_index);
+                self.fake
+                    .wait_until_quiesced(self.tid(task_index), migration);
+                self.fake.state().is_same_host = same_host;
+                if notifies_first {
+                    self.notify_peer(task_index);
                 }
-                self.resume(who, migration);
-                if !early {
-                    self.notify_peer(who);
+                self.resume(task_index, migration);
+                if !notifies_first {
+                    self.notify_peer(task_index);
                 }
             }
             RouteChange::MigrateBoth {
-                first_to_resume: first,
+                first_to_resume: first_index,
                 same_host,
             } => {
-                let migrations = [0, 1].map(|who| self.quiesce(who));
-                (0..2).for_each(|who| self.fake.wait_quiesced(self.tid(who), migrations[who]));
-                self.fake.state().same_host = same_host;
-                for who in [first, 1 - first] {
-                    self.notify_peer(who);
-                    self.resume(who, migrations[who]);
+                let migrations = [0, 1].map(|task_index| self.quiesce(task_index));
+                (0..2).for_each(|task_index| {
+                    self.fake
+                        .wait_until_quiesced(self.tid(task_index), migrations[task_index])
+                });
+                self.fake.state().is_same_host = same_host;
+                for task_index in [first_index, 1 - first_index] {
+                    self.notify_peer(task_index);
+                    self.resume(task_index, migrations[task_index]);
                 }
             }
             RouteChange::BreakDirectConnections => self.proxies.break_all(),
@@ -309,35 +335,36 @@ impl Exchange {
     }
 }
 
-/// Runs a script; returns the route before each change and after the last change.
+/// Runs a script. Returns the route before each change and after the last change.
 fn run_script(same_host: bool, script: &[(u32, RouteChange)]) -> Vec<RouteKind> {
-    let talk = Exchange::new(same_host);
-    let mut ways = Vec::new();
+    let exchange = Exchange::new(same_host);
+    let mut routes = Vec::new();
     thread::scope(|scope| {
-        for who in 0..2 {
+        for task_index in 0..2 {
             scope.spawn({
-                let talk = &talk;
-                move || talk.send(who)
+                let exchange = &exchange;
+                move || exchange.send_until_stopped(task_index)
             });
             scope.spawn({
-                let talk = &talk;
-                move || talk.receive(who)
+                let exchange = &exchange;
+                move || exchange.receive_until_end(task_index)
             });
         }
-        for (messages, change) in script {
-            talk.wait_for_messages(*messages);
-            ways.push(current_route(&talk.tasks[0], talk.tid(1)));
-            talk.apply(*change);
+        for (message_count, change) in script {
+            exchange.wait_for_messages(*message_count);
+            routes.push(current_route(&exchange.tasks[0], exchange.tid(1)));
+            exchange.apply_change(*change);
         }
-        talk.wait_for_messages(MESSAGES_BETWEEN_CHANGES.end);
-        ways.push(current_route(&talk.tasks[0], talk.tid(1)));
-        talk.stop_requested.store(true, Ordering::Relaxed);
+        exchange.wait_for_messages(MESSAGE_COUNTS_BETWEEN_CHANGES.end);
+        routes.push(current_route(&exchange.tasks[0], exchange.tid(1)));
+        exchange.is_stop_requested.store(true, Ordering::Relaxed);
     });
-    for (who, task) in talk.tasks.iter().enumerate() {
-        let left = task.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
-        assert_eq!(left, None, "something came twice to {who}");
+    for (task_index, task) in exchange.tasks.iter().enumerate() {
+        let extra_message =
+            task.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
+        assert_eq!(extra_message, None, "something came twice to {task_index}");
     }
-    ways
+    routes
 }
 
 /// Whatever routes two tasks use and however they change, no message is lost, duplicated, damaged
@@ -347,7 +374,7 @@ fn route_changes_preserve_messages() {
     let cases = std::env::var("PROPTEST_CASES")
         .ok()
         .and_then(|text| text.parse().ok())
-        .unwrap_or(SCRIPT_COUNT);
+        .unwrap_or(SCRIPT_COUNT_DEFAULT);
     let config = Config {
         cases,
         failure_persistence: None,
@@ -356,32 +383,42 @@ fn route_changes_preserve_messages() {
     };
     let script = (
         any::<bool>(),
-        prop::collection::vec((MESSAGES_BETWEEN_CHANGES, any_change()), 1..=CHANGES_MAX),
+        prop::collection::vec(
+            (MESSAGE_COUNTS_BETWEEN_CHANGES, route_change_strategy()),
+            1..=CHANGES_MAX,
+        ),
     );
-    let seen = RefCell::new(Vec::new());
-    let result = TestRunner::new(config).run(&script, |(near, script)| -> TestCaseResult {
-        let ways = run_script(near, &script);
-        seen.borrow_mut().push(ways);
-        Ok(())
-    });
-    result.unwrap_or_else(|error| panic!("{error}"));
-    // The test proves nothing unless every route was used and routes changed.
-    let seen = seen.into_inner();
-    for wanted in [RouteKind::Daemon, RouteKind::Ring, RouteKind::Direct] {
+    let routes_of_scripts = RefCell::new(Vec::new());
+    let test_result =
+        TestRunner::new(config).run(&script, |(is_same_host, script)| -> TestCaseResult {
+            let routes = run_script(is_same_host, &script);
+            routes_of_scripts.borrow_mut().push(routes);
+            Ok(())
+        });
+    test_result.unwrap_or_else(|error| panic!("{error}"));
+    // The test is meaningful only if every route was used and the routes changed.
+    let routes_of_scripts = routes_of_scripts.into_inner();
+    for expected_route in [RouteKind::Daemon, RouteKind::Ring, RouteKind::Direct] {
         assert!(
-            seen.iter().flatten().any(|way| *way == wanted),
-            "no {wanted:?}: {seen:?}"
+            routes_of_scripts
+                .iter()
+                .flatten()
+                .any(|route| *route == expected_route),
+            "no {expected_route:?}: {routes_of_scripts:?}"
         );
     }
-    for (from, to) in [
+    for (old_route, new_route) in [
         (RouteKind::Ring, RouteKind::Daemon),
         (RouteKind::Daemon, RouteKind::Ring),
         (RouteKind::Daemon, RouteKind::Direct),
     ] {
-        let changed = seen
+        let has_changed = routes_of_scripts
             .iter()
-            .flat_map(|ways| ways.windows(2))
-            .any(|pair| pair == [from, to]);
-        assert!(changed, "never from {from:?} to {to:?}: {seen:?}");
+            .flat_map(|routes| routes.windows(2))
+            .any(|pair| pair == [old_route, new_route]);
+        assert!(
+            has_changed,
+            "never from {old_route:?} to {new_route:?}: {routes_of_scripts:?}"
+        );
     }
 }

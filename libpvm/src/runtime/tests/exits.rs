@@ -2,7 +2,9 @@
 #![allow(unsafe_code)] // A test of fork must fork.
 
 use super::fake::FakeDaemon;
-use super::{expect_numbered, message, recv_next, send_numbered, wait_until};
+use super::{
+    recv_and_check_numbered, send_numbered, wait_for_next_message, wait_until, xdr_message,
+};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use crate::runtime::{EnrollOptions, Runtime};
@@ -16,48 +18,49 @@ use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::thread;
 
-/// The error for a missing daemon says what the user can do.
+/// The error for a missing daemon tells the user what to do.
 #[test]
 fn missing_daemon_error_says_what_to_do() {
     let dir = tempfile::TempDir::new().expect("a directory");
-    let options = |name: &str| EnrollOptions {
+    let options_for = |name: &str| EnrollOptions {
         socket: dir.path().join(name),
-        claim: Claim::New,
+        claim: Claim::NotSpawned,
         program: "x".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
     };
-    let missing = Runtime::connect(options("missing")).expect_err("nobody there");
-    assert!(matches!(missing, EnrollError::NoDaemon { .. }));
+    let missing_error = Runtime::connect(options_for("missing")).expect_err("nobody there");
+    assert!(matches!(missing_error, EnrollError::NoDaemon { .. }));
     assert!(
-        missing.to_string().contains("start a virtual machine"),
-        "{missing}"
+        missing_error
+            .to_string()
+            .contains("start a virtual machine"),
+        "{missing_error}"
     );
     drop(UnixListener::bind(dir.path().join("stale")).expect("a socket"));
     assert!(matches!(
-        Runtime::connect(options("stale")),
+        Runtime::connect(options_for("stale")),
         Err(EnrollError::NoDaemon { .. })
     ));
 }
 
-/// The daemon's reason for a refusal is returned.
 #[test]
 fn refusal_reason_is_returned() {
     let fake = FakeDaemon::start();
     fake.state().refusal_reason = Some("the virtual machine is stopping".into());
-    let refused = Runtime::connect(fake.options()).expect_err("refused");
+    let refusal_error = Runtime::connect(fake.enroll_options()).expect_err("refused");
     assert!(
-        matches!(&refused, EnrollError::Refused(why) if why == "the virtual machine is stopping")
+        matches!(&refusal_error, EnrollError::Refused(why) if why == "the virtual machine is stopping")
     );
 }
 
-/// A refusal is understood even if the daemon does not read the hello.
+/// The task receives a refusal even if the daemon does not read the hello.
 #[test]
 fn refusal_before_hello_is_understood() {
     let dir = tempfile::TempDir::new().expect("a directory");
     let socket = dir.path().join("s");
     let listener = UnixListener::bind(&socket).expect("a socket");
     let server = thread::spawn(move || {
-        let no = encode_control(&ToTask::Refused {
+        let refusal_frame = encode_control(&ToTask::Refused {
             reason: "not you".into(),
         })
         .expect("small");
@@ -66,14 +69,14 @@ fn refusal_before_hello_is_understood() {
                 .accept()
                 .expect("a caller")
                 .0
-                .write_all(&no)
+                .write_all(&refusal_frame)
                 .expect("written")
         });
     });
     for _ in 0..100 {
         let options = EnrollOptions {
             socket: socket.clone(),
-            claim: Claim::New,
+            claim: Claim::NotSpawned,
             program: "x".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
         };
@@ -86,7 +89,7 @@ fn refusal_before_hello_is_understood() {
     server.join().expect("served");
 }
 
-/// A listener that does not speak the daemon's protocol is rejected.
+/// A listener with another protocol or protocol version is rejected.
 #[test]
 fn listener_of_other_protocol_is_rejected() {
     for (answer, version) in [
@@ -107,7 +110,7 @@ fn listener_of_other_protocol_is_rejected() {
         });
         let error = Runtime::connect(EnrollOptions {
             socket,
-            claim: Claim::New,
+            claim: Claim::NotSpawned,
             program: "x".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
         });
@@ -127,51 +130,51 @@ fn hello_identifies_process() {
     let fake = FakeDaemon::start();
     let options = EnrollOptions {
         claim: Claim::Spawned { spawn_token: 31 },
-        ..fake.options()
+        ..fake.enroll_options()
     };
     let task = Runtime::connect(options).expect("welcome");
     assert!(task.was_spawned());
-    let net = fake.state();
-    let hello = net.hellos.last().expect("greeted");
+    let state = fake.state();
+    let hello = state.hellos.last().expect("greeted");
     assert_eq!(
-        (hello.own_pid as u32, hello.program.as_str()),
+        (hello.namespace_pid as u32, hello.program.as_str()),
         (std::process::id(), "test")
     );
     assert_eq!(hello.claim, Claim::Spawned { spawn_token: 31 });
 }
 
-/// The death of the daemon ends all waits; messages that have arrived can still be received.
+/// The death of the daemon ends all waits. Messages that have arrived can still be received.
 #[test]
 fn daemon_death_ends_waits_and_keeps_messages() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    b.send(message(a.tid(), 1, "kept")).expect("sent");
+    b.send(xdr_message(a.tid(), 1, "kept")).expect("sent");
     wait_until("the message", || {
         a.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
     });
     thread::scope(|scope| {
-        let asking = scope.spawn(|| a.request(Request::Config));
-        let receiving = scope.spawn(|| {
+        let request_thread = scope.spawn(|| a.request_and_wait(Request::Config));
+        let receive_thread = scope.spawn(|| {
             a.wait_for_inbox(None, &mut |inbox: &mut Inbox| {
                 inbox.take_first(|m| m.tag == 2)
             })
         });
-        fake.wait_for_request("the question", |what| *what == Request::Config);
+        fake.wait_for_request("the question", |request| *request == Request::Config);
         fake.disconnect(a.tid());
         assert!(matches!(
-            asking.join().expect("ended"),
+            request_thread.join().expect("ended"),
             Reply::Failed {
                 error: PvmError::SysErr,
                 ..
             }
         ));
-        assert_eq!(receiving.join().expect("ended"), Err(PvmError::SysErr));
+        assert_eq!(receive_thread.join().expect("ended"), Err(PvmError::SysErr));
     });
     assert!(!a.is_connected());
-    assert_eq!(recv_next(&a).tag, 1);
-    assert_eq!(a.send(message(b.tid(), 1, "")), Err(PvmError::SysErr));
+    assert_eq!(wait_for_next_message(&a).tag, 1);
+    assert_eq!(a.send(xdr_message(b.tid(), 1, "")), Err(PvmError::SysErr));
     assert!(matches!(
-        a.request(Request::Config),
+        a.request_and_wait(Request::Config),
         Reply::Failed {
             error: PvmError::SysErr,
             ..
@@ -188,27 +191,28 @@ fn daemon_death_ends_blocked_send() {
     let (a, b) = (fake.enroll(), fake.enroll());
     fake.set_stalled(a.tid(), true);
     thread::scope(|scope| {
-        let sending = scope.spawn(|| a.send(message(b.tid(), 1, vec![0; WINDOW_BYTES_MAX])));
+        let send_thread =
+            scope.spawn(|| a.send(xdr_message(b.tid(), 1, vec![0; WINDOW_BYTES_MAX])));
         wait_until("a full socket", || {
             a.with_core(|core| core.outbox.backlog_bytes() > 0)
-                .filter(|full| *full)
+                .filter(|is_full| *is_full)
         });
         fake.disconnect(a.tid());
-        assert_eq!(sending.join().expect("ended"), Err(PvmError::SysErr));
+        assert_eq!(send_thread.join().expect("ended"), Err(PvmError::SysErr));
     });
     fake.set_stalled(a.tid(), false);
 }
 
-/// Malformed frames from the daemon end the connection with a reason.
+/// A malformed frame from the daemon ends the connection with a reason that the task reports.
 #[test]
 fn malformed_frames_end_connection() {
-    let nonsense: [&[u8]; 4] = [
+    let malformed_frames: [&[u8]; 4] = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff",
         b"\x03\0\0\0\0\xff\xff",
         b"\x03\0\0\0\x01ab",
     ];
-    for bytes in nonsense {
+    for bytes in malformed_frames {
         let fake = FakeDaemon::start();
         let task = fake.enroll();
         fake.send_raw(task.tid(), bytes.to_vec());
@@ -224,12 +228,12 @@ fn malformed_frames_end_connection() {
     }
 }
 
-/// Replies without a request and notices about unknown tasks are ignored.
+/// Replies without a request and notices about unknown tasks have no effect.
 #[test]
 fn stray_control_frames_are_ignored() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.reply(a.tid(), sempa_proto::RequestId(99), Reply::Done);
+    fake.send_reply(a.tid(), sempa_proto::RequestId(99), Reply::Done);
     fake.send_control(a.tid(), ToTask::PeerGone { tid: a.tid() });
     fake.send_control(
         a.tid(),
@@ -237,88 +241,91 @@ fn stray_control_frames_are_ignored() {
             tid: Tid::from_raw(0x40077),
         },
     );
-    b.send(message(a.tid(), 4, "good")).expect("sent");
-    assert_eq!(recv_next(&a).tag, 4);
+    b.send(xdr_message(a.tid(), 4, "good")).expect("sent");
+    assert_eq!(wait_for_next_message(&a).tag, 4);
 }
 
-/// An exit writes all sent messages before the exit request.
+/// An exit writes all sent messages before it sends the exit request.
 #[test]
 fn exit_flushes_all_messages_first() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    // No fragment is acknowledged, so all fragments are sent only if the exit disables the window.
-    fake.quiesce(b.tid(), 1);
-    fake.wait_quiesced(b.tid(), 1);
+    // The receiver acknowledges no fragment. All fragments are therefore sent only if the exit
+    // disables the window.
+    fake.send_quiesce(b.tid(), 1);
+    fake.wait_until_quiesced(b.tid(), 1);
     send_numbered(&a, b.tid(), 0..1000);
-    a.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+    a.send(xdr_message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
         .expect("sent");
-    let end = a
+    let end_seq = a
         .with_core(|core| core.send_watermarks())
         .expect("own process")[0]
         .end_seq;
     a.exit().expect("left");
-    let marks = fake.wait_for_log("leaving", |_, said| match said {
-        ToDaemon::Request {
-            request: Request::Exit { watermarks: marks },
-            ..
-        } => Some(marks.clone()),
-        _ => None,
-    });
+    let watermarks_at_exit =
+        fake.wait_for_log("leaving", |_, control_message| match control_message {
+            ToDaemon::Request {
+                request:
+                    Request::Exit {
+                        watermarks: watermarks_at_exit,
+                    },
+                ..
+            } => Some(watermarks_at_exit.clone()),
+            _ => None,
+        });
     assert_eq!(
-        marks,
+        watermarks_at_exit,
         [SendWatermark {
             peer: b.tid(),
-            end_seq: end
+            end_seq
         }]
     );
     wait_until("the closed socket", || {
         fake.is_closed(a.tid()).then_some(())
     });
     assert!(!a.is_connected() && a.socket_fd().is_none());
-    fake.resume(1);
-    expect_numbered(&b, a.tid(), 0..1000);
-    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+    fake.write_resume_token(1);
+    recv_and_check_numbered(&b, a.tid(), 0..1000);
+    assert_eq!(wait_for_next_message(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }
 
-/// Messages that have arrived can be received after the exit.
 #[test]
 fn messages_can_be_received_after_exit() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
-    task.send(message(task.tid(), 3, "")).expect("sent");
+    task.send(xdr_message(task.tid(), 3, "")).expect("sent");
     task.exit().expect("left");
-    assert_eq!(recv_next(&task).tag, 3);
+    assert_eq!(wait_for_next_message(&task).tag, 3);
     assert_eq!(task.exit(), Err(PvmError::SysErr));
 }
 
-/// Dropping the last clone of the runtime writes all sent messages.
 #[test]
 fn dropping_last_clone_flushes_messages() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.quiesce(b.tid(), 1);
-    fake.wait_quiesced(b.tid(), 1);
+    fake.send_quiesce(b.tid(), 1);
+    fake.wait_until_quiesced(b.tid(), 1);
     let tid = a.tid();
-    a.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+    a.send(xdr_message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
         .expect("sent");
     drop(a.clone());
     assert!(!fake.is_closed(tid));
     drop(a);
     wait_until("the closed socket", || fake.is_closed(tid).then_some(()));
-    fake.resume(1);
-    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+    fake.write_resume_token(1);
+    assert_eq!(wait_for_next_message(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }
 
-/// Runs `child` in a forked process and checks that it returns true.
-fn in_child(child: impl FnOnce() -> bool) {
-    // SAFETY: the child ends with `_exit`, and the C library keeps the allocator and the locks of
-    // std usable in it.
+/// Runs `child` in a forked process, waits for the process, and checks that `child` returned true.
+fn check_in_forked_child(child: impl FnOnce() -> bool) {
+    // SAFETY: the child ends with `_exit`. The C library ensures that the allocator and the locks
+    // of std are usable in the child.
     match unsafe { fork() }.expect("forked") {
         ForkResult::Child => {
-            let good =
+            let is_successful =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
             // SAFETY: `_exit` has no preconditions.
-            unsafe { libc::_exit(if good { 0 } else { 1 }) }
+            unsafe { libc::_exit(if is_successful { 0 } else { 1 }) }
         }
         ForkResult::Parent { child } => {
             assert_eq!(
@@ -330,22 +337,23 @@ fn in_child(child: impl FnOnce() -> bool) {
     }
 }
 
-/// A forked child is not a task, but can enroll as a new one.
+/// A forked child is not a task, but it can enroll as a new task.
 #[test]
 fn forked_child_can_enroll_as_new_task() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
     let fd = a.socket_fd().expect("connected");
-    in_child(|| {
-        let closed = nix::fcntl::fcntl(
+    check_in_forked_child(|| {
+        let fd_flags_result = nix::fcntl::fcntl(
             // SAFETY: the call only checks whether the number is an open descriptor.
             unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) },
             nix::fcntl::FcntlArg::F_GETFD,
         );
-        let dead = closed.is_err() && !a.is_connected() && a.socket_fd().is_none();
-        let refused = a.send(message(b.tid(), 1, "")) == Err(PvmError::SysErr)
+        let is_disconnected =
+            fd_flags_result.is_err() && !a.is_connected() && a.socket_fd().is_none();
+        let are_calls_refused = a.send(xdr_message(b.tid(), 1, "")) == Err(PvmError::SysErr)
             && matches!(
-                a.request(Request::Config),
+                a.request_and_wait(Request::Config),
                 Reply::Failed {
                     error: PvmError::SysErr,
                     ..
@@ -354,16 +362,17 @@ fn forked_child_can_enroll_as_new_task() {
             && a.wait_for_inbox(None, &mut |_| None::<()>) == Err(PvmError::SysErr)
             && a.exit() == Err(PvmError::SysErr);
         drop(a.clone());
-        let own = fake.enroll();
-        let differs = own.tid() != a.tid();
-        own.send(message(b.tid(), 7, "from the child"))
+        let new_task = fake.enroll();
+        let has_new_tid = new_task.tid() != a.tid();
+        new_task
+            .send(xdr_message(b.tid(), 7, "from the child"))
             .expect("sent");
-        dead && refused && differs && own.exit().is_ok()
+        is_disconnected && are_calls_refused && has_new_tid && new_task.exit().is_ok()
     });
-    assert_eq!(recv_next(&b).tag, 7);
-    a.send(message(b.tid(), 8, "the parent goes on"))
+    assert_eq!(wait_for_next_message(&b).tag, 7);
+    a.send(xdr_message(b.tid(), 8, "the parent goes on"))
         .expect("sent");
-    assert_eq!(recv_next(&b).tag, 8);
+    assert_eq!(wait_for_next_message(&b).tag, 8);
 }
 
 /// Messages are received even if their sender ends without an exit call or destructors.
@@ -371,38 +380,39 @@ fn forked_child_can_enroll_as_new_task() {
 fn sent_messages_survive_sudden_exit() {
     let fake = FakeDaemon::start();
     let b = fake.enroll();
-    in_child(|| {
-        let own = fake.enroll();
-        send_numbered(&own, b.tid(), 0..100);
-        // The process ends without an exit call or destructors.
+    check_in_forked_child(|| {
+        let child_task = fake.enroll();
+        send_numbered(&child_task, b.tid(), 0..100);
+        // The process ends at this point without an exit call or destructors.
         true
     });
-    let from = fake
+    let sender = fake
         .state()
         .tasks
         .keys()
         .copied()
         .find(|tid| *tid != b.tid())
         .expect("seated");
-    expect_numbered(&b, from, 0..100);
+    recv_and_check_numbered(&b, sender, 0..100);
 }
 
-/// A process that ends normally without an exit call still writes all its messages, even more than
-/// a window.
+/// A process that ends normally without an exit call still writes all its messages, even if they
+/// exceed the window.
 #[test]
 fn process_exit_flushes_beyond_window() {
     let fake = FakeDaemon::start();
     let b = fake.enroll();
-    fake.quiesce(b.tid(), 1);
-    fake.wait_quiesced(b.tid(), 1);
-    in_child(|| {
-        let own = fake.enroll();
-        own.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+    fake.send_quiesce(b.tid(), 1);
+    fake.wait_until_quiesced(b.tid(), 1);
+    check_in_forked_child(|| {
+        let child_task = fake.enroll();
+        child_task
+            .send(xdr_message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
             .expect("sent");
-        std::mem::forget(own);
+        std::mem::forget(child_task);
         // SAFETY: `exit` runs the exit hooks, and no other thread of this child runs one.
         unsafe { libc::exit(0) }
     });
-    fake.resume(1);
-    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+    fake.write_resume_token(1);
+    assert_eq!(wait_for_next_message(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }

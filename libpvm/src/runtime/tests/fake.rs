@@ -1,5 +1,5 @@
-//! Minimal daemon for tests: enrolls tasks, forwards link frames, queues frames for a migrating
-//! task, and logs all other frames.
+//! Minimal daemon for tests. It enrolls tasks, forwards link frames, queues frames for a migrating
+//! task, and logs all control frames.
 
 use super::{TEST_TIMEOUT, wait_until};
 use crate::runtime::{EnrollOptions, Runtime};
@@ -27,139 +27,150 @@ use std::time::Instant;
 use tempfile::TempDir;
 
 /// Bytes to write, with the descriptors to send with them.
-type OutFrame = (Bytes, Vec<OwnedFd>);
+type FrameWithFds = (Bytes, Vec<OwnedFd>);
 /// Recorded route message: sender, receiver, message, and copies of its descriptors.
 pub(super) type RecordedMessage = (Tid, Tid, RouteMsg, Vec<OwnedFd>);
 type Responder = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type AddressRewrite = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
-/// Frame for a task that has no connection.
+/// Frame that the fake daemon queues for a task without a connection.
 enum QueuedFrame {
-    Frame(OutFrame),
+    Frame(FrameWithFds),
     /// Route message. When the task reconnects, the fake daemon adds whether both tasks are on the
     /// same host.
     Route {
-        from: Tid,
+        sender: Tid,
         message: RouteMsg,
     },
 }
 
 /// State of one task at the daemon.
 #[derive(Default)]
-pub(super) struct TaskConn {
+pub(super) struct FakeTaskConn {
     stream: Option<UnixStream>,
-    frame_sender: Option<Sender<OutFrame>>,
-    queued: Vec<QueuedFrame>,
+    frame_sender: Option<Sender<FrameWithFds>>,
+    queued_frames: Vec<QueuedFrame>,
     /// True after a quiesce request: frames for the task are queued.
     is_quiescing: bool,
-    stalled: bool,
-    pub(super) closed: bool,
+    is_stalled: bool,
+    pub(super) is_closed: bool,
 }
 
-impl TaskConn {
+impl FakeTaskConn {
     fn send(&mut self, bytes: Bytes) {
         self.send_with_descriptors(bytes, Vec::new());
     }
 
     fn send_with_descriptors(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
         match &self.frame_sender {
-            // A broken connection loses frames; only its task is affected.
-            Some(out) if !self.is_quiescing => drop(out.send((bytes, descriptors))),
-            _ if self.closed => {}
-            _ => self.queued.push(QueuedFrame::Frame((bytes, descriptors))),
+            // Sending fails if the connection is broken. The frame is then lost, as with a real
+            // daemon.
+            Some(frame_sender) if !self.is_quiescing => {
+                drop(frame_sender.send((bytes, descriptors)))
+            }
+            _ if self.is_closed => {}
+            _ => self
+                .queued_frames
+                .push(QueuedFrame::Frame((bytes, descriptors))),
         }
     }
 
     fn is_receiving(&self) -> bool {
-        self.frame_sender.is_some() && !self.is_quiescing && !self.closed
+        self.frame_sender.is_some() && !self.is_quiescing && !self.is_closed
     }
 }
 
 #[derive(Default)]
 pub(super) struct FakeState {
-    pub(super) tasks: HashMap<Tid, TaskConn>,
-    /// All control frames, in order of arrival.
+    pub(super) tasks: HashMap<Tid, FakeTaskConn>,
+    /// All received control frames with their senders, in order of arrival.
     pub(super) control_log: Vec<(Tid, ToDaemon)>,
     pub(super) hellos: Vec<Hello>,
     pub(super) rm: Option<RmInfo>,
     pub(super) refusal_reason: Option<String>,
-    /// If true, the fake daemon drops link frames.
+    /// True if the fake daemon drops link frames.
     pub(super) drops_link_frames: bool,
-    /// The tasks count as being on the same host and may have rings. Otherwise their offers are
-    /// refused.
-    pub(super) same_host: bool,
-    /// Recorded route messages, if recording is enabled.
-    pub(super) recorded: Option<Vec<RecordedMessage>>,
-    /// Rewrites the addresses in offers of direct routes, to insert a proxy.
+    /// True if the tasks count as being on the same host, so that they may have rings. Otherwise
+    /// the fake daemon refuses their ring offers.
+    pub(super) is_same_host: bool,
+    /// Recorded route messages; `None` if recording is disabled.
+    pub(super) recorded_messages: Option<Vec<RecordedMessage>>,
+    /// Function that rewrites the addresses in offers of direct routes, to insert a proxy.
     pub(super) address_rewrite: Option<AddressRewrite>,
     responder: Option<Responder>,
-    last_local: u32,
+    last_local_number: u32,
 }
 
-pub(super) struct Shared {
+pub(super) struct SharedFakeState {
     state: Mutex<FakeState>,
-    changed: Condvar,
+    state_changed: Condvar,
 }
 
-/// The fake daemon. Dropping it closes its connections.
+/// Handle of the fake daemon. Dropping it closes the connections of the fake daemon.
 pub(super) struct FakeDaemon {
-    pub(super) dir: TempDir,
-    shared: Arc<Shared>,
+    pub(super) runtime_dir: TempDir,
+    shared_state: Arc<SharedFakeState>,
 }
 
 impl FakeDaemon {
-    pub(super) fn start() -> FakeDaemon {
+    pub(super) fn start() -> Self {
         let dir = TempDir::new().expect("a directory");
         let listener = UnixListener::bind(dir.path().join("s")).expect("a socket");
-        let shared = Arc::new(Shared {
+        let shared_state = Arc::new(SharedFakeState {
             state: Mutex::default(),
-            changed: Condvar::new(),
+            state_changed: Condvar::new(),
         });
-        let accepting = Arc::clone(&shared);
+        let accept_state = Arc::clone(&shared_state);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let shared = Arc::clone(&accepting);
-                thread::spawn(move || serve(&shared, stream));
+                let shared_state = Arc::clone(&accept_state);
+                thread::spawn(move || serve_task(&shared_state, stream));
             }
         });
-        FakeDaemon { dir, shared }
+        Self {
+            runtime_dir: dir,
+            shared_state,
+        }
     }
 
-    pub(super) fn socket(&self) -> PathBuf {
-        self.dir.path().join("s")
+    pub(super) fn socket_path(&self) -> PathBuf {
+        self.runtime_dir.path().join("s")
     }
 
-    pub(super) fn options(&self) -> EnrollOptions {
+    pub(super) fn enroll_options(&self) -> EnrollOptions {
         EnrollOptions {
-            socket: self.socket(),
-            claim: Claim::New,
+            socket: self.socket_path(),
+            claim: Claim::NotSpawned,
             program: "test".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
         }
     }
 
     pub(super) fn enroll(&self) -> Runtime {
-        Runtime::connect(self.options()).expect("welcome")
+        Runtime::connect(self.enroll_options()).expect("welcome")
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
-        self.shared.state.lock().expect("no panic under the lock")
+        self.shared_state
+            .state
+            .lock()
+            .expect("no panic under the lock")
     }
 
     /// Sets the function that answers requests. A request for which the function returns `None`
     /// remains without a reply.
     pub(super) fn set_responder(
         &self,
-        answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static,
+        responder: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static,
     ) {
-        self.state().responder = Some(Box::new(answer));
+        self.state().responder = Some(Box::new(responder));
     }
 
-    pub(super) fn send_control(&self, tid: Tid, what: ToTask) {
-        self.send_raw(tid, encode_control(&what).expect("small"));
+    pub(super) fn send_control(&self, tid: Tid, control_message: ToTask) {
+        self.send_raw(tid, encode_control(&control_message).expect("small"));
     }
 
-    pub(super) fn reply(&self, tid: Tid, id: RequestId, reply: Reply) {
+    pub(super) fn send_reply(&self, tid: Tid, id: RequestId, reply: Reply) {
         self.send_control(tid, ToTask::Reply { id, reply });
     }
 
@@ -171,51 +182,66 @@ impl FakeDaemon {
             .send(bytes.into());
     }
 
-    /// Waits for a log entry for which `f` returns a value.
-    pub(super) fn wait_for_log<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
-        wait_until(what, || {
+    /// Waits for a log entry for which `f` returns a value, and returns this value.
+    pub(super) fn wait_for_log<R>(
+        &self,
+        awaited_event: &str,
+        f: impl Fn(Tid, &ToDaemon) -> Option<R>,
+    ) -> R {
+        wait_until(awaited_event, || {
             self.state()
                 .control_log
                 .iter()
-                .find_map(|(tid, said)| f(*tid, said))
+                .find_map(|(tid, control_message)| f(*tid, control_message))
         })
     }
 
-    /// Waits for a request and returns its id.
-    pub(super) fn wait_for_request(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
-        self.wait_for_log(what, |_, said| match said {
-            ToDaemon::Request { id, request: what } if f(what) => Some(*id),
+    /// Waits for a request for which `f` returns true, and returns the id of the request.
+    pub(super) fn wait_for_request(
+        &self,
+        awaited_event: &str,
+        f: impl Fn(&Request) -> bool,
+    ) -> RequestId {
+        self.wait_for_log(awaited_event, |_, control_message| match control_message {
+            ToDaemon::Request {
+                id,
+                request: awaited_event,
+            } if f(awaited_event) => Some(*id),
             _ => None,
         })
     }
 
-    /// Stops reading from this task, or resumes it.
-    pub(super) fn set_stalled(&self, tid: Tid, stalled: bool) {
-        self.state().tasks.get_mut(&tid).expect("seated").stalled = stalled;
-        self.shared.changed.notify_all();
+    /// Makes the fake daemon stop reading from this task (`is_stalled`), or read again.
+    pub(super) fn set_stalled(&self, tid: Tid, is_stalled: bool) {
+        self.state().tasks.get_mut(&tid).expect("seated").is_stalled = is_stalled;
+        self.shared_state.state_changed.notify_all();
     }
 
     pub(super) fn token_path(&self, migration: u64) -> PathBuf {
-        self.dir.path().join(format!("resume-{migration}"))
+        self.runtime_dir.path().join(format!("resume-{migration}"))
     }
 
-    /// Sends a quiesce request to a task. After this call, frames for the task are queued.
-    pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
-        let tokens = vec![self.dir.path().join("nowhere"), self.token_path(migration)];
-        let order = ToTask::Quiesce {
+    /// Sends a quiesce request to a task. After this call, the fake daemon queues frames for the
+    /// task.
+    pub(super) fn send_quiesce(&self, tid: Tid, migration: u64) {
+        let tokens = vec![
+            self.runtime_dir.path().join("nowhere"),
+            self.token_path(migration),
+        ];
+        let quiesce_request = ToTask::Quiesce {
             migration: MigrationId(migration),
-            tokens,
+            token_paths: tokens,
         };
-        let mut net = self.state();
-        let seat = net.tasks.get_mut(&tid).expect("seated");
-        seat.send(encode_control(&order).expect("small"));
-        seat.is_quiescing = true;
+        let mut state = self.state();
+        let task_conn = state.tasks.get_mut(&tid).expect("seated");
+        task_conn.send(encode_control(&quiesce_request).expect("small"));
+        task_conn.is_quiescing = true;
     }
 
-    pub(super) fn wait_quiesced(&self, tid: Tid, migration: u64) {
-        self.wait_for_log("quiescing", |who, said| {
-            let wanted = MigrationId(migration);
-            matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
+    pub(super) fn wait_until_quiesced(&self, tid: Tid, migration: u64) {
+        self.wait_for_log("quiescing", |sender, control_message| {
+            let migration_id = MigrationId(migration);
+            matches!(control_message, ToDaemon::Quiesced { migration, .. } if sender == tid && *migration == migration_id).then_some(())
         });
         wait_until("the closed socket", || {
             self.state().tasks[&tid].stream.is_none().then_some(())
@@ -223,37 +249,45 @@ impl FakeDaemon {
     }
 
     /// Writes the token file, so that the quiesced task reconnects to this daemon.
-    pub(super) fn resume(&self, migration: u64) {
-        self.write_token(migration, MigrationId(migration), self.socket());
+    pub(super) fn write_resume_token(&self, migration: u64) {
+        self.write_token(migration, MigrationId(migration), self.socket_path());
     }
 
-    pub(super) fn write_token(&self, file: u64, migration: MigrationId, socket: PathBuf) {
-        let token = to_bytes(&ResumeToken { migration, socket }).expect("small");
-        let temporary = self.dir.path().join("token.new");
+    pub(super) fn write_token(&self, file_number: u64, migration: MigrationId, socket: PathBuf) {
+        let token = to_bytes(&ResumeToken {
+            migration,
+            socket_path: socket,
+        })
+        .expect("small");
+        let temporary = self.runtime_dir.path().join("token.new");
         std::fs::write(&temporary, token).expect("written");
-        std::fs::rename(temporary, self.token_path(file)).expect("renamed");
+        std::fs::rename(temporary, self.token_path(file_number)).expect("renamed");
     }
 
     /// Closes the connection to a task, as if the daemon had died.
     pub(super) fn disconnect(&self, tid: Tid) {
-        let net = self.state();
-        let stream = net.tasks[&tid].stream.as_ref().expect("connected");
+        let state = self.state();
+        let stream = state.tasks[&tid].stream.as_ref().expect("connected");
         stream.shutdown(Shutdown::Both).expect("was open");
     }
 
     pub(super) fn is_closed(&self, tid: Tid) -> bool {
-        self.state().tasks[&tid].closed
+        self.state().tasks[&tid].is_closed
     }
 }
 
 impl Drop for FakeDaemon {
     fn drop(&mut self) {
-        let net = self
-            .shared
+        let state = self
+            .shared_state
             .state
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        for stream in net.tasks.values().filter_map(|seat| seat.stream.as_ref()) {
+        for stream in state
+            .tasks
+            .values()
+            .filter_map(|task_conn| task_conn.stream.as_ref())
+        {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -262,60 +296,65 @@ impl Drop for FakeDaemon {
 fn read_frame(
     stream: &UnixStream,
     decoder: &mut FrameDecoder,
-    passed: &mut PendingFds,
+    received_fds: &mut PendingFds,
 ) -> Option<Frame> {
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
             return Some(frame);
         }
         decoder.buffer_mut().reserve(64 << 10);
-        match receive(stream, decoder.buffer_mut(), passed, MsgFlags::empty()) {
-            Ok(received) if received.bytes > 0 => {}
+        match receive(
+            stream,
+            decoder.buffer_mut(),
+            received_fds,
+            MsgFlags::empty(),
+        ) {
+            Ok(received) if received.byte_count > 0 => {}
             _ => return None,
         }
     }
 }
 
-fn serve(shared: &Shared, stream: UnixStream) {
-    let (mut decoder, mut passed) = (FrameDecoder::new(), PendingFds::default());
-    let Some(first) = read_frame(&stream, &mut decoder, &mut passed) else {
+fn serve_task(shared_state: &SharedFakeState, stream: UnixStream) {
+    let (mut decoder, mut received_fds) = (FrameDecoder::new(), PendingFds::default());
+    let Some(first_frame) = read_frame(&stream, &mut decoder, &mut received_fds) else {
         return;
     };
-    let Ok(ToDaemon::Hello(hello)) = first.decode_control::<ToDaemon>() else {
+    let Ok(ToDaemon::Hello(hello)) = first_frame.decode_control::<ToDaemon>() else {
         panic!("the first frame is a hello")
     };
-    let Some(tid) = enroll_task(shared, &hello, &stream) else {
+    let Some(tid) = enroll_task(shared_state, &hello, &stream) else {
         return;
     };
     loop {
         let deadline = Instant::now() + TEST_TIMEOUT;
-        let mut net = shared.state.lock().expect("no panic under the lock");
-        while net.tasks[&tid].stalled && Instant::now() < deadline {
-            net = shared
-                .changed
-                .wait_timeout(net, TEST_TIMEOUT)
+        let mut state = shared_state.state.lock().expect("no panic under the lock");
+        while state.tasks[&tid].is_stalled && Instant::now() < deadline {
+            state = shared_state
+                .state_changed
+                .wait_timeout(state, TEST_TIMEOUT)
                 .expect("no panic under the lock")
                 .0;
         }
-        drop(net);
-        let Some(frame) = read_frame(&stream, &mut decoder, &mut passed) else {
+        drop(state);
+        let Some(frame) = read_frame(&stream, &mut decoder, &mut received_fds) else {
             break;
         };
-        handle_frame(shared, tid, frame, &mut passed);
+        handle_frame(shared_state, tid, frame, &mut received_fds);
     }
-    let mut net = shared.state.lock().expect("no panic under the lock");
-    let seat = net.tasks.get_mut(&tid).expect("seated");
-    (seat.stream, seat.frame_sender) = (None, None);
-    seat.closed = !seat.is_quiescing;
+    let mut state = shared_state.state.lock().expect("no panic under the lock");
+    let task_conn = state.tasks.get_mut(&tid).expect("seated");
+    (task_conn.stream, task_conn.frame_sender) = (None, None);
+    task_conn.is_closed = !task_conn.is_quiescing;
 }
 
-/// Answers a hello; `None` if the task was refused.
-fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
-    let mut writing = stream.try_clone().expect("a descriptor");
-    let mut net = shared.state.lock().expect("no panic under the lock");
-    net.hellos.push(hello.clone());
-    if let Some(reason) = net.refusal_reason.clone() {
-        writing
+/// Answers a hello and returns the tid of the task; `None` if the task was refused.
+fn enroll_task(shared_state: &SharedFakeState, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
+    let mut write_stream = stream.try_clone().expect("a descriptor");
+    let mut state = shared_state.state.lock().expect("no panic under the lock");
+    state.hellos.push(hello.clone());
+    if let Some(reason) = state.refusal_reason.clone() {
+        write_stream
             .write_all(&encode_control(&ToTask::Refused { reason }).expect("small"))
             .expect("written");
         return None;
@@ -323,8 +362,8 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
     let tid = match hello.claim {
         Claim::Resume { tid, .. } => tid,
         _ => {
-            net.last_local += 1;
-            Tid::task(HostId::MASTER, net.last_local).expect("few tasks")
+            state.last_local_number += 1;
+            Tid::for_task(HostId::MASTER, state.last_local_number).expect("few tasks")
         }
     };
     let welcome = ToTask::Welcome(Welcome {
@@ -332,53 +371,57 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
         parent: Tid::NONE,
         host: HostId::MASTER,
         addresses: vec![Ipv4Addr::LOCALHOST.into()],
-        rm: net.rm,
-        output: Sink::default(),
-        trace: Sink::default(),
+        rm: state.rm,
+        output_sink: Sink::default(),
+        trace_sink: Sink::default(),
         dsig: DSIG_X86_64,
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
-        tracer: None,
-        restart: None,
+        tracer_settings: None,
+        restart_info: None,
         handoff: None,
     });
-    let (out, queue) = channel::<OutFrame>();
-    let near = net.same_host;
-    let seat = net.tasks.entry(tid).or_default();
-    out.send((encode_control(&welcome).expect("small"), Vec::new()))
+    let (frame_sender, frame_receiver) = channel::<FrameWithFds>();
+    let is_same_host = state.is_same_host;
+    let task_conn = state.tasks.entry(tid).or_default();
+    frame_sender
+        .send((encode_control(&welcome).expect("small"), Vec::new()))
         .expect("just made");
-    for held in std::mem::take(&mut seat.queued) {
-        let parcel = match held {
-            QueuedFrame::Frame(parcel) => parcel,
+    for queued_frame in std::mem::take(&mut task_conn.queued_frames) {
+        let frame_with_fds = match queued_frame {
+            QueuedFrame::Frame(frame_with_fds) => frame_with_fds,
             QueuedFrame::Route {
-                from,
-                message: word,
-            } => (route_frame(from, near, word), Vec::new()),
+                sender: from,
+                message: route_message,
+            } => (
+                encode_route_frame(from, is_same_host, route_message),
+                Vec::new(),
+            ),
         };
-        out.send(parcel).expect("just made");
+        frame_sender.send(frame_with_fds).expect("just made");
     }
-    seat.is_quiescing = false;
-    seat.frame_sender = Some(out);
-    seat.stream = Some(stream.try_clone().expect("a descriptor"));
+    task_conn.is_quiescing = false;
+    task_conn.frame_sender = Some(frame_sender);
+    task_conn.stream = Some(stream.try_clone().expect("a descriptor"));
     thread::spawn(move || {
-        for (bytes, descriptors) in queue {
-            let numbers: Vec<RawFd> = descriptors.iter().map(|fd| fd.as_raw_fd()).collect();
-            let rights = [ControlMessage::ScmRights(&numbers)];
-            let rights = if numbers.is_empty() {
+        for (bytes, descriptors) in frame_receiver {
+            let raw_fds: Vec<RawFd> = descriptors.iter().map(|fd| fd.as_raw_fd()).collect();
+            let control_messages = [ControlMessage::ScmRights(&raw_fds)];
+            let control_messages = if raw_fds.is_empty() {
                 &[][..]
             } else {
-                &rights[..]
+                &control_messages[..]
             };
-            let first = [IoSlice::new(&bytes)];
+            let slices = [IoSlice::new(&bytes)];
             let Ok(n) = sendmsg::<()>(
-                writing.as_raw_fd(),
-                &first,
-                rights,
+                write_stream.as_raw_fd(),
+                &slices,
+                control_messages,
                 MsgFlags::MSG_NOSIGNAL,
                 None,
             ) else {
                 return;
             };
-            if writing.write_all(&bytes[n..]).is_err() {
+            if write_stream.write_all(&bytes[n..]).is_err() {
                 return;
             }
         }
@@ -386,98 +429,137 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
     Some(tid)
 }
 
-fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut PendingFds) {
-    let mut net = shared.state.lock().expect("no panic under the lock");
+fn handle_frame(
+    shared_state: &SharedFakeState,
+    tid: Tid,
+    frame: Frame,
+    received_fds: &mut PendingFds,
+) {
+    let mut state = shared_state.state.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.decode_link().expect("a link frame");
         assert_eq!(link.src, tid, "a task speaks for itself");
-        let lossy = net.drops_link_frames;
-        return match net.tasks.get_mut(&link.dst) {
-            Some(seat) if !seat.closed && !lossy => {
-                seat.send(encode_frame(FrameKind::Link, &[&frame.body]))
+        let drops_frames = state.drops_link_frames;
+        return match state.tasks.get_mut(&link.dst) {
+            Some(task_conn) if !task_conn.is_closed && !drops_frames => {
+                task_conn.send(encode_frame(FrameKind::Link, &[&frame.body]))
             }
-            Some(seat) if !seat.closed => {}
+            Some(task_conn) if !task_conn.is_closed => {}
             _ => {
-                let gone = ToTask::PeerGone { tid: link.dst };
-                net.tasks
+                let end_notice = ToTask::PeerGone { tid: link.dst };
+                state
+                    .tasks
                     .get_mut(&tid)
                     .expect("seated")
-                    .send(encode_control(&gone).expect("small"));
+                    .send(encode_control(&end_notice).expect("small"));
             }
         };
     }
-    let said: ToDaemon = frame.decode_control().expect("a control frame");
-    if let ToDaemon::Request { id, request: what } = &said {
-        let reply = match (&net.responder, what) {
-            (_, Request::Exit { .. } | Request::AboutToExit) => Some(Reply::Done),
-            (Some(answer), what) => answer(tid, what),
+    let control_message: ToDaemon = frame.decode_control().expect("a control frame");
+    if let ToDaemon::Request {
+        id,
+        request: task_request,
+    } = &control_message
+    {
+        let reply = match (&state.responder, task_request) {
+            (_, Request::Exit { .. } | Request::AnnounceExit) => Some(Reply::Done),
+            (Some(responder), task_request) => responder(tid, task_request),
             (None, _) => None,
         };
         if let Some(reply) = reply {
             let reply = encode_control(&ToTask::Reply { id: *id, reply }).expect("small");
-            net.tasks.get_mut(&tid).expect("seated").send(reply);
+            state.tasks.get_mut(&tid).expect("seated").send(reply);
         }
     }
-    if let ToDaemon::Route { to, message: word } = &said {
-        let MessageFds::All(descriptors) = passed.take(word.fd_count()) else {
+    if let ToDaemon::Route {
+        receiver,
+        message: route_message,
+    } = &control_message
+    {
+        let MessageFds::All(descriptors) = received_fds.take_message_fds(route_message.fd_count())
+        else {
             panic!("a word without its descriptors")
         };
-        forward_route_message(&mut net, tid, *to, word.clone(), descriptors);
+        forward_route_message(
+            &mut state,
+            tid,
+            *receiver,
+            route_message.clone(),
+            descriptors,
+        );
     }
-    net.control_log.push((tid, said));
+    state.control_log.push((tid, control_message));
 }
 
-fn route_frame(from: Tid, near: bool, word: RouteMsg) -> Bytes {
+fn encode_route_frame(sender: Tid, is_same_host: bool, route_message: RouteMsg) -> Bytes {
     encode_control(&ToTask::Route {
-        from,
-        same_host: near,
-        message: word,
+        sender,
+        same_host: is_same_host,
+        message: route_message,
     })
     .expect("small")
 }
 
 /// Forwards a route message. A message with descriptors is forwarded only to a connected task on
-/// the same host. Otherwise its sender receives a refusal, a migration notice, or nothing.
+/// the same host. Otherwise the sender receives a refusal or a migration notice; a pool offer is
+/// dropped without an answer.
 fn forward_route_message(
-    net: &mut FakeState,
-    from: Tid,
-    to: Tid,
+    state: &mut FakeState,
+    sender: Tid,
+    receiver: Tid,
     mut message: RouteMsg,
     descriptors: Vec<OwnedFd>,
 ) {
-    let near = net.same_host;
-    if let Some(recorded) = &mut net.recorded {
+    let is_same_host = state.is_same_host;
+    if let Some(recorded_messages) = &mut state.recorded_messages {
         let copies = descriptors
             .iter()
             .map(|fd| fd.try_clone().expect("a descriptor"))
             .collect();
-        recorded.push((from, to, message.clone(), copies));
+        recorded_messages.push((sender, receiver, message.clone(), copies));
     }
-    if let (RouteMsg::DirectOffer { addresses, .. }, Some(detour)) =
-        (&mut message, &net.address_rewrite)
+    if let (RouteMsg::DirectOffer { addresses, .. }, Some(rewrite)) =
+        (&mut message, &state.address_rewrite)
     {
         addresses
             .iter_mut()
-            .for_each(|address| *address = detour(*address));
+            .for_each(|address| *address = rewrite(*address));
     }
-    if message.fd_count() > 0 && !(near && net.tasks.get(&to).is_some_and(TaskConn::is_receiving)) {
-        let nothing = match message {
-            RouteMsg::RingOffer { id, .. } => route_frame(to, false, RouteMsg::RingRefuse { id }),
+    if message.fd_count() > 0
+        && !(is_same_host
+            && state
+                .tasks
+                .get(&receiver)
+                .is_some_and(FakeTaskConn::is_receiving))
+    {
+        let refusal = match message {
+            RouteMsg::RingOffer { id, .. } => {
+                encode_route_frame(receiver, false, RouteMsg::RingRefuse { id })
+            }
             RouteMsg::PoolOffer { .. } => return,
-            _ => encode_control(&ToTask::PeerMigrated { tid: to }).expect("small"),
+            _ => encode_control(&ToTask::PeerMigrated { tid: receiver }).expect("small"),
         };
-        return net
+        return state
             .tasks
-            .get_mut(&from)
+            .get_mut(&sender)
             .into_iter()
-            .for_each(|seat| seat.send(nothing.clone()));
+            .for_each(|task_conn| task_conn.send(refusal.clone()));
     }
-    let Some(seat) = net.tasks.get_mut(&to).filter(|seat| !seat.closed) else {
+    let Some(task_conn) = state
+        .tasks
+        .get_mut(&receiver)
+        .filter(|task_conn| !task_conn.is_closed)
+    else {
         return;
     };
-    if seat.is_receiving() {
-        seat.send_with_descriptors(route_frame(from, near, message), descriptors);
+    if task_conn.is_receiving() {
+        task_conn.send_with_descriptors(
+            encode_route_frame(sender, is_same_host, message),
+            descriptors,
+        );
     } else {
-        seat.queued.push(QueuedFrame::Route { from, message });
+        task_conn
+            .queued_frames
+            .push(QueuedFrame::Route { sender, message });
     }
 }

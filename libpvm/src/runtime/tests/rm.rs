@@ -1,7 +1,7 @@
-//! Tests of requests that a resource manager serves, and of the death of the resource manager.
+//! Tests of requests that a resource manager serves, and of the loss of the resource manager.
 
 use super::fake::FakeDaemon;
-use super::{message, recv_next, wait_until};
+use super::{wait_for_next_message, wait_until, xdr_message};
 use crate::runtime::Runtime;
 use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
@@ -18,78 +18,98 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
-const SERVES_ALL: RmServices = RmServices {
-    spawn: true,
-    other_requests: true,
+const ALL_SERVICES: RmServices = RmServices {
+    placement: true,
+    vm_requests: true,
     task_exits: true,
 };
 
 fn worker_request() -> SpawnRequest {
     SpawnRequest {
-        file: "worker".into(),
-        count: 2,
+        program: "worker".into(),
+        task_count: 2,
         ..SpawnRequest::default()
     }
 }
 
-/// Enrolls a resource manager, and a task to which the daemon reports this resource manager.
-fn enroll_rm_and_task(fake: &FakeDaemon, serves: RmServices) -> (Runtime, Runtime) {
+/// Enrolls a resource manager and a task. The daemon reports the resource manager to the task.
+fn enroll_rm_and_task(fake: &FakeDaemon, services: RmServices) -> (Runtime, Runtime) {
     let rm = fake.enroll();
     fake.state().rm = Some(RmInfo {
         tid: rm.tid(),
-        services: serves,
+        services,
     });
     let task = fake.enroll();
     (rm, task)
 }
 
-fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
-    let mut reply = message(asked.src, asked.tag, body);
+fn send_answer(rm: &Runtime, request_message: &Message, wid: i32, body: bytes::Bytes) {
+    let mut reply = xdr_message(request_message.src, request_message.tag, body);
     reply.wid = wid;
     rm.send(reply).expect("answered");
 }
 
-/// Reports to `task` that its request has waited since `since`, and returns when the report has
-/// arrived.
-fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
-    let mut report = message(asked.src, SM_SPAWN_WAITS, pack_spawn_waits(since));
-    report.wid = asked.wid;
+/// Reports to `task` that its request has waited since the time `waiting_since` (`None`: that it no longer
+/// waits). Returns when the report has arrived.
+fn report_waiting_and_wait(
+    rm: &Runtime,
+    task: &Runtime,
+    request_message: &Message,
+    waiting_since: Option<Micros>,
+) {
+    let mut report = xdr_message(
+        request_message.src,
+        SM_SPAWN_WAITS,
+        pack_spawn_waits(waiting_since),
+    );
+    report.wid = request_message.wid;
     rm.send(report).expect("sent");
     wait_until("the word", || {
         (task
-            .with_core(|core| core.rm_calls.waiting_since(asked.wid))
+            .with_core(|core| core.rm_calls.waiting_since(request_message.wid))
             .flatten()
-            == since)
+            == waiting_since)
             .then_some(())
     });
 }
 
-/// A spawn goes to the resource manager, and its answer is returned.
+/// A spawn request goes to the resource manager, and the caller receives the answer.
 #[test]
 fn spawn_is_answered_by_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         },
     );
-    let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
+    let spawn_results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        let asked = recv_next(&rm);
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let request_message = wait_for_next_message(&rm);
         assert_eq!(
-            (asked.tag, unpack_spawn(asked.body.clone())),
+            (
+                request_message.tag,
+                unpack_spawn(request_message.body.clone())
+            ),
             (SM_SPAWN, Ok((worker_request(), None)))
         );
-        answer(&rm, &asked, asked.wid, pack_tids(&results));
-        assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
+        send_answer(
+            &rm,
+            &request_message,
+            request_message.wid,
+            pack_tids(&spawn_results),
+        );
+        assert_eq!(
+            spawn_thread.join().expect("ended"),
+            Ok(spawn_results.clone())
+        );
     });
     // Requests that the resource manager does not serve go to the daemon.
-    fake.set_responder(|_, what| {
-        (*what == Request::Config).then(|| Reply::Hosts(HostTable::default()))
+    fake.set_responder(|_, request| {
+        (*request == Request::Config).then(|| Reply::Hosts(HostTable::default()))
     });
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
@@ -98,21 +118,22 @@ fn spawn_is_answered_by_rm() {
 #[test]
 fn answer_with_wrong_wait_id_is_accepted() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
     thread::scope(|scope| {
-        let asking = scope.spawn(|| task.config());
-        let asked = recv_next(&rm);
-        assert_eq!(asked.tag, SM_CONFIG);
-        let mut out = Packer::new(Encoding::Xdr);
-        out.int(1)
-            .int(1)
-            .int(0x40000)
-            .str(b"one")
-            .str(b"LINUX64")
-            .int(1000)
-            .int(7);
-        answer(&rm, &asked, 0, out.finish());
-        let table = asking.join().expect("ended").expect("a table");
+        let config_thread = scope.spawn(|| task.config());
+        let request_message = wait_for_next_message(&rm);
+        assert_eq!(request_message.tag, SM_CONFIG);
+        let mut answer_body = Packer::new(Encoding::Xdr);
+        answer_body
+            .pack_int(1)
+            .pack_int(1)
+            .pack_int(0x40000)
+            .pack_str(b"one")
+            .pack_str(b"LINUX64")
+            .pack_int(1000)
+            .pack_int(7);
+        send_answer(&rm, &request_message, 0, answer_body.finish());
+        let table = config_thread.join().expect("ended").expect("a table");
         assert_eq!(
             (
                 table.hosts.len(),
@@ -124,18 +145,18 @@ fn answer_with_wrong_wait_id_is_accepted() {
     });
 }
 
-/// Several concurrent calls each receive their own answer, in any order of the answers.
+/// Concurrent calls of several threads each receive their own answer, in any order of the answers.
 #[test]
 fn concurrent_calls_get_their_own_answers() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
     thread::scope(|scope| {
         let threads: Vec<_> = (1..=8)
             .map(|n| {
                 let task = &task;
                 scope.spawn(move || {
                     task.spawn(SpawnRequest {
-                        count: n,
+                        task_count: n,
                         ..worker_request()
                     })
                     .expect("answered")
@@ -143,50 +164,51 @@ fn concurrent_calls_get_their_own_answers() {
                 })
             })
             .collect();
-        let mut asked: Vec<Message> = (0..8).map(|_| recv_next(&rm)).collect();
-        asked.reverse();
-        for question in &asked {
-            let count = unpack_spawn(question.body.clone())
+        let mut request_messages: Vec<Message> =
+            (0..8).map(|_| wait_for_next_message(&rm)).collect();
+        request_messages.reverse();
+        for request_message in &request_messages {
+            let task_count = unpack_spawn(request_message.body.clone())
                 .expect("a spawn")
                 .0
-                .count;
-            answer(
+                .task_count;
+            send_answer(
                 &rm,
-                question,
-                question.wid,
-                pack_tids(&vec![Err(PvmError::NoHost); count as usize]),
+                request_message,
+                request_message.wid,
+                pack_tids(&vec![Err(PvmError::NoHost); task_count as usize]),
             );
         }
-        let lens: Vec<usize> = threads
+        let answer_lengths: Vec<usize> = threads
             .into_iter()
             .map(|t| t.join().expect("ended"))
             .collect();
-        assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(answer_lengths, [1, 2, 3, 4, 5, 6, 7, 8]);
     });
 }
 
-/// A thread that receives all messages does not receive a resource manager's answers.
+/// A thread that receives every message in the inbox does not receive a resource manager's answers.
 #[test]
 fn answers_do_not_reach_inbox() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        let greedy = scope.spawn(|| recv_next(&task));
-        let asked = recv_next(&rm);
-        answer(
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let receive_thread = scope.spawn(|| wait_for_next_message(&task));
+        let request_message = wait_for_next_message(&rm);
+        send_answer(
             &rm,
-            &asked,
-            asked.wid,
+            &request_message,
+            request_message.wid,
             pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
         );
         assert_eq!(
-            spawning.join().expect("ended"),
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
         );
-        rm.send(message(task.tid(), 5, "for the other"))
+        rm.send(xdr_message(task.tid(), 5, "for the other"))
             .expect("sent");
-        assert_eq!(greedy.join().expect("received").tag, 5);
+        assert_eq!(receive_thread.join().expect("received").tag, 5);
     });
 }
 
@@ -194,18 +216,18 @@ fn answers_do_not_reach_inbox() {
 #[test]
 fn rm_death_redirects_call_to_daemon() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
-    fake.set_responder(|_, what| {
-        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    fake.set_responder(|_, request| {
+        matches!(request, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     let generation = task.rm_generation();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        recv_next(&rm);
-        assert!(!spawning.is_finished());
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        wait_for_next_message(&rm);
+        assert!(!spawn_thread.is_finished());
         fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         assert_eq!(
-            spawning.join().expect("ended"),
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
@@ -217,165 +239,193 @@ fn rm_death_redirects_call_to_daemon() {
     );
 }
 
-/// A spawn that waits for free slots is sent to the next resource manager, with its waiting time.
+/// A spawn request that waits for free slots is sent to the next resource manager, with the time
+/// since which it waits.
 #[test]
 fn waiting_spawn_continues_at_next_rm() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
-    let other = fake.enroll();
-    fake.set_responder(|_, what| {
-        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2]))
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let next_rm = fake.enroll();
+    fake.set_responder(|_, request| {
+        matches!(request, Request::Spawn(_))
+            .then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2]))
     });
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        let asked = recv_next(&rm);
-        report_waiting(&rm, &task, &asked, Some(Micros(5_000_000)));
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let request_message = wait_for_next_message(&rm);
+        report_waiting_and_wait(&rm, &task, &request_message, Some(Micros(5_000_000)));
         fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         wait_until("the death", || task.rm().is_none().then_some(()));
         fake.send_control(
             task.tid(),
             ToTask::RmChanged {
                 rm: Some(RmInfo {
-                    tid: other.tid(),
-                    services: SERVES_ALL,
+                    tid: next_rm.tid(),
+                    services: ALL_SERVICES,
                 }),
             },
         );
-        let again = recv_next(&other);
+        let repeated_request = wait_for_next_message(&next_rm);
         assert_eq!(
-            unpack_spawn(again.body.clone()),
+            unpack_spawn(repeated_request.body.clone()),
             Ok((worker_request(), Some(Micros(5_000_000))))
         );
-        answer(
-            &other,
-            &again,
-            again.wid,
+        send_answer(
+            &next_rm,
+            &repeated_request,
+            repeated_request.wid,
             pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
         );
         assert_eq!(
-            spawning.join().expect("ended"),
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
     assert_eq!(task.check_inbox(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
-/// A spawn that stopped waiting before the resource manager died goes to the daemon.
+/// A spawn request that no longer waited when the resource manager died goes to the daemon.
 #[test]
 fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
-    fake.set_responder(|_, what| {
-        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    fake.set_responder(|_, request| {
+        matches!(request, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        let asked = recv_next(&rm);
-        for since in [Some(Micros(7)), None] {
-            report_waiting(&rm, &task, &asked, since);
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let request_message = wait_for_next_message(&rm);
+        for waiting_since in [Some(Micros(7)), None] {
+            report_waiting_and_wait(&rm, &task, &request_message, waiting_since);
         }
         fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         assert_eq!(
-            spawning.join().expect("ended"),
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
 }
 
-/// Replacing the resource manager does not repeat an open call.
 #[test]
 fn rm_replacement_does_not_repeat_call() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
-    let other = fake.enroll();
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let new_rm = fake.enroll();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(worker_request()));
-        let asked = recv_next(&rm);
-        let changed = RmInfo {
-            tid: other.tid(),
-            services: SERVES_ALL,
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let request_message = wait_for_next_message(&rm);
+        let new_rm_info = RmInfo {
+            tid: new_rm.tid(),
+            services: ALL_SERVICES,
         };
-        fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
-        wait_until("the news", || (task.rm() == Some(changed)).then_some(()));
-        answer(
+        fake.send_control(
+            task.tid(),
+            ToTask::RmChanged {
+                rm: Some(new_rm_info),
+            },
+        );
+        wait_until("the news", || {
+            (task.rm() == Some(new_rm_info)).then_some(())
+        });
+        send_answer(
             &rm,
-            &asked,
-            asked.wid,
+            &request_message,
+            request_message.wid,
             pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
         );
         assert_eq!(
-            spawning.join().expect("ended"),
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
-    assert_eq!(other.check_inbox(&mut |inbox| inbox.get(0).cloned()), None);
+    assert_eq!(new_rm.check_inbox(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
 fn single_request() -> SpawnRequest {
     SpawnRequest {
-        count: 1,
+        task_count: 1,
         ..worker_request()
     }
 }
 
-/// Spawns one task; the resource manager answers and leases hosts for further spawns.
-fn spawn_with_lease(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
-    spawn_several_with_lease(rm, task, &[child], (hosts, span))
+/// Spawns one task. The resource manager answers and leases hosts for further spawns. Returns the
+/// wait id of the request.
+fn spawn_with_lease(
+    rm: &Runtime,
+    task: &Runtime,
+    child: Tid,
+    host_indices: &[u16],
+    lease_duration: Micros,
+) -> i32 {
+    spawn_several_with_lease(rm, task, &[child], (host_indices, lease_duration))
 }
 
-/// As [`spawn_with_lease`], for a request for several tasks.
+/// As [`spawn_with_lease`], but one request spawns several tasks.
 fn spawn_several_with_lease(
     rm: &Runtime,
     task: &Runtime,
     children: &[Tid],
-    (hosts, span): (&[u16], Micros),
+    (hosts, lease_duration): (&[u16], Micros),
 ) -> i32 {
     let hosts: Vec<HostId> = hosts
         .iter()
         .map(|host| HostId::new(*host).expect("a host"))
         .collect();
-    let started: Vec<_> = children.iter().copied().map(Ok).collect();
+    let spawn_results: Vec<_> = children.iter().copied().map(Ok).collect();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| {
+        let spawn_thread = scope.spawn(|| {
             task.spawn(SpawnRequest {
-                count: children.len() as u32,
+                task_count: children.len() as u32,
                 ..worker_request()
             })
         });
-        let asked = recv_next(rm);
-        answer(rm, &asked, asked.wid, pack_tids(&started));
-        assert_eq!(spawning.join().expect("ended"), Ok(started));
-        let mut grant = message(
-            asked.src,
+        let request_message = wait_for_next_message(rm);
+        send_answer(
+            rm,
+            &request_message,
+            request_message.wid,
+            pack_tids(&spawn_results),
+        );
+        assert_eq!(spawn_thread.join().expect("ended"), Ok(spawn_results));
+        let mut lease_message = xdr_message(
+            request_message.src,
             SM_PLACEMENT_LEASE,
             pack_placement_lease(&PlacementLease {
                 hosts,
-                valid_for: span,
+                validity_time: lease_duration,
             }),
         );
-        grant.wid = asked.wid;
-        rm.send(grant).expect("sent");
-        let mut word = message(asked.src, 5, "behind the grant");
-        word.ctx = 5;
-        rm.send(word).expect("sent");
+        lease_message.wid = request_message.wid;
+        rm.send(lease_message).expect("sent");
+        let mut later_message = xdr_message(request_message.src, 5, "behind the grant");
+        later_message.ctx = 5;
+        rm.send(later_message).expect("sent");
         assert_eq!(
-            recv_next(task).tag,
+            wait_for_next_message(task).tag,
             5,
             "a grant is no message to the program"
         );
-        asked.wid
+        request_message.wid
     })
 }
 
-/// Spawns tasks and checks that the request goes to the resource manager.
-fn expect_rm_call(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
+/// Spawns tasks and checks that the spawn request goes to the resource manager.
+fn spawn_and_expect_rm_call(rm: &Runtime, task: &Runtime, request: SpawnRequest) {
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(what.clone()));
-        let asked = recv_next(rm);
-        assert_eq!(unpack_spawn(asked.body.clone()), Ok((what.clone(), None)));
-        answer(rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoFile)]));
+        let spawn_thread = scope.spawn(|| task.spawn(request.clone()));
+        let request_message = wait_for_next_message(rm);
         assert_eq!(
-            spawning.join().expect("ended"),
+            unpack_spawn(request_message.body.clone()),
+            Ok((request.clone(), None))
+        );
+        send_answer(
+            rm,
+            &request_message,
+            request_message.wid,
+            pack_tids(&[Err(PvmError::NoFile)]),
+        );
+        assert_eq!(
+            spawn_thread.join().expect("ended"),
             Ok(vec![Err(PvmError::NoFile)])
         );
     });
@@ -384,61 +434,63 @@ fn expect_rm_call(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
 const CHILD: Tid = Tid::from_raw(0x40009);
 const LEASE_DURATION: Micros = Micros::from_secs(3600);
 
-/// Makes the daemon start leased tasks, except on the third host.
+/// Makes the daemon start leased tasks. Starting a task on the third host fails.
 fn start_leased_tasks(fake: &FakeDaemon) {
-    let start = |host: &HostId| match host.index() {
+    let start_result = |host: &HostId| match host.index() {
         3 => Err(PvmError::OutOfRes),
-        _ => Ok(Tid::task(*host, 7).expect("a task")),
+        _ => Ok(Tid::for_task(*host, 7).expect("a task")),
     };
-    fake.set_responder(move |_, what| match what {
-        Request::SpawnLeased { lease: grant, .. } => {
-            Some(Reply::Spawned(grant.hosts.iter().map(start).collect()))
-        }
+    fake.set_responder(move |_, request| match request {
+        Request::SpawnLeased { lease: grant, .. } => Some(Reply::Spawned(
+            grant.hosts.iter().map(start_result).collect(),
+        )),
         _ => None,
     });
 }
 
-/// A placement lease serves requests that differ from the leased request in the arguments only;
-/// other requests go to the resource manager.
+/// A placement lease serves requests that differ from the leased request only in the arguments of
+/// the program. Other requests go to the resource manager.
 #[test]
 fn lease_serves_similar_requests_only() {
     let fake = FakeDaemon::start();
     let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
     let wid = spawn_with_lease(&rm, &task, CHILD, &[2, 1], LEASE_DURATION);
-    let child = |host: u16| {
-        Ok(vec![Ok(
-            Tid::task(HostId::new(host).expect("a host"), 7).expect("a task")
-        )])
+    let spawned_child = |host: u16| {
+        Ok(vec![Ok(Tid::for_task(
+            HostId::new(host).expect("a host"),
+            7,
+        )
+        .expect("a task"))])
     };
     assert_eq!(
         task.spawn(SpawnRequest {
             args: vec![b"other words".to_vec()],
             ..single_request()
         }),
-        child(2)
+        spawned_child(2)
     );
-    let of = LeasedSpawn {
+    let expected_lease = LeasedSpawn {
         rm: rm.tid(),
-        wid,
+        lease_wid: wid,
         hosts: vec![HostId::new(2).expect("a host")],
     };
     fake.wait_for_request(
         "the request",
-        |what| matches!(what, Request::SpawnLeased { lease: grant, request } if *grant == of && request.args.len() == 1),
+        |daemon_request| matches!(daemon_request, Request::SpawnLeased { lease: grant, request } if *grant == expected_lease && request.args.len() == 1),
     );
-    assert_eq!(task.spawn(single_request()), child(1));
-    expect_rm_call(&rm, &task, single_request());
-    let others = [
+    assert_eq!(task.spawn(single_request()), spawned_child(1));
+    spawn_and_expect_rm_call(&rm, &task, single_request());
+    let different_requests = [
         SpawnRequest {
-            file: "other".into(),
+            program: "other".into(),
             ..single_request()
         },
         SpawnRequest {
@@ -446,7 +498,7 @@ fn lease_serves_similar_requests_only() {
             ..single_request()
         },
         SpawnRequest {
-            place: "there".into(),
+            where_arg: "there".into(),
             ..single_request()
         },
         SpawnRequest {
@@ -454,97 +506,117 @@ fn lease_serves_similar_requests_only() {
             ..single_request()
         },
     ];
-    for other in others {
+    for different_request in different_requests {
         spawn_with_lease(&rm, &task, CHILD, &[1], LEASE_DURATION);
-        expect_rm_call(&rm, &task, other);
+        spawn_and_expect_rm_call(&rm, &task, different_request);
     }
 }
 
-/// Of several leased tasks, only those that could not be started go to the resource manager.
+/// If some of several leased tasks cannot be started, only these tasks are requested from the
+/// resource manager.
 #[test]
 fn failed_leased_tasks_go_to_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
-    let three = SpawnRequest {
-        count: 3,
+    let request_for_three = SpawnRequest {
+        task_count: 3,
         ..worker_request()
     };
-    let at = |host: u16| Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"));
-    let grant =
+    let started_on =
+        |host: u16| Ok(Tid::for_task(HostId::new(host).expect("a host"), 7).expect("a task"));
+    let grant_lease =
         |hosts: &[u16]| spawn_several_with_lease(&rm, &task, &[CHILD; 3], (hosts, LEASE_DURATION));
-    grant(&[1, 2, 1, 2, 1]);
-    assert_eq!(task.spawn(three.clone()), Ok(vec![at(1), at(2), at(1)]));
-    let rest = |answer_with: &[Result<Tid, PvmError>], expected: Vec<Result<Tid, PvmError>>| {
+    grant_lease(&[1, 2, 1, 2, 1]);
+    assert_eq!(
+        task.spawn(request_for_three.clone()),
+        Ok(vec![started_on(1), started_on(2), started_on(1)])
+    );
+    let expect_failed_at_rm = |rm_results: &[Result<Tid, PvmError>],
+                               expected: Vec<Result<Tid, PvmError>>| {
         thread::scope(|scope| {
-            let spawning = scope.spawn(|| task.spawn(three.clone()));
-            let asked = recv_next(&rm);
-            let (wanted, _) = unpack_spawn(asked.body.clone()).expect("a request");
-            assert_eq!(wanted.count as usize, answer_with.len());
-            answer(&rm, &asked, asked.wid, pack_tids(answer_with));
-            assert_eq!(spawning.join().expect("ended"), Ok(expected));
+            let spawn_thread = scope.spawn(|| task.spawn(request_for_three.clone()));
+            let request_message = wait_for_next_message(&rm);
+            let (request_at_rm, _) = unpack_spawn(request_message.body.clone()).expect("a request");
+            assert_eq!(request_at_rm.task_count as usize, rm_results.len());
+            send_answer(
+                &rm,
+                &request_message,
+                request_message.wid,
+                pack_tids(rm_results),
+            );
+            assert_eq!(spawn_thread.join().expect("ended"), Ok(expected));
         });
     };
-    let none = Err(PvmError::NoFile);
-    rest(&[none; 3], vec![none; 3]);
-    grant(&[3, 2, 3]);
-    rest(&[at(4), none], vec![at(4), at(2), none]);
+    let failure = Err(PvmError::NoFile);
+    expect_failed_at_rm(&[failure; 3], vec![failure; 3]);
+    grant_lease(&[3, 2, 3]);
+    expect_failed_at_rm(
+        &[started_on(4), failure],
+        vec![started_on(4), started_on(2), failure],
+    );
 }
 
-/// A spawn goes to the resource manager if its lease has expired, if a leased host fails, or if the
-/// resource manager that granted the lease was replaced.
+/// A spawn request goes to the resource manager if its lease has expired, if a leased host fails,
+/// or if the resource manager that granted the lease was replaced.
 #[test]
 fn invalid_lease_falls_back_to_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
     spawn_with_lease(&rm, &task, CHILD, &[1], Micros(0));
-    expect_rm_call(&rm, &task, single_request());
+    spawn_and_expect_rm_call(&rm, &task, single_request());
     spawn_with_lease(&rm, &task, CHILD, &[3], LEASE_DURATION);
-    expect_rm_call(&rm, &task, single_request());
+    spawn_and_expect_rm_call(&rm, &task, single_request());
     spawn_with_lease(&rm, &task, CHILD, &[1], LEASE_DURATION);
-    let other = fake.enroll();
-    let changed = RmInfo {
-        tid: other.tid(),
+    let new_rm = fake.enroll();
+    let new_rm_info = RmInfo {
+        tid: new_rm.tid(),
         services: RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         },
     };
-    fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
-    wait_until("the news", || (task.rm() == Some(changed)).then_some(()));
-    expect_rm_call(&other, &task, single_request());
+    fake.send_control(
+        task.tid(),
+        ToTask::RmChanged {
+            rm: Some(new_rm_info),
+        },
+    );
+    wait_until("the news", || {
+        (task.rm() == Some(new_rm_info)).then_some(())
+    });
+    spawn_and_expect_rm_call(&new_rm, &task, single_request());
 }
 
-/// The resource manager's own requests go to the daemon.
 #[test]
 fn rm_itself_uses_daemon() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
-    fake.set_responder(|_, what| {
-        (*what == Request::Config).then(|| Reply::Hosts(HostTable::default()))
+    fake.set_responder(|_, request| {
+        (*request == Request::Config).then(|| Reply::Hosts(HostTable::default()))
     });
     fake.send_control(
         task.tid(),
         ToTask::RmChanged {
             rm: Some(RmInfo {
                 tid: task.tid(),
-                services: SERVES_ALL,
+                services: ALL_SERVICES,
             }),
         },
     );
@@ -552,59 +624,57 @@ fn rm_itself_uses_daemon() {
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
 
-/// A notification request to the resource manager has the documented format.
 #[test]
 fn notify_message_has_documented_format() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
     task.notify(NotifyRequest {
         subjects: NotifySubjects::TaskExit(tids),
         ctx: 3,
         tag: 4,
-        cancel: true,
+        is_cancellation: true,
     })
     .expect("sent");
-    let asked = recv_next(&rm);
-    let words = Unpacker::xdr(asked.body.clone()).ints(6);
+    let request_message = wait_for_next_message(&rm);
+    let body_ints = Unpacker::new_xdr(request_message.body.clone()).read_ints(6);
     assert_eq!(
-        (asked.tag, words),
+        (request_message.tag, body_ints),
         (SM_NOTIFY, Ok(vec![257, 3, 4, 2, 0x40005, 0x40006]))
     );
 }
 
-/// Malformed answers of a resource manager are errors.
 #[test]
 fn malformed_rm_answers_are_errors() {
     let fake = FakeDaemon::start();
-    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
-    let mut negative = Packer::new(Encoding::Xdr);
-    negative.int(PvmError::OutOfRes.code());
-    let mut many = Packer::new(Encoding::Xdr);
-    many.int(i32::MAX).int(1);
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let mut negative_count_body = Packer::new(Encoding::Xdr);
+    negative_count_body.pack_int(PvmError::OutOfRes.code());
+    let mut excessive_count_body = Packer::new(Encoding::Xdr);
+    excessive_count_body.pack_int(i32::MAX).pack_int(1);
     for body in [
         bytes::Bytes::new(),
-        negative.finish(),
-        many.finish(),
+        negative_count_body.finish(),
+        excessive_count_body.finish(),
         pack_tids(&[Ok(Tid::from_raw(0x40009))]),
     ] {
-        let asks: [fn(&Runtime) -> bool; 3] = [
+        let calls: [fn(&Runtime) -> bool; 3] = [
             |t| t.spawn(worker_request()).is_err(),
             |t| t.config().is_err(),
             |t| t.add_hosts(vec!["a".into(), "b".into()]).is_err(),
         ];
-        for ask in asks {
+        for call in calls {
             thread::scope(|scope| {
-                let asking = scope.spawn(|| ask(&task));
-                let asked = recv_next(&rm);
-                answer(&rm, &asked, asked.wid, body.clone());
-                assert!(asking.join().expect("no panic"));
+                let call_thread = scope.spawn(|| call(&task));
+                let request_message = wait_for_next_message(&rm);
+                send_answer(&rm, &request_message, request_message.wid, body.clone());
+                assert!(call_thread.join().expect("no panic"));
             });
         }
     }
 }
 
-/// A reply of the wrong kind is a protocol error; a failure keeps its code and reason.
+/// A reply of the wrong kind is a protocol error. A failure reply retains its code and reason.
 #[test]
 fn reply_of_wrong_kind_is_an_error() {
     let fake = FakeDaemon::start();
@@ -627,21 +697,22 @@ fn reply_of_wrong_kind_is_an_error() {
     );
 }
 
-/// An order of the resource manager to start tasks goes to the daemon of the host.
+/// The resource manager's order to start tasks goes to the daemon of the host.
 #[test]
 fn exec_goes_to_daemon_of_host() {
     let fake = FakeDaemon::start();
     let vm = Vm::from_runtime(fake.enroll());
-    let host = sempa_proto::HostId::new(2).expect("an index");
+    let host = HostId::new(2).expect("an index");
     let wid = vm
         .request_exec(host, vm.tid(), &worker_request())
         .expect("sent");
-    let got = fake.wait_for_log("the order", |_, said| match said {
-        ToDaemon::Message(m) => Some(m.clone()),
-        _ => None,
-    });
+    let logged_request =
+        fake.wait_for_log("the order", |_, control_message| match control_message {
+            ToDaemon::Message(m) => Some(m.clone()),
+            _ => None,
+        });
     assert_eq!(
-        (got.dst, got.tag, got.wid),
+        (logged_request.dst, logged_request.tag, logged_request.wid),
         (host.daemon_tid(), sempa_proto::sm::SM_EXEC, wid)
     );
 }

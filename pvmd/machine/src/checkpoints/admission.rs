@@ -1,7 +1,7 @@
 //! Decides between checkpoints and migrations that concern the same task.
 //!
-//! - A task that has been dumped may migrate although the checkpoint of its job is not complete:
-//!   its images record where it ran.
+//! - A task that has been dumped may migrate although the checkpoint of its job is not complete,
+//!   because its images record the host on which it ran.
 //! - A task that has not been dumped yet does not migrate, unless an owner or an administrator
 //!   needs its host. Such a migration does not wait for a disk: the checkpoint is aborted and tried
 //!   again.
@@ -18,7 +18,7 @@ impl Machine {
     /// the cause of the migration has priority, the checkpoint is aborted and tried again.
     ///
     /// # Errors
-    /// The checkpoint has priority.
+    /// [`Refusal::AlreadyMigrating`] if the checkpoint has priority.
     pub(crate) fn admit_migration(
         &mut self,
         tid: Tid,
@@ -29,35 +29,37 @@ impl Machine {
         };
         let (job_checkpoints, coordinator) =
             (&mut master.checkpoints, &mut master.migrations.coordinator);
-        let drains = matches!(cause, MigrationCause::Drain { .. });
+        let is_drain = matches!(cause, MigrationCause::Drain { .. });
         let takes_inventory = |job: &CheckpointedJob| {
             job.is_draining
                 && job.activity == JobActivity::TakingInventory
                 && job.members.contains(&tid)
         };
-        if drains && job_checkpoints.jobs.values().any(takes_inventory) {
+        if is_drain && job_checkpoints.jobs.values().any(takes_inventory) {
             // No snapshot contains the task yet, so the refusal carries a new id.
-            return Err(Refusal::AlreadyMigrating(coordinator.next_id()));
+            return Err(Refusal::AlreadyMigrating(coordinator.generate_id()));
         }
         if let Some(part) = job_checkpoints.snapshots.part_of(tid) {
-            let cut = job_checkpoints.snapshots.snapshot_of(part.id);
-            let job = cut
-                .and_then(|cut| job_checkpoints.job_of_snapshot(cut))
+            let snapshot = job_checkpoints.snapshots.snapshot_of(part.id);
+            let job = snapshot
+                .and_then(|snapshot| job_checkpoints.job_of_snapshot(snapshot))
                 .and_then(|job| job_checkpoints.jobs.get(&job));
-            // The whole job ends with this checkpoint.
+            // The whole job ends with this checkpoint, so the task need not migrate.
             if job.is_some_and(|job| job.ends_after_checkpoint) {
                 return Err(Refusal::AlreadyMigrating(part.id));
             }
-            let first = drains && job.is_some_and(|job| job.is_draining);
+            let checkpoint_comes_first = is_drain && job.is_some_and(|job| job.is_draining);
             if let Some((_, part)) = job_checkpoints
                 .snapshots
                 .part_that_prevents_migration(tid)
-                .filter(|_| first)
+                .filter(|_| checkpoint_comes_first)
             {
                 return Err(Refusal::AlreadyMigrating(part));
             }
         }
-        while let Some((cut, part)) = job_checkpoints.snapshots.part_that_prevents_migration(tid) {
+        while let Some((snapshot, part)) =
+            job_checkpoints.snapshots.part_that_prevents_migration(tid)
+        {
             if !matches!(
                 cause,
                 MigrationCause::Owner { .. } | MigrationCause::Drain { .. }
@@ -65,7 +67,7 @@ impl Machine {
                 return Err(Refusal::AlreadyMigrating(part));
             }
             job_checkpoints.snapshots.abort_for_migration(
-                cut,
+                snapshot,
                 tid,
                 format!("it must leave its host ({cause})"),
             );
@@ -84,17 +86,18 @@ impl Machine {
                 JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
             )
         };
-        let is_there = |job: &CheckpointedJob| {
+        let has_task_on_host = |job: &CheckpointedJob| {
             job.members
                 .iter()
                 .any(|tid| self.location(*tid) == Some(host))
         };
-        let wanted =
-            |job: &CheckpointedJob| job.schedule.is_some() && may_begin(job) && is_there(job);
+        let needs_checkpoint = |job: &CheckpointedJob| {
+            job.schedule.is_some() && may_begin(job) && has_task_on_host(job)
+        };
         let jobs: Vec<Tid> = job_checkpoints
             .jobs
             .iter()
-            .filter(|(_, job)| wanted(job))
+            .filter(|(_, job)| needs_checkpoint(job))
             .map(|(tid, _)| *tid)
             .collect();
         for job in jobs {

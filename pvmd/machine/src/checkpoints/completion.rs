@@ -23,8 +23,8 @@ impl Machine {
         };
         let SnapshotContents {
             members: tasks,
-            self_checkpointed,
-            sealed,
+            self_checkpointed_members: self_checkpointed,
+            sealed_checkpoint: sealed,
             ..
         } = job_checkpoints
             .snapshot_contents
@@ -33,22 +33,23 @@ impl Machine {
         let Some(job) = job_checkpoints.job_of_snapshot(snapshot) else {
             return;
         };
-        let result = result.and_then(|frozen| {
-            let (set, bytes) =
+        let result = result.and_then(|frozen_time| {
+            let (checkpoint, bytes) =
                 sealed.ok_or_else(|| CheckpointFailure::Store("the checkpoint was lost".into()))?;
             Ok(CheckpointReport {
-                name: set,
+                name: checkpoint,
                 job,
                 tasks,
-                bytes,
-                frozen,
-                self_checkpointed,
+                stored_bytes: bytes,
+                frozen_time,
+                self_checkpointed_tasks: self_checkpointed,
             })
         });
         self.finish_checkpoint(job, result);
     }
 
-    /// Finishes a checkpoint that is complete, has failed or did not begin.
+    /// Finishes a checkpoint that is complete, has failed or did not begin. A checkpoint that
+    /// failed for a transient reason is tried again instead.
     pub(super) fn finish_checkpoint(
         &mut self,
         job: Tid,
@@ -59,15 +60,15 @@ impl Machine {
             return;
         };
         entry.activity = JobActivity::Idle;
-        entry.attempts += 1;
+        entry.attempt_count += 1;
         let unknown_until = entry
-            .recently_dead
-            .unknown_until(now, lease)
+            .recent_deaths
+            .uncertainty_end(now, lease)
             .filter(|_| entry.schedule.is_some());
         if let Some(why) = result
             .as_ref()
             .err()
-            .filter(|why| why.is_transient() && entry.attempts < ATTEMPTS_MAX)
+            .filter(|why| why.is_transient() && entry.attempt_count < ATTEMPTS_MAX)
         {
             return self.schedule_check(
                 job,
@@ -78,50 +79,52 @@ impl Machine {
                 },
             );
         }
-        (entry.attempts, entry.is_draining) = (0, false);
+        (entry.attempt_count, entry.is_draining) = (0, false);
         if result.is_ok() {
             entry.last_duration = now.since(entry.started_at);
         }
-        let vacated = std::mem::take(&mut entry.ends_for_vacate) && entry.ends_after_checkpoint;
-        let ends = std::mem::take(&mut entry.ends_after_checkpoint) && result.is_ok();
-        if let (Ok(report), true) = (&result, ends) {
+        let is_vacated = std::mem::take(&mut entry.ends_for_vacate) && entry.ends_after_checkpoint;
+        let must_end_job = std::mem::take(&mut entry.ends_after_checkpoint) && result.is_ok();
+        if let (Ok(report), true) = (&result, must_end_job) {
             // The request is answered when the job has ended.
             (entry.activity, entry.schedule) = (
                 JobActivity::EndingJob {
                     report: report.clone(),
-                    checks: 0,
+                    check_count: 0,
                 },
                 None,
             );
         }
-        let waiters = if ends {
+        let waiters = if must_end_job {
             Vec::new()
         } else {
             std::mem::take(&mut entry.waiters)
         };
         if let Ok(report) = &result {
             entry.newest_checkpoint = Some(report.name.clone());
-            let ended = std::mem::take(&mut entry.ended_members);
-            entry.members.retain(|tid| !ended.contains(tid));
-            entry.recently_dead.retain_tasks(&report.tasks);
+            let ended_members = std::mem::take(&mut entry.ended_members);
+            entry.members.retain(|tid| !ended_members.contains(tid));
+            entry.recent_deaths.retain_tasks(&report.tasks);
         } else if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
-            let quiet = job;
+            let ended_job = job;
             self.job_checkpoints()
                 .into_iter()
-                .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(quiet));
+                .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(ended_job));
         }
-        if let (Err(CheckpointFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
-            self.schedule_check(job, until.since(now));
+        if let (Err(CheckpointFailure::NoSuchJob(_)), Some(uncertainty_end)) =
+            (&result, unknown_until)
+        {
+            self.schedule_check(job, uncertainty_end.since(now));
         } else if matches!(result, Err(CheckpointFailure::NoSuchJob(_))) {
             self.handle_job_end(job);
             self.forget_job(job);
         } else {
             self.schedule_next_checkpoint(job, result.is_ok());
         }
-        if ends {
-            self.take_inventory(InventoryPurpose::CheckGone(job));
+        if must_end_job {
+            self.request_inventory(InventoryPurpose::CheckTasksEnded(job));
         }
-        self.record(checkpoint_event(job, &result, vacated));
+        self.record_event(checkpoint_event(job, &result, is_vacated));
         for (tid, id) in waiters {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
         }
@@ -136,52 +139,54 @@ impl Machine {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
         };
-        let (took, Some(checkpoint_schedule)) = (entry.last_duration, entry.schedule) else {
+        let (last_duration, Some(checkpoint_schedule)) = (entry.last_duration, entry.schedule)
+        else {
             return;
         };
-        let interval = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
-        let mut late = None;
-        if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Every(bound) =
+        let interval =
+            checkpoint_interval(checkpoint_schedule, is_complete.then_some(last_duration));
+        let mut exceeded_bound = None;
+        if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Interval(bound) =
             checkpoint_schedule
             && is_complete
-            && took + took + interval > bound
-            && !std::mem::replace(&mut entry.lateness_reported, true)
+            && last_duration + last_duration + interval > bound
+            && !std::mem::replace(&mut entry.has_reported_lateness, true)
         {
-            late = Some(bound);
+            exceeded_bound = Some(bound);
         }
         self.schedule_check(job, interval);
-        if let Some(bound) = late {
+        if let Some(bound) = exceeded_bound {
             let text = format!(
                 "a checkpoint of job {job} took {:.1} s: more than {:.1} s of work may be lost",
-                took.0 as f64 / 1e6,
+                last_duration.0 as f64 / 1e6,
                 bound.0 as f64 / 1e6
             );
-            self.record(EventKind::Note { text });
+            self.record_event(EventKind::Note { text });
         }
     }
 }
 
-/// Returns the event log entry for the end of a checkpoint. `vacated` is true if the resource
-/// manager requested the end of the job.
+/// Returns the event log entry for the end of a checkpoint. `is_vacated` is true if the resource
+/// manager requested that the job end after the checkpoint.
 fn checkpoint_event(
     job: Tid,
     result: &Result<CheckpointReport, CheckpointFailure>,
-    vacated: bool,
+    is_vacated: bool,
 ) -> EventKind {
     match result {
         Ok(CheckpointReport {
-            name: set,
+            name: checkpoint,
             tasks,
-            bytes,
-            frozen,
+            stored_bytes: bytes,
+            frozen_time: frozen,
             ..
         }) => EventKind::Checkpointed {
-            checkpoint: set.clone(),
+            checkpoint: checkpoint.clone(),
             job,
             tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
             bytes: *bytes,
             frozen: *frozen,
-            vacated,
+            vacated: is_vacated,
         },
         Err(why) => EventKind::CheckpointFailed {
             job,
@@ -190,28 +195,29 @@ fn checkpoint_event(
     }
 }
 
-/// Returns the time until the next checkpoint. The duration is that of the last checkpoint; `None`
-/// if it failed.
+/// Returns the time until the next checkpoint. `duration` is that of the last checkpoint; `None` if
+/// the last checkpoint failed.
 pub(super) fn checkpoint_interval(
     schedule: CheckpointSchedule,
     duration: Option<Micros>,
 ) -> Micros {
-    let pause = match (schedule, duration) {
+    let interval = match (schedule, duration) {
         // A loss is largest just before a checkpoint is stored: it includes all work since the
-        // start of the previous checkpoint. Taking a checkpoint may last half as long again as the
-        // last time.
-        (CheckpointSchedule::MaxLoss(bound), Some(duration)) => {
-            bound.since(Micros(duration.0.saturating_mul(5) / 2))
+        // start of the previous checkpoint. The next checkpoint is assumed to take at most 1.5
+        // times as long as the last one.
+        (CheckpointSchedule::MaxLoss(loss_max), Some(duration)) => {
+            loss_max.since(Micros(duration.0.saturating_mul(5) / 2))
         }
-        // As for `MaxLoss`, but with a minimum, so that the job does not spend all its time on
+        // Like `MaxLoss`, but with a minimum, so that the job does not spend all its time on
         // checkpoints.
-        (CheckpointSchedule::Every(every), Some(duration)) => {
-            checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(duration))
-                .max(Micros(every.0 / 2))
+        (CheckpointSchedule::Interval(target_interval), Some(duration)) => {
+            checkpoint_interval(CheckpointSchedule::MaxLoss(target_interval), Some(duration))
+                .max(Micros(target_interval.0 / 2))
         }
-        (CheckpointSchedule::Every(every), None) => every,
-        // Without a valid checkpoint all work is at risk, so the next attempt follows soon.
-        (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Never, _) => RETRY_INTERVAL,
+        (CheckpointSchedule::Interval(target_interval), None) => target_interval,
+        // Without a valid checkpoint all work may be lost, so the next attempt follows after a
+        // short time.
+        (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Disabled, _) => RETRY_INTERVAL,
     };
-    pause.max(CHECKPOINT_INTERVAL_MIN)
+    interval.max(CHECKPOINT_INTERVAL_MIN)
 }

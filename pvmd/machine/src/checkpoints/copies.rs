@@ -2,12 +2,12 @@
 //! a new virtual machine that is created on a host with a copy finds the checkpoint in the store of
 //! that host.
 //!
-//! - Of each job the newest checkpoint is copied, after it is complete. Copies are made one at a
+//! - The newest checkpoint of each job is copied when it is complete. Copies are made one at a
 //!   time.
-//! - A host refuses a copy while its owner is present, or if its store has no room. If any host may
-//!   store the copy, the next one is tried.
-//! - The previous copy is removed when the next one exists.
-//! - Each host seals its copies with its own key. No host needs the key of another.
+//! - A host refuses a copy while its owner is present, or if its store has no room. If the user has
+//!   named no hosts, the master then asks another host.
+//! - The copies of the previous checkpoint are removed when all copies of the newest one exist.
+//! - Each host seals its copies with its own key. No host needs the key of another host.
 
 use crate::rpc::RpcPurpose;
 use crate::{Machine, Output, Timer};
@@ -23,7 +23,7 @@ pub const COPIES_MAX: usize = 16;
 /// Time limit for the receiver of a copy to report why it has stopped receiving, after the transfer
 /// has broken.
 const FAILURE_REPORT_TIMEOUT: Micros = Micros::from_secs(5);
-/// Reason for a copy that is missing because its host is gone.
+/// Reason for a missing copy whose host is lost.
 const COPY_LOST_REASON: &str = "it was lost";
 
 /// Hosts to which checkpoints are copied.
@@ -35,23 +35,23 @@ pub enum CopyPolicy {
 }
 
 impl Default for CopyPolicy {
-    fn default() -> CopyPolicy {
-        CopyPolicy::Count(0)
+    fn default() -> Self {
+        Self::Count(0)
     }
 }
 
-/// The checkpoint that is being copied, and the state of its copies.
+/// The checkpoint whose copies are being made, and the state of its copies.
 #[derive(Debug)]
 struct CopyInProgress {
     job: Tid,
     checkpoint: String,
-    /// Number of copies that must exist.
-    required: usize,
-    /// Hosts that may still be asked, in this order.
-    candidates: VecDeque<HostId>,
+    /// Number of copies that must exist; 0 if the copies were cancelled.
+    required_count: usize,
+    /// Hosts that the master has not asked yet, in the order in which it asks them.
+    candidate_hosts: VecDeque<HostId>,
     /// Receiver of the current transfer, with the id of the transfer.
-    receiver: Option<(HostId, MigrationId)>,
-    /// Reason why the transfer broke, if it did.
+    current_transfer: Option<(HostId, MigrationId)>,
+    /// Reason why the current transfer broke; `None` if it has not broken.
     send_error: Option<String>,
     copy_hosts: Vec<HostId>,
     /// Reasons why hosts have no copy, one sentence for each host.
@@ -63,34 +63,34 @@ struct CopyInProgress {
 pub(super) struct CopyQueue {
     /// Jobs whose newest checkpoints must be copied.
     jobs: VecDeque<Tid>,
-    current: Option<CopyInProgress>,
+    copy_in_progress: Option<CopyInProgress>,
 }
 
 /// Copies of a job's checkpoints.
 #[derive(Debug, Default)]
 pub(super) struct JobCopies {
-    /// The checkpoint to copy next.
+    /// The checkpoint whose copies are made next.
     queued_checkpoint: Option<String>,
-    /// Hosts with copies, and the checkpoint that each one has.
+    /// Hosts with copies, each with the name of the copied checkpoint.
     checkpoint_by_host: BTreeMap<HostId, String>,
-    /// The checkpoint that has fewer copies than required.
+    /// The checkpoint that has fewer copies than required; `None` if all copies exist.
     incomplete_checkpoint: Option<String>,
 }
 
 impl JobCopies {
     /// Returns the hosts that have a copy of this checkpoint.
-    fn hosts_with(&self, set: &str) -> impl Iterator<Item = HostId> {
+    fn hosts_with_checkpoint(&self, checkpoint: &str) -> impl Iterator<Item = HostId> {
         self.checkpoint_by_host
             .iter()
-            .filter(move |(_, there)| *there == set)
+            .filter(move |(_, copied_checkpoint)| *copied_checkpoint == checkpoint)
             .map(|(host, _)| *host)
     }
 }
 
 impl Machine {
     /// Queues a complete checkpoint of a job for copying.
-    pub(super) fn queue_copy(&mut self, job: Tid, set: &str) {
-        if self.config.copies == CopyPolicy::default() || self.shutdown.is_some() {
+    pub(super) fn queue_copy(&mut self, job: Tid, checkpoint: &str) {
+        if self.config.copy_policy == CopyPolicy::default() || self.shutdown.is_some() {
             return;
         }
         let Some(job_checkpoints) = self.job_checkpoints() else {
@@ -102,20 +102,20 @@ impl Machine {
         (
             entry.copies.queued_checkpoint,
             entry.copies.incomplete_checkpoint,
-        ) = (Some(set.to_string()), None);
-        // Each job is queued at most once, which bounds the queue by the number of jobs.
+        ) = (Some(checkpoint.to_string()), None);
+        // Each job is queued at most once, so the number of jobs limits the queue.
         if !job_checkpoints.copy_queue.jobs.contains(&job) {
             job_checkpoints.copy_queue.jobs.push_back(job);
         }
         self.start_next_copy();
     }
 
-    /// Starts the next copy in the queue, unless one is in progress.
+    /// Starts the next copy in the queue, unless a copy is in progress.
     fn start_next_copy(&mut self) {
         loop {
             let Some(job_checkpoints) = self
                 .job_checkpoints()
-                .filter(|job_checkpoints| job_checkpoints.copy_queue.current.is_none())
+                .filter(|job_checkpoints| job_checkpoints.copy_queue.copy_in_progress.is_none())
             else {
                 return;
             };
@@ -134,19 +134,19 @@ impl Machine {
                 return;
             };
             let entry = job_checkpoints.jobs.get(&job);
-            let copied_to: Vec<HostId> = entry
+            let copy_hosts: Vec<HostId> = entry
                 .into_iter()
-                .flat_map(|entry| entry.copies.hosts_with(&checkpoint))
+                .flat_map(|entry| entry.copies.hosts_with_checkpoint(&checkpoint))
                 .collect();
-            candidates.retain(|host| !copied_to.contains(host));
-            job_checkpoints.copy_queue.current = Some(CopyInProgress {
+            candidates.retain(|host| !copy_hosts.contains(host));
+            job_checkpoints.copy_queue.copy_in_progress = Some(CopyInProgress {
                 job,
                 checkpoint,
-                required,
-                candidates,
-                receiver: None,
+                required_count: required,
+                candidate_hosts: candidates,
+                current_transfer: None,
                 send_error: None,
-                copy_hosts: copied_to,
+                copy_hosts,
                 refusals,
             });
             return self.advance_copy();
@@ -154,98 +154,101 @@ impl Machine {
     }
 
     /// Returns the hosts that may store a copy, in the order in which they are asked; the number of
-    /// copies required; and the reasons for hosts that are not available.
+    /// copies required; and the reasons why named hosts cannot be asked.
     fn copy_candidates(&self, job: Tid) -> (VecDeque<HostId>, usize, Vec<String>) {
-        let me = self.config.host;
-        let others: Vec<HostId> = self.other_hosts();
-        match &self.config.copies {
+        let own_host = self.config.host;
+        let other_hosts: Vec<HostId> = self.other_hosts();
+        match &self.config.copy_policy {
             CopyPolicy::Hosts(names) => {
-                let (mut places, mut whys) = (VecDeque::new(), Vec::new());
+                let (mut candidate_hosts, mut reasons) = (VecDeque::new(), Vec::new());
                 for name in names {
-                    match self.table.by_name(name).map(|entry| entry.id) {
-                        Some(host) if host == me => {
-                            whys.push(format!("{name}: it is the master's host"))
+                    match self.table.find_by_name(name).map(|entry| entry.id) {
+                        Some(host) if host == own_host => {
+                            reasons.push(format!("{name}: it is the master's host"))
                         }
-                        Some(host) => places.push_back(host),
-                        None => whys.push(format!("{name}: it is not in the virtual machine")),
+                        Some(host) => candidate_hosts.push_back(host),
+                        None => reasons.push(format!("{name}: it is not in the virtual machine")),
                     }
                 }
-                (places, names.len(), whys)
+                (candidate_hosts, names.len(), reasons)
             }
-            CopyPolicy::Count(number) => {
-                // Hosts that already have a copy of the job come first. The others follow in an
-                // order that differs between jobs.
-                let has = |host: &HostId| {
+            CopyPolicy::Count(copy_count) => {
+                // Hosts that already have a copy of the job come first. The remaining hosts follow
+                // in an order that differs between jobs.
+                let has_copy = |host: &HostId| {
                     let entry = self
                         .master
                         .as_ref()
                         .and_then(|master| master.checkpoints.jobs.get(&job));
                     entry.is_some_and(|entry| entry.copies.checkpoint_by_host.contains_key(host))
                 };
-                let mut places: Vec<HostId> = others.clone();
-                if !places.is_empty() {
-                    places.rotate_left(job.local_part() as usize % others.len());
+                let mut candidate_hosts: Vec<HostId> = other_hosts.clone();
+                if !candidate_hosts.is_empty() {
+                    candidate_hosts.rotate_left(job.local_part() as usize % other_hosts.len());
                 }
-                places.sort_by_key(|host| !has(host));
-                (places.into(), *number, Vec::new())
+                candidate_hosts.sort_by_key(|host| !has_copy(host));
+                (candidate_hosts.into(), *copy_count, Vec::new())
             }
         }
     }
 
     /// Asks the next candidate host to store the current copy. If all copies exist or no candidate
-    /// is left, finishes.
+    /// is left, finishes the copies of this checkpoint and starts those of the next one.
     fn advance_copy(&mut self) {
         if self.shutdown.is_some() {
-            // The virtual machine ends.
+            // No copy is started during a shutdown.
             return;
         }
-        let next = self.master.as_deref_mut().and_then(|master| {
-            let now = master
+        let next_transfer = self.master.as_deref_mut().and_then(|master| {
+            let copy = master
                 .checkpoints
                 .copy_queue
-                .current
+                .copy_in_progress
                 .as_mut()
-                .filter(|now| now.receiver.is_none() && now.required > now.copy_hosts.len())?;
-            let host = now.candidates.pop_front()?;
-            let migration = master.migrations.coordinator.next_id();
-            now.receiver = Some((host, migration));
-            Some((host, migration, now.checkpoint.clone()))
+                .filter(|copy| {
+                    copy.current_transfer.is_none() && copy.required_count > copy.copy_hosts.len()
+                })?;
+            let host = copy.candidate_hosts.pop_front()?;
+            let migration = master.migrations.coordinator.generate_id();
+            copy.current_transfer = Some((host, migration));
+            Some((host, migration, copy.checkpoint.clone()))
         });
-        if let Some((host, migration, set)) = next {
+        if let Some((host, migration, checkpoint)) = next_transfer {
             return self.call_host(
                 host,
                 HostRequest::StoreCopy {
                     migration,
-                    checkpoint: set,
+                    checkpoint,
                 },
                 RpcPurpose::StoreCopy { migration },
             );
         }
-        if let Some(done) = self.job_checkpoints().and_then(|job_checkpoints| {
+        if let Some(finished_copy) = self.job_checkpoints().and_then(|job_checkpoints| {
             job_checkpoints
                 .copy_queue
-                .current
-                .take_if(|now| now.receiver.is_none())
+                .copy_in_progress
+                .take_if(|copy| copy.current_transfer.is_none())
         }) {
-            self.finish_copies(done);
+            self.finish_copies(finished_copy);
         }
         self.start_next_copy();
     }
 
-    /// Finishes a checkpoint that has all copies, or for which no host is left.
-    fn finish_copies(&mut self, done: CopyInProgress) {
+    /// Records the result for a checkpoint that has all copies, or for which no candidate host is
+    /// left.
+    fn finish_copies(&mut self, finished_copy: CopyInProgress) {
         let CopyInProgress {
             job,
             checkpoint,
-            required,
-            copy_hosts: copied_to,
+            required_count: required,
+            copy_hosts,
             refusals,
             ..
-        } = done;
-        let missing = required.saturating_sub(copied_to.len());
-        if missing == 0 {
-            // Copies of the previous checkpoint are not needed any more.
-            self.drop_copies_if(job, |there| *there != checkpoint);
+        } = finished_copy;
+        let missing_count = required.saturating_sub(copy_hosts.len());
+        if missing_count == 0 {
+            // All copies exist, so copies of earlier checkpoints are not needed any more.
+            self.drop_copies_if(job, |copied_checkpoint| *copied_checkpoint != checkpoint);
         } else if let Some(entry) = self
             .job_checkpoints()
             .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
@@ -253,57 +256,62 @@ impl Machine {
             entry.copies.incomplete_checkpoint = Some(checkpoint.clone());
         }
         if required == 0 {
-            // The copies were cancelled.
+            // The copies were cancelled, so no result is recorded.
             return;
         }
-        let missing = u32::try_from(missing).unwrap_or(u32::MAX);
-        self.record(EventKind::CheckpointCopied {
+        let missing_count = u32::try_from(missing_count).unwrap_or(u32::MAX);
+        self.record_event(EventKind::CheckpointCopied {
             checkpoint,
             job,
-            hosts: copied_to,
-            missing,
+            hosts: copy_hosts,
+            missing: missing_count,
             why: refusals.join("; "),
         });
     }
 
-    /// Returns the copy in progress, if its transfer has this id.
+    /// Returns the copy in progress, if `migration` is the id of its transfer.
     fn current_copy(&mut self, migration: MigrationId) -> Option<&mut CopyInProgress> {
-        let now = self.job_checkpoints()?.copy_queue.current.as_mut()?;
-        now.receiver
+        let copy = self
+            .job_checkpoints()?
+            .copy_queue
+            .copy_in_progress
+            .as_mut()?;
+        copy.current_transfer
             .is_some_and(|(_, id)| id == migration)
-            .then_some(now)
+            .then_some(copy)
     }
 
-    /// Handles a host's reply whether it accepts a copy.
-    pub(crate) fn handle_copy_reply(&mut self, migration: MigrationId, answer: Option<Reply>) {
-        let Some(now) = self.current_copy(migration) else {
+    /// Handles a host's reply whether it accepts a copy. `reply` is `None` if the host is lost.
+    pub(crate) fn handle_copy_reply(&mut self, migration: MigrationId, reply: Option<Reply>) {
+        let Some(copy) = self.current_copy(migration) else {
             return;
         };
-        let (Some((to, _)), checkpoint) = (now.receiver, now.checkpoint.clone()) else {
+        let (Some((receiver, _)), checkpoint) = (copy.current_transfer, copy.checkpoint.clone())
+        else {
             return;
         };
-        match answer {
+        match reply {
             Some(Reply::Done) => self.outputs.push_back(Output::SendCopy {
                 migration,
                 checkpoint,
-                to,
+                receiver,
             }),
             Some(Reply::Failed { reason, .. }) => self.finish_transfer(migration, Err(reason)),
             _ => self.finish_transfer(migration, Err(COPY_LOST_REASON.into())),
         }
     }
 
-    /// Handles a host's report that it has stored a copy, or why it has not.
+    /// Handles a host's report that it has stored a copy. `Err` contains the reason why it has not.
     pub(crate) fn handle_copy_stored(
         &mut self,
         host: HostId,
         migration: MigrationId,
-        set: String,
+        checkpoint: String,
         result: Result<(), String>,
     ) {
         if self
             .current_copy(migration)
-            .is_some_and(|now| now.receiver == Some((host, migration)))
+            .is_some_and(|copy| copy.current_transfer == Some((host, migration)))
         {
             return self.finish_transfer(migration, result);
         }
@@ -313,43 +321,44 @@ impl Machine {
             .flat_map(|job_checkpoints| job_checkpoints.jobs.values());
         let is_known = jobs
             .map(|entry| &entry.copies.checkpoint_by_host)
-            .any(|there| there.get(&host) == Some(&set));
+            .any(|checkpoint_by_host| checkpoint_by_host.get(&host) == Some(&checkpoint));
         if result.is_ok() && !is_known {
-            // The copy was cancelled while the host stored it. It is removed now, because no later
-            // step would remove it.
+            // The copy was cancelled while the host stored it. No later step would remove the copy,
+            // so it is removed now.
             self.send_to_host(
                 host,
                 HostMsg::DropCopies {
-                    checkpoints: vec![set],
+                    checkpoints: vec![checkpoint],
                 },
             );
         }
     }
 
-    /// True if `migration` is the copy that this host is sending.
+    /// True if `migration` is the id of the copy that this host is sending.
     pub(crate) fn is_outgoing_copy(&self, migration: MigrationId) -> bool {
-        let now = self
+        let copy = self
             .master
             .as_ref()
-            .and_then(|master| master.checkpoints.copy_queue.current.as_ref());
-        now.and_then(|now| now.receiver)
+            .and_then(|master| master.checkpoints.copy_queue.copy_in_progress.as_ref());
+        copy.and_then(|copy| copy.current_transfer)
             .is_some_and(|(_, id)| id == migration)
     }
 
-    /// Handles the end of sending a copy. The receiver's report takes precedence, because the
-    /// receiver knows why it stopped. Without a report, this result counts.
+    /// Handles the end of sending a copy. A failure becomes the result only if the receiver does
+    /// not report a reason within [`FAILURE_REPORT_TIMEOUT`], because the receiver knows why it
+    /// stopped.
     pub(crate) fn handle_copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
-        if let (Err(why), Some(now)) = (result, self.current_copy(migration)) {
-            now.send_error = Some(why);
-            self.set_timer(FAILURE_REPORT_TIMEOUT, Timer::CopySendFailed(migration));
+        if let (Err(why), Some(copy)) = (result, self.current_copy(migration)) {
+            copy.send_error = Some(why);
+            self.set_timer(FAILURE_REPORT_TIMEOUT, Timer::CopyFailureTimeout(migration));
         }
     }
 
-    /// Fails a copy whose transfer broke, if the receiver has not reported the reason.
-    pub(crate) fn fail_unsent_copy(&mut self, migration: MigrationId) {
+    /// Fails a copy whose transfer broke, unless the receiver has reported the reason.
+    pub(crate) fn fail_broken_copy(&mut self, migration: MigrationId) {
         if let Some(why) = self
             .current_copy(migration)
-            .and_then(|now| now.send_error.take())
+            .and_then(|copy| copy.send_error.take())
         {
             self.finish_transfer(migration, Err(why));
         }
@@ -357,43 +366,49 @@ impl Machine {
 
     /// Ends the transfer of a copy, successfully or not.
     fn finish_transfer(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some(now) = self.current_copy(migration) else {
+        let Some(copy) = self.current_copy(migration) else {
             return;
         };
-        let Some((host, _)) = now.receiver.take() else {
+        let Some((host, _)) = copy.current_transfer.take() else {
             return;
         };
-        now.send_error = None;
-        let (job, set, is_stored) = (now.job, now.checkpoint.clone(), result.is_ok());
+        copy.send_error = None;
+        let (job, checkpoint, is_stored) = (copy.job, copy.checkpoint.clone(), result.is_ok());
         if is_stored {
-            now.copy_hosts.push(host);
+            copy.copy_hosts.push(host);
         }
         self.outputs.push_back(Output::DropImages { migration });
         let name = self.host_name(host);
-        if let (Err(why), Some(now)) = (
+        if let (Err(why), Some(copy)) = (
             result,
             self.job_checkpoints()
-                .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_mut()),
+                .and_then(|job_checkpoints| job_checkpoints.copy_queue.copy_in_progress.as_mut()),
         ) {
-            now.refusals.push(format!("{name}: {why}"));
+            copy.refusals.push(format!("{name}: {why}"));
         }
         if is_stored {
             let entry = self
                 .job_checkpoints()
                 .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job));
-            match entry.map(|entry| entry.copies.checkpoint_by_host.insert(host, set.clone())) {
-                Some(Some(before)) if before != set => self.send_to_host(
-                    host,
-                    HostMsg::DropCopies {
-                        checkpoints: vec![before],
-                    },
-                ),
+            match entry.map(|entry| {
+                entry
+                    .copies
+                    .checkpoint_by_host
+                    .insert(host, checkpoint.clone())
+            }) {
+                Some(Some(previous_checkpoint)) if previous_checkpoint != checkpoint => self
+                    .send_to_host(
+                        host,
+                        HostMsg::DropCopies {
+                            checkpoints: vec![previous_checkpoint],
+                        },
+                    ),
                 Some(_) => {}
-                // The job has ended, and the copy would never be removed later.
+                // The job has ended, so no later checkpoint would replace the copy.
                 None => self.send_to_host(
                     host,
                     HostMsg::DropCopies {
-                        checkpoints: vec![set],
+                        checkpoints: vec![checkpoint],
                     },
                 ),
             }
@@ -403,50 +418,54 @@ impl Machine {
 
     /// Master: forgets the copies on a lost host, and queues new copies.
     pub(crate) fn replace_copies_on(&mut self, host: HostId) {
-        let mut lacking = Vec::new();
+        let mut missing_copies = Vec::new();
         for (job, entry) in self
             .job_checkpoints()
             .into_iter()
             .flat_map(|job_checkpoints| &mut job_checkpoints.jobs)
         {
-            let lost = entry
+            let lost_checkpoint = entry
                 .copies
                 .checkpoint_by_host
                 .remove(&host)
-                .filter(|set| entry.newest_checkpoint.as_ref() == Some(set));
-            lacking.extend(lost.map(|set| (*job, set)));
+                .filter(|checkpoint| entry.newest_checkpoint.as_ref() == Some(checkpoint));
+            missing_copies.extend(lost_checkpoint.map(|checkpoint| (*job, checkpoint)));
         }
-        let to = self
-            .job_checkpoints()
-            .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_ref()?.receiver);
-        if let Some((_, migration)) = to.filter(|(to, _)| *to == host) {
+        let receiver = self.job_checkpoints().and_then(|job_checkpoints| {
+            job_checkpoints
+                .copy_queue
+                .copy_in_progress
+                .as_ref()?
+                .current_transfer
+        });
+        if let Some((_, migration)) = receiver.filter(|(receiver, _)| *receiver == host) {
             self.finish_transfer(migration, Err(COPY_LOST_REASON.into()));
         }
         if self.shutdown.is_none() {
-            lacking
+            missing_copies
                 .into_iter()
-                .for_each(|(job, set)| self.queue_copy(job, &set));
+                .for_each(|(job, checkpoint)| self.queue_copy(job, &checkpoint));
         }
     }
 
     /// Master: queues missing copies after hosts have joined.
-    pub(crate) fn make_missing_copies(&mut self) {
+    pub(crate) fn queue_missing_copies(&mut self) {
         let jobs = self
             .job_checkpoints()
             .into_iter()
             .flat_map(|job_checkpoints| &mut job_checkpoints.jobs);
-        let lacking: Vec<(Tid, String)> = jobs
+        let missing_copies: Vec<(Tid, String)> = jobs
             .filter_map(|(job, entry)| Some((*job, entry.copies.incomplete_checkpoint.take()?)))
             .collect();
-        lacking
+        missing_copies
             .into_iter()
-            .for_each(|(job, set)| self.queue_copy(job, &set));
+            .for_each(|(job, checkpoint)| self.queue_copy(job, &checkpoint));
     }
 
-    /// Master: removes the copies of checkpoints that were removed. Copies of forgotten jobs are
-    /// unknown, so all hosts are notified.
-    pub(super) fn remove_copies_of(&mut self, sets: &[String]) {
-        if self.config.copies == CopyPolicy::default() || sets.is_empty() {
+    /// Master: removes the copies of checkpoints that were removed. The master does not know the
+    /// copies of forgotten jobs, so it notifies all hosts.
+    pub(super) fn remove_copies_of(&mut self, checkpoints: &[String]) {
+        if self.config.copy_policy == CopyPolicy::default() || checkpoints.is_empty() {
             return;
         }
         for entry in self
@@ -455,28 +474,30 @@ impl Machine {
             .flat_map(|job_checkpoints| job_checkpoints.jobs.values_mut())
         {
             let JobCopies {
-                queued_checkpoint: queued,
-                checkpoint_by_host: stored_on,
-                incomplete_checkpoint: incomplete,
+                queued_checkpoint,
+                checkpoint_by_host,
+                incomplete_checkpoint,
             } = &mut entry.copies;
-            [queued, incomplete]
+            [queued_checkpoint, incomplete_checkpoint]
                 .into_iter()
-                .for_each(|set| drop(set.take_if(|set| sets.contains(set))));
-            stored_on.retain(|_, set| !sets.contains(set));
+                .for_each(|checkpoint| {
+                    drop(checkpoint.take_if(|checkpoint| checkpoints.contains(checkpoint)))
+                });
+            checkpoint_by_host.retain(|_, checkpoint| !checkpoints.contains(checkpoint));
         }
-        self.cancel_copy_if(|now| sets.contains(&now.checkpoint));
+        self.cancel_copy_if(|copy| checkpoints.contains(&copy.checkpoint));
         for host in self.other_hosts() {
             self.send_to_host(
                 host,
                 HostMsg::DropCopies {
-                    checkpoints: sets.to_vec(),
+                    checkpoints: checkpoints.to_vec(),
                 },
             );
         }
     }
 
-    /// Master: removes the copies of a job that has ended. Its checkpoint stays in the store for a
-    /// while.
+    /// Master: removes the copies of a job that has ended. The job's checkpoint remains in the
+    /// master's store for some time.
     pub(super) fn remove_job_copies(&mut self, job: Tid) {
         if let Some(entry) = self
             .job_checkpoints()
@@ -485,24 +506,24 @@ impl Machine {
             entry.copies.queued_checkpoint = None;
         }
         self.drop_copies_if(job, |_| true);
-        self.cancel_copy_if(|now| now.job == job);
+        self.cancel_copy_if(|copy| copy.job == job);
     }
 
-    /// Cancels the copy in progress if the predicate is true for it.
+    /// Cancels the copy in progress if the predicate returns true for it.
     fn cancel_copy_if(&mut self, predicate: impl FnOnce(&CopyInProgress) -> bool) {
-        let now = self
+        let copy = self
             .job_checkpoints()
-            .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_mut());
-        let Some(now) = now.filter(|now| predicate(now)) else {
+            .and_then(|job_checkpoints| job_checkpoints.copy_queue.copy_in_progress.as_mut());
+        let Some(copy) = copy.filter(|copy| predicate(copy)) else {
             return;
         };
-        now.required = 0;
-        if let Some((_, migration)) = now.receiver {
+        copy.required_count = 0;
+        if let Some((_, migration)) = copy.current_transfer {
             self.finish_transfer(migration, Err("it is not needed any more".into()));
         }
     }
 
-    /// Removes those copies of a job's checkpoints for whose names the predicate is true.
+    /// Removes the copies of those checkpoints of a job for whose names the predicate returns true.
     fn drop_copies_if(&mut self, job: Tid, predicate: impl Fn(&String) -> bool) {
         let Some(entry) = self
             .job_checkpoints()
@@ -510,66 +531,69 @@ impl Machine {
         else {
             return;
         };
-        let stored = std::mem::take(&mut entry.copies.checkpoint_by_host);
-        let (gone, stored): (BTreeMap<_, _>, _) =
-            stored.into_iter().partition(|(_, set)| predicate(set));
-        entry.copies.checkpoint_by_host = stored;
+        let remaining_copies = std::mem::take(&mut entry.copies.checkpoint_by_host);
+        let (removed_copies, remaining_copies): (BTreeMap<_, _>, _) = remaining_copies
+            .into_iter()
+            .partition(|(_, checkpoint)| predicate(checkpoint));
+        entry.copies.checkpoint_by_host = remaining_copies;
         entry
             .copies
             .incomplete_checkpoint
-            .take_if(|set| predicate(set));
-        for (host, set) in gone {
+            .take_if(|checkpoint| predicate(checkpoint));
+        for (host, checkpoint) in removed_copies {
             self.send_to_host(
                 host,
                 HostMsg::DropCopies {
-                    checkpoints: vec![set],
+                    checkpoints: vec![checkpoint],
                 },
             );
         }
     }
 
     /// Returns the names of the hosts that have a copy of a checkpoint.
-    pub(super) fn hosts_with_copy(&self, job: Tid, set: &str) -> Vec<String> {
+    pub(super) fn hosts_with_copy(&self, job: Tid, checkpoint: &str) -> Vec<String> {
         let entry = self
             .master
             .as_ref()
             .and_then(|master| master.checkpoints.jobs.get(&job));
         entry
             .into_iter()
-            .flat_map(|entry| entry.copies.hosts_with(set))
+            .flat_map(|entry| entry.copies.hosts_with_checkpoint(checkpoint))
             .map(|host| self.host_name(host))
             .collect()
     }
 
     // ---- On a host that stores copies
 
-    /// Handles the master's request to store a copy. It is refused while the owner of this host is
-    /// present.
+    /// Handles the master's request to store a copy. The request is refused while the owner of this
+    /// host is present.
     pub(crate) fn handle_copy_request(
         &mut self,
-        from: HostId,
+        requester: HostId,
         migration: MigrationId,
         checkpoint: String,
     ) -> Reply {
-        let refused = match (from, self.owner_control.pauses_guests()) {
+        let refusal_reason = match (requester, self.owner_control.pauses_guests()) {
             (HostId::MASTER, false) => None,
             (HostId::MASTER, true) => Some("its owner admits no guests at present"),
             _ => Some("only the master copies checkpoints"),
         };
-        if let Some(reason) = refused {
+        if let Some(reason) = refusal_reason {
             return Reply::Failed {
                 error: PvmError::Denied,
                 reason: reason.into(),
             };
         }
-        // The master makes one copy at a time, so it has abandoned the previous one.
+        // The master makes one copy at a time, so it has abandoned the previous copy.
         match self
             .incoming_checkpoint_copy
             .replace((migration, checkpoint.clone()))
         {
-            Some((before, same)) if same == checkpoint => self
-                .outputs
-                .push_back(Output::DropImages { migration: before }),
+            Some((previous_transfer, previous_checkpoint)) if previous_checkpoint == checkpoint => {
+                self.outputs.push_back(Output::DropImages {
+                    migration: previous_transfer,
+                })
+            }
             Some((migration, checkpoint)) => self.outputs.push_back(Output::DiscardCopy {
                 migration,
                 checkpoint,
@@ -578,17 +602,17 @@ impl Machine {
         }
         self.outputs.push_back(Output::ExpectCopy {
             migration,
-            from,
+            sender: requester,
             checkpoint,
         });
         Reply::Done
     }
 
-    /// True if `migration` is the copy that this host is receiving.
+    /// True if `migration` is the id of the copy that this host is receiving.
     pub(crate) fn is_incoming_copy(&self, migration: MigrationId) -> bool {
         self.incoming_checkpoint_copy
             .as_ref()
-            .is_some_and(|(coming, _)| *coming == migration)
+            .is_some_and(|(incoming_id, _)| *incoming_id == migration)
     }
 
     /// Handles the end of receiving a copy: reports the result to the master.
@@ -597,9 +621,9 @@ impl Machine {
         migration: MigrationId,
         result: Result<(), String>,
     ) {
-        let Some((_, set)) = self
+        let Some((_, checkpoint)) = self
             .incoming_checkpoint_copy
-            .take_if(|(coming, _)| *coming == migration)
+            .take_if(|(incoming_id, _)| *incoming_id == migration)
         else {
             return;
         };
@@ -608,26 +632,26 @@ impl Machine {
             HostId::MASTER,
             HostMsg::CopyStored {
                 migration,
-                checkpoint: set,
+                checkpoint,
                 result,
             },
         );
     }
 
-    /// Cancels the copy that is being received, because the owner of this host is present.
+    /// Cancels the copy that this host is receiving, because its owner is present.
     pub(crate) fn cancel_incoming_copy(&mut self, why: &str) {
-        let Some((migration, set)) = self.incoming_checkpoint_copy.take() else {
+        let Some((migration, checkpoint)) = self.incoming_checkpoint_copy.take() else {
             return;
         };
         self.outputs.push_back(Output::DiscardCopy {
             migration,
-            checkpoint: set.clone(),
+            checkpoint: checkpoint.clone(),
         });
         self.send_to_host(
             HostId::MASTER,
             HostMsg::CopyStored {
                 migration,
-                checkpoint: set,
+                checkpoint,
                 result: Err(why.to_string()),
             },
         );

@@ -1,5 +1,5 @@
-//! Inventories: the master requests the tasks of all hosts, before and during a checkpoint, before
-//! a restart, and to find out whether a job has ended.
+//! Inventories: lists of the tasks of all hosts. The master requests them before and during a
+//! checkpoint, before a restart, and to find out whether a job has ended.
 
 use super::{EXIT_CHECK_INTERVAL, Inventory, InventoryPurpose, JobActivity, OpenInventory};
 use crate::Machine;
@@ -11,20 +11,20 @@ use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Takes an inventory: requests the tasks of all hosts.
-    pub(super) fn take_inventory(&mut self, purpose: InventoryPurpose) {
+    /// Requests the tasks of all hosts. The result is handled when all hosts have replied.
+    pub(super) fn request_inventory(&mut self, purpose: InventoryPurpose) {
         let hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
         job_checkpoints.last_inventory_number += 1;
-        let number = job_checkpoints.last_inventory_number;
+        let inventory_number = job_checkpoints.last_inventory_number;
         job_checkpoints.inventories.insert(
-            number,
+            inventory_number,
             OpenInventory {
                 purpose,
-                missing_replies: hosts.len(),
-                collected: Inventory::default(),
+                missing_reply_count: hosts.len(),
+                inventory: Inventory::default(),
                 silent_host: None,
             },
         );
@@ -33,109 +33,126 @@ impl Machine {
                 host,
                 HostRequest::Inventory,
                 RpcPurpose::Inventory {
-                    inventory: number,
+                    inventory_number,
                     host,
                 },
             );
         }
     }
 
-    /// Handles the reply of one host to an inventory request, or the loss of that host (`Err`).
-    pub(crate) fn handle_inventory(&mut self, number: u64, found: Result<Inventory, HostId>) {
+    /// Handles the reply of one host to an inventory request. `Err` contains the host if it is
+    /// lost.
+    pub(crate) fn handle_inventory(
+        &mut self,
+        inventory_number: u64,
+        inventory: Result<Inventory, HostId>,
+    ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(count) = job_checkpoints.inventories.get_mut(&number) else {
+        let Some(open_inventory) = job_checkpoints.inventories.get_mut(&inventory_number) else {
             return;
         };
-        match found {
-            Ok(found) => {
-                count.collected.tasks.extend(found.tasks);
-                count.collected.context_owners.extend(found.context_owners);
+        match inventory {
+            Ok(inventory) => {
+                open_inventory.inventory.tasks.extend(inventory.tasks);
+                open_inventory
+                    .inventory
+                    .context_owners
+                    .extend(inventory.context_owners);
             }
-            Err(host) => count.silent_host = Some(host),
+            Err(host) => open_inventory.silent_host = Some(host),
         }
-        count.missing_replies -= 1;
-        if count.missing_replies > 0 {
+        open_inventory.missing_reply_count -= 1;
+        if open_inventory.missing_reply_count > 0 {
             return;
         }
         let Some(OpenInventory {
             purpose,
-            collected: found,
+            inventory,
             silent_host,
             ..
-        }) = job_checkpoints.inventories.remove(&number)
+        }) = job_checkpoints.inventories.remove(&inventory_number)
         else {
             return;
         };
         match (purpose, silent_host) {
             (InventoryPurpose::BeginCheckpoint(job), None) => {
-                self.begin_snapshot(job, &found.tasks)
+                self.begin_snapshot(job, &inventory.tasks)
             }
             // A checkpoint without the tasks of the silent host would be incomplete.
             (InventoryPurpose::BeginCheckpoint(job), Some(host)) => {
                 self.handle_incomplete_inventory(job, host)
             }
-            (InventoryPurpose::VerifySnapshot(cut), None) => self.verify_snapshot(cut, found),
-            (InventoryPurpose::VerifySnapshot(cut), Some(host)) => {
+            (InventoryPurpose::VerifySnapshot(snapshot), None) => {
+                self.verify_snapshot(snapshot, inventory)
+            }
+            (InventoryPurpose::VerifySnapshot(snapshot), Some(host)) => {
                 if let Some(job_checkpoints) = self.job_checkpoints() {
                     job_checkpoints
                         .snapshots
-                        .on_count_failed(cut, CheckpointFailure::HostLost(host));
+                        .on_count_failed(snapshot, CheckpointFailure::HostLost(host));
                 }
             }
-            (InventoryPurpose::CheckGone(job), None) => self.check_job_gone(job, &found.tasks),
-            (InventoryPurpose::CheckGone(job), Some(_)) => {
+            (InventoryPurpose::CheckTasksEnded(job), None) => {
+                self.check_tasks_ended(job, &inventory.tasks)
+            }
+            (InventoryPurpose::CheckTasksEnded(job), Some(_)) => {
                 self.schedule_check(job, EXIT_CHECK_INTERVAL)
             }
-            (InventoryPurpose::BeginRestart(wanted), None) => self.begin_restart(wanted, &found),
-            (InventoryPurpose::BeginRestart(wanted), Some(host)) => {
-                self.finish_restart(wanted, Err(RestartFailure::HostLost(host)));
+            (InventoryPurpose::BeginRestart(restart_number), None) => {
+                self.begin_restart(restart_number, &inventory)
             }
-            (InventoryPurpose::CheckEnded(job), None) => self.check_job_ended(job, &found.tasks),
+            (InventoryPurpose::BeginRestart(restart_number), Some(host)) => {
+                self.finish_restart(restart_number, Err(RestartFailure::HostLost(host)));
+            }
+            (InventoryPurpose::CheckJobEnded(job), None) => {
+                self.check_job_ended(job, &inventory.tasks)
+            }
             // The silent host may have tasks of the job, so the job's checkpoints are retained.
-            (InventoryPurpose::CheckEnded(_), Some(_)) => {}
+            (InventoryPurpose::CheckJobEnded(_), Some(_)) => {}
         }
     }
 
     fn handle_incomplete_inventory(&mut self, job: Tid, host: HostId) {
-        let counting = self
+        let is_taking_inventory = self
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job))
             .is_some_and(|job| job.activity == JobActivity::TakingInventory);
-        if counting {
+        if is_taking_inventory {
             self.finish_checkpoint(job, Err(CheckpointFailure::HostLost(host)));
         }
     }
 }
 
-/// Returns the tasks of a job: its first task, known members, and everything that any of them has
-/// spawned. Tasks that serve the virtual machine belong to no job.
+/// Returns the tasks of a job: its first task, the `known_tids` members, and all tasks that any of these
+/// has spawned. Adds the tasks found to `known_tids`. Tasks that serve the virtual machine belong to no
+/// job.
 pub(super) fn job_members(
     job: Tid,
-    known: &mut BTreeSet<Tid>,
+    known_tids: &mut BTreeSet<Tid>,
     tasks: &[TaskInfo],
 ) -> Vec<TaskInfo> {
-    known.insert(job);
+    known_tids.insert(job);
     loop {
-        let before = known.len();
+        let known_count = known_tids.len();
         let children = tasks
             .iter()
-            .filter(|task| known.contains(&task.parent))
+            .filter(|task| known_tids.contains(&task.parent))
             .map(|task| task.tid);
         let children: Vec<Tid> = children.collect();
-        known.extend(children);
-        if known.len() == before {
+        known_tids.extend(children);
+        if known_tids.len() == known_count {
             break;
         }
     }
-    let mut all: Vec<TaskInfo> = tasks
+    let mut members: Vec<TaskInfo> = tasks
         .iter()
-        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVICE_FLAGS == 0)
+        .filter(|task| known_tids.contains(&task.tid) && task.flags & TASK_SERVICE_FLAGS == 0)
         .cloned()
         .collect();
     // During a migration both hosts may report the task.
-    all.sort_by_key(|task| (task.tid, task.migrating));
-    all.dedup_by_key(|task| task.tid);
-    all
+    members.sort_by_key(|task| (task.tid, task.migrating));
+    members.dedup_by_key(|task| task.tid);
+    members
 }

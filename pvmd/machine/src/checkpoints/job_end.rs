@@ -20,25 +20,25 @@ const SIGTERM: i32 = 15;
 /// How the first task of a job has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FirstTaskEnd {
-    /// The last of [`END_SIGNALS`] that another task or a user sent to the task.
+    /// The last of the [`END_SIGNALS`] that another task or a user has sent to the task.
     end_signal: Option<i32>,
     /// True if an owner has evicted the task.
-    evicted: bool,
+    is_evicted: bool,
     /// Wait status of the task; `None` if it ended with its host.
-    status: Option<i32>,
+    wait_status: Option<i32>,
 }
 
 impl FirstTaskEnd {
     /// True if the end was intended: the task succeeded, or it was ordered to end.
     fn is_intended(self) -> bool {
-        let killed = |status: i32| {
+        let ended_as_ordered = |status: i32| {
             self.end_signal
-                .is_some_and(|told| status & 0x7f == 0 || status & 0x7f == told)
+                .is_some_and(|end_signal| status & 0x7f == 0 || status & 0x7f == end_signal)
         };
-        !self.evicted
+        !self.is_evicted
             && self
-                .status
-                .is_some_and(|status| status == 0 || killed(status))
+                .wait_status
+                .is_some_and(|status| status == 0 || ended_as_ordered(status))
     }
 }
 
@@ -50,16 +50,16 @@ impl CheckpointedJob {
 }
 
 impl JobCheckpoints {
-    /// Updates the jobs after an event of `host`. `spontaneous` is false if tasks end because a
-    /// host or the virtual machine ends.
+    /// Updates the jobs after an event of `host`. `is_spontaneous` is false while the host or the
+    /// virtual machine shuts down, which then is the cause of all ends of tasks.
     pub(crate) fn update_after_event(
         &mut self,
         now: Micros,
         host: HostId,
-        kind: &EventKind,
-        spontaneous: bool,
+        event: &EventKind,
+        is_spontaneous: bool,
     ) {
-        match kind {
+        match event {
             EventKind::TaskStarted { tid, parent, .. } => {
                 for job in self
                     .jobs
@@ -71,8 +71,8 @@ impl JobCheckpoints {
                 }
             }
             EventKind::TaskEnded { tid, status, .. } => {
-                if spontaneous {
-                    self.recent_exits.add(now, *tid);
+                if is_spontaneous {
+                    self.recent_exits.record_exit(now, *tid);
                 }
                 for (job, entry) in self
                     .jobs
@@ -80,11 +80,11 @@ impl JobCheckpoints {
                     .filter(|(_, entry)| entry.members.contains(tid))
                 {
                     entry.ended_members.insert(*tid);
-                    if spontaneous {
-                        entry.recently_dead.update_after_event(now, host, kind);
+                    if is_spontaneous {
+                        entry.recent_deaths.update_after_event(now, host, event);
                     }
                     if job == tid {
-                        entry.first_task_end.status = spontaneous.then_some(*status);
+                        entry.first_task_end.wait_status = is_spontaneous.then_some(*status);
                     }
                     if entry.has_only_ended_tasks() && entry.activity == JobActivity::Idle {
                         self.maybe_ended_jobs.push(*job);
@@ -97,7 +97,7 @@ impl JobCheckpoints {
                     .values_mut()
                     .filter(|entry| entry.members.contains(tid))
                 {
-                    entry.recently_dead.update_after_event(now, host, kind);
+                    entry.recent_deaths.update_after_event(now, host, event);
                 }
             }
             EventKind::GuestsEnded { guests, .. } => {
@@ -105,7 +105,7 @@ impl JobCheckpoints {
                     self.record_end_order(*guest);
                     self.jobs
                         .entry(*guest)
-                        .and_modify(|entry| entry.first_task_end.evicted = true);
+                        .and_modify(|entry| entry.first_task_end.is_evicted = true);
                 }
             }
             _ => {}
@@ -119,15 +119,15 @@ impl JobCheckpoints {
             .values_mut()
             .filter(|entry| entry.members.contains(&tid))
         {
-            entry.recently_dead.record_end_order(tid);
+            entry.recent_deaths.record_end_order(tid);
         }
     }
 
     /// Records that all tasks except `survivors` were ordered to end.
     pub(crate) fn record_reset(&mut self, survivors: &[Tid]) {
         for (job, entry) in &mut self.jobs {
-            let all = entry.members.iter().filter(|tid| !survivors.contains(tid));
-            all.for_each(|tid| entry.recently_dead.record_end_order(*tid));
+            let ended_members = entry.members.iter().filter(|tid| !survivors.contains(tid));
+            ended_members.for_each(|tid| entry.recent_deaths.record_end_order(*tid));
             if !survivors.contains(job) {
                 entry.first_task_end.end_signal = Some(SIGTERM);
             }
@@ -136,7 +136,8 @@ impl JobCheckpoints {
 }
 
 impl Machine {
-    /// Records a signal to a task. If the signal ends the task, that end is intended.
+    /// Records a signal to a task. If it is one of [`END_SIGNALS`] and ends the task, the end
+    /// counts as intended.
     pub(crate) fn record_end_signal(&mut self, tid: Tid, signal: i32) {
         if !END_SIGNALS.contains(&signal) {
             return;
@@ -154,18 +155,18 @@ impl Machine {
         }
     }
 
-    /// Takes an inventory for each job whose known tasks have all ended. True if there was such a
-    /// job.
+    /// Takes an inventory for each job whose known tasks have all ended. Returns true if there was
+    /// such a job.
     pub(super) fn check_maybe_ended_jobs(&mut self) -> bool {
-        let maybe_ended = self
+        let candidates = self
             .job_checkpoints()
             .map(|job_checkpoints| std::mem::take(&mut job_checkpoints.maybe_ended_jobs))
             .unwrap_or_default();
-        let counted = !maybe_ended.is_empty();
-        for job in maybe_ended {
-            self.take_inventory(InventoryPurpose::CheckEnded(job));
+        let has_candidates = !candidates.is_empty();
+        for job in candidates {
+            self.request_inventory(InventoryPurpose::CheckJobEnded(job));
         }
-        counted
+        has_candidates
     }
 
     /// Handles the inventory of a job that may have ended.
@@ -180,7 +181,7 @@ impl Machine {
         }
     }
 
-    /// Handles a job without tasks: unless it ended by a failure, its checkpoints may be removed.
+    /// Handles a job without tasks. If its end was intended, its checkpoints may be removed.
     pub(super) fn handle_job_end(&mut self, job: Tid) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -188,21 +189,21 @@ impl Machine {
         let Some(entry) = job_checkpoints.jobs.get(&job) else {
             return;
         };
-        let checkpoints: Vec<String> = [&entry.newest_checkpoint, &entry.restarted_from]
+        let checkpoints: Vec<String> = [&entry.newest_checkpoint, &entry.restart_checkpoint]
             .into_iter()
             .flatten()
             .cloned()
             .collect();
         if entry.first_task_end.is_intended() && !checkpoints.is_empty() {
-            let protected = job_checkpoints
+            let protected_checkpoints = job_checkpoints
                 .needed_checkpoints()
                 .into_iter()
-                .filter(|set| !checkpoints.contains(set))
+                .filter(|checkpoint| !checkpoints.contains(checkpoint))
                 .collect();
             self.outputs.push_back(Output::MarkCheckpoints {
                 checkpoints,
-                ended: true,
-                protected,
+                has_ended: true,
+                protected_checkpoints,
             });
             self.remove_job_copies(job);
         }
@@ -214,29 +215,44 @@ mod tests {
     use super::*;
 
     /// An end is intended if the task succeeded or ended as ordered. A failure, a crash, an
-    /// eviction or the loss of its host is not.
+    /// eviction or the loss of the task's host is not an intended end.
     #[test]
     fn end_is_intended_after_success_or_request() {
-        let exit = |code: i32| Some(code << 8);
-        let end = |end_signal, status| FirstTaskEnd {
+        let exit_status = |code: i32| Some(code << 8);
+        let first_task_end = |end_signal, status| FirstTaskEnd {
             end_signal,
-            evicted: false,
-            status,
+            is_evicted: false,
+            wait_status: status,
         };
-        assert!(end(None, exit(0)).is_intended());
-        assert!(!end(None, exit(1)).is_intended(), "it failed");
+        assert!(first_task_end(None, exit_status(0)).is_intended());
         assert!(
-            !end(None, Some(9)).is_intended(),
+            !first_task_end(None, exit_status(1)).is_intended(),
+            "it failed"
+        );
+        assert!(
+            !first_task_end(None, Some(9)).is_intended(),
             "nobody here has killed it"
         );
-        assert!(!end(None, None).is_intended(), "it ended with its host");
-        assert!(end(Some(15), Some(15)).is_intended() && end(Some(9), Some(9)).is_intended());
-        assert!(end(Some(15), exit(1)).is_intended(), "it tidied up");
-        assert!(!end(Some(15), Some(11)).is_intended(), "it crashed");
+        assert!(
+            !first_task_end(None, None).is_intended(),
+            "it ended with its host"
+        );
+        assert!(
+            first_task_end(Some(15), Some(15)).is_intended()
+                && first_task_end(Some(9), Some(9)).is_intended()
+        );
+        assert!(
+            first_task_end(Some(15), exit_status(1)).is_intended(),
+            "it tidied up"
+        );
+        assert!(
+            !first_task_end(Some(15), Some(11)).is_intended(),
+            "it crashed"
+        );
         assert!(
             !FirstTaskEnd {
-                evicted: true,
-                ..end(None, exit(0))
+                is_evicted: true,
+                ..first_task_end(None, exit_status(0))
             }
             .is_intended()
         );

@@ -1,15 +1,15 @@
-//! Checkpoints of jobs and restarts from them: the glue between the protocol, this daemon's tasks,
-//! and the master's store.
+//! Checkpoints of jobs and restarts from them. This module connects the checkpoint protocol to this
+//! daemon's tasks and to the master's store.
 //!
 //! - A job is a task and everything that it and its descendants have spawned. The master finds the
 //!   tasks by an inventory of all hosts, so it needs no resource manager. A member stays a member
 //!   when its parent has ended.
 //! - A checkpoint is taken on request, or repeatedly by a schedule. All tasks of the job are dumped
-//!   at a consistent cut (a *snapshot*). Each task is one part of it. The store seals the
-//!   checkpoint when it has all parts.
+//!   at a consistent cut (a *snapshot*). Each dumped task is a part of the snapshot. The store
+//!   seals the checkpoint when it has all parts.
 //! - If a host is lost, each job that has a schedule and had tasks on that host rolls back: the
-//!   job's remaining tasks are killed before any task is notified of the loss. When none is left,
-//!   the job is restarted from its newest checkpoint.
+//!   job's remaining tasks are killed before any task is notified of the loss. When no task of the
+//!   job remains, the job is restarted from its newest checkpoint.
 
 mod admission;
 mod completion;
@@ -39,11 +39,11 @@ use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Largest number of jobs with checkpoints. If it is reached, an idle job is forgotten; if there is
-/// none, the request is refused.
+/// Largest number of jobs with checkpoints. A request for a further job makes the master forget an
+/// idle job. If no job is idle, the request is refused.
 const JOBS_MAX: usize = 1024;
-/// Largest number of attempts to checkpoint a job whose tasks change, and of attempts at the short
-/// interval to restart a job after a rollback.
+/// Largest number of attempts to checkpoint a job whose tasks change. After the same number of
+/// attempts to restart a job, the interval between restart attempts grows.
 const ATTEMPTS_MAX: u32 = 10;
 /// Interval between attempts at a checkpoint.
 const RETRY_INTERVAL: Micros = Micros::from_millis(200);
@@ -59,14 +59,15 @@ const RESTART_RETRY_INTERVAL: Micros = Micros::from_secs(2);
 const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 /// Largest number of restarted tasks whose incarnations are remembered.
 const INCARNATIONS_MAX: usize = 1 << 20;
-/// Delay of a restart after the loss of a host, so that all tasks on that host are dead. The daemon
-/// of the host has exited after its own, shorter lease, and its tasker with it.
+/// Delay of a restart after the loss of a host. After the delay all tasks on the lost host are
+/// dead, because its daemon has exited after its own, shorter lease, and the tasker with the
+/// daemon.
 const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
-/// Interval between checks whether the last tasks of a job are gone.
+/// Interval between checks whether the last tasks of a job have ended.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
-/// Largest number of checks whether the last tasks of a job are gone.
+/// Largest number of checks whether the last tasks of a job have ended.
 const EXIT_CHECKS_MAX: u32 = 1000;
-/// Shortest time between the end of a checkpoint of a job and the start of the next one.
+/// Shortest time between the end of a checkpoint of a job and the start of its next checkpoint.
 const CHECKPOINT_INTERVAL_MIN: Micros = Micros::from_millis(500);
 const SIGKILL: i32 = 9;
 
@@ -80,19 +81,19 @@ enum JobActivity {
     /// A snapshot is being taken.
     TakingSnapshot(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
-    /// restart waits until the lost host is out of the table and `not_before` has passed. `checks`
-    /// is the number of checks for remaining tasks so far.
+    /// restart begins when the lost host, if there is one, has left the host table and `not_before`
+    /// has passed. The checks for remaining tasks are counted.
     RollingBack {
-        lost: Option<HostId>,
+        lost_host: Option<HostId>,
         not_before: Micros,
         why: String,
-        checks: u32,
+        check_count: u32,
     },
-    /// The job's checkpoint is complete, and the job must end: its tasks are being killed. `checks`
-    /// is the number of checks for remaining tasks so far.
+    /// The job's checkpoint is complete, and the job must end: its tasks are being killed. The
+    /// checks for remaining tasks are counted.
     EndingJob {
         report: CheckpointReport,
-        checks: u32,
+        check_count: u32,
     },
     /// The job is being restarted from a checkpoint.
     Restarting,
@@ -104,54 +105,55 @@ struct CheckpointedJob {
     activity: JobActivity,
     /// Schedule of the job's checkpoints; `None` if they are taken only on request.
     schedule: Option<CheckpointSchedule>,
-    /// Start of the first attempt at the current checkpoint.
+    /// Time at which the first attempt at the current checkpoint started.
     started_at: Micros,
     waiters: Vec<(Tid, RequestId)>,
-    /// The job must end when its checkpoint is complete.
+    /// True if the job must end when its checkpoint is complete.
     ends_after_checkpoint: bool,
-    /// True if the resource manager requested that the job ends. The resource manager restarts the
+    /// True if the resource manager requested the end of the job. The resource manager restarts the
     /// job when a host has room.
     ends_for_vacate: bool,
-    /// A host of the job is being drained. The job's tasks on that host migrate when they have been
-    /// dumped.
+    /// True while a host of the job is being drained. The job's tasks on that host migrate when
+    /// they have been dumped.
     is_draining: bool,
-    /// True if the event log contains that the job's checkpoints take too long for the requested
-    /// bound.
-    lateness_reported: bool,
+    /// True if the event log already reports that the job's checkpoints take too long for the
+    /// requested bound.
+    has_reported_lateness: bool,
     /// Duration of the job's last checkpoint.
     last_duration: Micros,
-    /// Time of the job's next check. Timers that fire earlier are ignored.
-    next_check: Micros,
-    attempts: u32,
-    /// All tasks that ever belonged to the job.
+    /// Time of the job's next check. The handler ignores timers that fire earlier.
+    next_check_time: Micros,
+    attempt_count: u32,
+    /// Tasks of the job. Tasks that ended before the newest checkpoint are not included.
     members: BTreeSet<Tid>,
     /// Members that have ended.
     ended_members: BTreeSet<Tid>,
     /// Members that may have died together with their host.
-    recently_dead: recently_dead::RecentDeaths,
+    recent_deaths: recently_dead::RecentDeaths,
     /// Name of the job's newest checkpoint.
     newest_checkpoint: Option<String>,
     /// Name of the checkpoint from which the job was restarted.
-    restarted_from: Option<String>,
+    restart_checkpoint: Option<String>,
     /// How the job's first task has ended.
     first_task_end: job_end::FirstTaskEnd,
     copies: copies::JobCopies,
 }
 
 impl CheckpointedJob {
-    /// True if a requested checkpoint is not complete yet.
+    /// True if a task waits for a checkpoint of the job, or if the job must end after its
+    /// checkpoint.
     fn has_open_request(&self) -> bool {
         self.ends_after_checkpoint || !self.waiters.is_empty()
     }
 
     /// True if the job is rolling back and an attempt to restart it has failed.
     fn is_stuck(&self) -> bool {
-        matches!(self.activity, JobActivity::RollingBack { .. }) && self.attempts > 0
+        matches!(self.activity, JobActivity::RollingBack { .. }) && self.attempt_count > 0
     }
 }
 
 /// Contents of a checkpoint in progress, in addition to the tasks' images. Groups, mailbox entries
-/// and contexts are those of the moment when all tasks were stopped.
+/// and contexts are those at the time when all tasks were stopped.
 #[derive(Debug, Default)]
 struct SnapshotContents {
     groups: Vec<SavedGroup>,
@@ -160,12 +162,13 @@ struct SnapshotContents {
     /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
     /// Members that have written their own checkpoints.
-    self_checkpointed: Vec<Tid>,
-    /// Name and size in bytes of the sealed checkpoint; `None` before it is sealed.
-    sealed: Option<(String, u64)>,
+    self_checkpointed_members: Vec<Tid>,
+    /// Name of the sealed checkpoint, and its size in bytes; `None` before the checkpoint is
+    /// sealed.
+    sealed_checkpoint: Option<(String, u64)>,
 }
 
-/// Tasks, and contexts with their owners, that hosts have reported.
+/// Lists that hosts have reported: tasks, and contexts with their owners.
 #[derive(Debug, Default)]
 pub(super) struct Inventory {
     tasks: Vec<TaskInfo>,
@@ -173,8 +176,8 @@ pub(super) struct Inventory {
 }
 
 impl Inventory {
-    pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Inventory {
-        Inventory {
+    pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Self {
+        Self {
             tasks,
             context_owners: contexts,
         }
@@ -188,21 +191,21 @@ enum InventoryPurpose {
     /// All known tasks of this snapshot are stopped: find tasks that the job has spawned since the
     /// previous inventory.
     VerifySnapshot(SnapshotId),
-    /// Check whether all tasks of this job are gone, because it rolls back or must end.
-    CheckGone(Tid),
-    /// Check that no task of this restart is alive. The number is the key of the restart in
+    /// Check whether all tasks of this job have ended, because the job rolls back or must end.
+    CheckTasksEnded(Tid),
+    /// Begin this restart if none of its tasks is alive. The number is the key of the restart in
     /// `open_restarts`.
     BeginRestart(u64),
-    /// Check whether this job has ended: all its known tasks have.
-    CheckEnded(Tid),
+    /// Check whether this job has ended. All its known tasks have ended.
+    CheckJobEnded(Tid),
 }
 
 #[derive(Debug)]
 struct OpenInventory {
     purpose: InventoryPurpose,
-    missing_replies: usize,
-    collected: Inventory,
-    /// A host that has not replied, so that its tasks are unknown.
+    missing_reply_count: usize,
+    inventory: Inventory,
+    /// A host that is lost and has not replied, so its tasks are unknown; `None` if there is none.
     silent_host: Option<HostId>,
 }
 
@@ -210,9 +213,9 @@ struct OpenInventory {
 #[derive(Debug)]
 struct OpenRestart {
     checkpoint: String,
-    /// The job that rolls back. `None` if a task requested the restart.
+    /// The job that rolls back; `None` if a task requested the restart.
     rollback_job: Option<Tid>,
-    hosts: Vec<String>,
+    host_names: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
     meta: Option<CheckpointMeta>,
@@ -231,16 +234,16 @@ pub(super) struct JobCheckpoints {
     last_inventory_number: u64,
     open_restarts: BTreeMap<u64, OpenRestart>,
     last_restart_number: u64,
-    /// Parts that are being unpacked and sent to their hosts.
+    /// Parts of checkpoints that are being unpacked and sent to their hosts.
     parts_in_transfer: BTreeSet<MigrationId>,
     snapshot_contents: BTreeMap<SnapshotId, SnapshotContents>,
     /// The latest incarnation of any restarted task.
     latest_incarnation: u16,
     /// Incarnation of each restarted task.
     incarnations: BTreeMap<Tid, u16>,
-    /// Creation time of this virtual machine, as time of day.
+    /// Creation time of this virtual machine, as time of day; 0 before the first event.
     created_at: Micros,
-    /// Jobs whose known tasks have all ended.
+    /// Jobs whose known tasks have all ended and for which an inventory must be taken.
     maybe_ended_jobs: Vec<Tid>,
     /// Tasks of the whole virtual machine that have ended recently.
     recent_exits: last_messages::RecentExits,
@@ -248,8 +251,8 @@ pub(super) struct JobCheckpoints {
 }
 
 impl JobCheckpoints {
-    /// Returns the time at which [`super::Event::Wake`] is needed, if at all.
-    pub(super) fn next_wakeup(&self) -> Option<Micros> {
+    /// Returns the time at which [`super::Event::Wake`] is needed; `None` if no deadline is set.
+    pub(super) fn next_deadline(&self) -> Option<Micros> {
         self.snapshots
             .next_deadline()
             .into_iter()
@@ -264,23 +267,23 @@ impl JobCheckpoints {
         }
     }
 
-    /// Makes room for another job: if there are already [`JOBS_MAX`], forgets an idle one. False if
-    /// no job is idle.
+    /// Makes room for another job. If there are already [`JOBS_MAX`] jobs, forgets an idle job;
+    /// returns false if no job is idle.
     fn make_room_for(&mut self, job: Tid) -> bool {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
         }
-        let idle = |entry: &CheckpointedJob| {
+        let idle_job = |entry: &CheckpointedJob| {
             entry.schedule.is_none()
                 && entry.activity == JobActivity::Idle
                 && !entry.has_open_request()
         };
-        let idle = self
+        let idle_job = self
             .jobs
             .iter()
-            .find(|(_, entry)| idle(entry))
+            .find(|(_, entry)| idle_job(entry))
             .map(|(tid, _)| *tid);
-        idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
+        idle_job.is_some_and(|idle_job| self.jobs.remove(&idle_job).is_some())
     }
 
     fn job_of_snapshot(&self, snapshot: SnapshotId) -> Option<Tid> {
@@ -290,27 +293,27 @@ impl JobCheckpoints {
             .map(|(tid, _)| *tid)
     }
 
-    fn open_restart_of(&self, restart: RestartId) -> Option<u64> {
+    fn restart_number_of(&self, restart: RestartId) -> Option<u64> {
         self.open_restarts
             .iter()
-            .find(|(_, wanted)| wanted.restart_id == Some(restart))
-            .map(|(number, _)| *number)
+            .find(|(_, open_restart)| open_restart.restart_id == Some(restart))
+            .map(|(restart_number, _)| *restart_number)
     }
 }
 
 impl Machine {
     /// Returns the highest task number of `host` that occurs in a stored checkpoint. New tasks get
     /// higher numbers.
-    pub(super) fn reserved_ids_of(&self, host: HostId) -> u32 {
-        // At least 1 if there are checkpoints, so that every host knows of them: they may contain
-        // contexts of hosts without tasks.
-        let least = u32::from(!self.config.reserved_ids_max.is_empty());
+    pub(super) fn reserved_ids_max_of(&self, host: HostId) -> u32 {
+        // At least 1 if there are checkpoints, even without tasks of this host: the host must not
+        // assign contexts again that a checkpoint may contain.
+        let lower_bound = u32::from(!self.config.reserved_ids_max.is_empty());
         self.config
             .reserved_ids_max
             .get(&host)
             .copied()
             .unwrap_or_default()
-            .max(least)
+            .max(lower_bound)
     }
 
     fn job_checkpoints(&mut self) -> Option<&mut JobCheckpoints> {
@@ -324,7 +327,7 @@ impl Machine {
         (tid, id): (Tid, RequestId),
         job: Tid,
         schedule: Option<CheckpointSchedule>,
-        end: bool,
+        end_job: bool,
         wait: bool,
     ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
@@ -336,19 +339,22 @@ impl Machine {
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
         match schedule {
-            Some(CheckpointSchedule::Never) => {
+            Some(CheckpointSchedule::Disabled) => {
                 entry.schedule = None;
                 if entry.is_stuck() {
                     self.forget_job(job);
                 }
                 return self.reply(tid, id, Reply::Done);
             }
-            Some(schedule) => (entry.schedule, entry.lateness_reported) = (Some(schedule), false),
+            Some(schedule) => {
+                (entry.schedule, entry.has_reported_lateness) = (Some(schedule), false)
+            }
             None => {}
         }
-        // A request during an inventory gets the same checkpoint. A snapshot with stopped tasks may
-        // be too old for a later request.
-        let begins = match entry.activity {
+        // A request during an inventory is answered with the checkpoint that is being taken. During
+        // a snapshot, tasks may already be stopped, and their state may be too old for a later
+        // request.
+        let must_begin = match entry.activity {
             JobActivity::Idle => true,
             JobActivity::TakingInventory => false,
             JobActivity::TakingSnapshot(_)
@@ -370,14 +376,14 @@ impl Machine {
                 };
             }
         };
-        entry.ends_after_checkpoint |= end;
-        entry.ends_for_vacate |= end && !wait;
+        entry.ends_after_checkpoint |= end_job;
+        entry.ends_for_vacate |= end_job && !wait;
         if wait {
             entry.waiters.push((tid, id));
         } else {
             self.reply(tid, id, Reply::Done);
         }
-        if begins {
+        if must_begin {
             self.begin_checkpoint(job);
         }
     }
@@ -386,19 +392,19 @@ impl Machine {
         let now = self.now;
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
             entry.activity = JobActivity::TakingInventory;
-            if entry.attempts == 0 {
+            if entry.attempt_count == 0 {
                 entry.started_at = now;
             }
-            self.take_inventory(InventoryPurpose::BeginCheckpoint(job));
+            self.request_inventory(InventoryPurpose::BeginCheckpoint(job));
         }
     }
 
-    /// Schedules the next check of a job; it replaces a check that was scheduled earlier.
-    fn schedule_check(&mut self, job: Tid, after: Micros) {
-        let due = self.now + after;
+    /// Schedules the next check of a job, which replaces any scheduled check.
+    fn schedule_check(&mut self, job: Tid, delay: Micros) {
+        let check_time = self.now + delay;
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.next_check = due;
-            self.set_timer(after, Timer::Job(job));
+            entry.next_check_time = check_time;
+            self.set_timer(delay, Timer::JobCheckDue(job));
         }
     }
 
@@ -417,60 +423,67 @@ impl Machine {
         else {
             return;
         };
-        if let Some(until) = entry
-            .recently_dead
-            .unknown_until(now, lease)
+        if let Some(uncertainty_end) = entry
+            .recent_deaths
+            .uncertainty_end(now, lease)
             .filter(|_| !entry.has_open_request() && !entry.is_draining)
         {
-            // A checkpoint without the tasks that may be lost would be incomplete.
+            // Tasks of the job may have been lost with a host. A checkpoint without them would be
+            // incomplete.
             entry.activity = JobActivity::Idle;
-            return self.schedule_check(job, until.since(now));
+            return self.schedule_check(job, uncertainty_end.since(now));
         }
-        let all = job_members(job, &mut entry.members, tasks);
-        if all.is_empty() {
+        let job_tasks = job_members(job, &mut entry.members, tasks);
+        if job_tasks.is_empty() {
             return self.finish_checkpoint(job, Err(CheckpointFailure::NoSuchJob(job)));
         }
-        if all.len() > CHECKPOINT_TASKS_MAX {
+        if job_tasks.len() > CHECKPOINT_TASKS_MAX {
             return self.finish_checkpoint(
                 job,
-                Err(CheckpointFailure::TooManyTasks { tasks: all.len() }),
+                Err(CheckpointFailure::TooManyTasks {
+                    task_count: job_tasks.len(),
+                }),
             );
         }
-        let (coordinator, cuts) = (
+        let (coordinator, snapshots) = (
             &mut master.migrations.coordinator,
             &job_checkpoints.snapshots,
         );
-        if entry.has_open_request() && !all.iter().any(|task| cuts.part_of(task.tid).is_some()) {
-            // A task whose migration is still queued has not started to migrate. It is dumped first
-            // and may migrate afterwards.
-            let tids = all.iter().map(|task| task.tid).collect();
-            entry.is_draining |= coordinator.cancel_queued(&tids);
+        if entry.has_open_request()
+            && !job_tasks
+                .iter()
+                .any(|task| snapshots.part_of(task.tid).is_some())
+        {
+            // A task whose migration is still queued has not started to migrate. The task is dumped
+            // first and may migrate afterwards.
+            let tids = job_tasks.iter().map(|task| task.tid).collect();
+            entry.is_draining |= coordinator.cancel_if_all_queued(&tids);
         }
-        let other = |tid: Tid| {
+        let other_migration_id = |tid: Tid| {
             coordinator
                 .migration_of(tid)
-                .or_else(|| cuts.part_of(tid))
-                .map(|of| of.id)
+                .or_else(|| snapshots.part_of(tid))
+                .map(|other_migration| other_migration.id)
         };
-        let moving = all
+        let migrating_task = job_tasks
             .iter()
-            .find_map(|task| Some((task.tid, other(task.tid)?)));
-        if let Some((tid, id)) = moving {
+            .find_map(|task| Some((task.tid, other_migration_id(task.tid)?)));
+        if let Some((tid, id)) = migrating_task {
             let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMigrating(id)]);
             return self.finish_checkpoint(
                 job,
                 Err(CheckpointFailure::Task {
                     tid,
                     step: Step::Inspect,
-                    why,
+                    failure: why,
                 }),
             );
         }
-        let parts: Vec<_> = all
+        let parts: Vec<_> = job_tasks
             .iter()
-            .map(|task| (coordinator.next_id(), task.tid, task.host))
+            .map(|task| (coordinator.generate_id(), task.tid, task.host))
             .collect();
-        let snapshot = job_checkpoints.snapshots.begin(now, &parts);
+        let snapshot = job_checkpoints.snapshots.begin_snapshot(now, &parts);
         if let Some(entry) = job_checkpoints.jobs.get_mut(&job) {
             entry.activity = JobActivity::TakingSnapshot(snapshot);
         }
@@ -478,8 +491,8 @@ impl Machine {
             .push_back(Output::BeginCheckpoint { snapshot, job });
     }
 
-    /// Handles the store's reply to the start of a checkpoint. `Err` is the reason why the store
-    /// refuses it.
+    /// Handles the store's reply to the start of a checkpoint. `Err` contains the reason why the
+    /// store refuses the checkpoint.
     pub(super) fn handle_checkpoint_begun(
         &mut self,
         snapshot: SnapshotId,
@@ -499,7 +512,7 @@ impl Machine {
         }
     }
 
-    fn verify_snapshot(&mut self, snapshot: SnapshotId, found: Inventory) {
+    fn verify_snapshot(&mut self, snapshot: SnapshotId, inventory: Inventory) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -511,19 +524,19 @@ impl Machine {
         let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
-        let tids: Vec<Tid> = job_members(job, &mut entry.members, &found.tasks)
+        let tids: Vec<Tid> = job_members(job, &mut entry.members, &inventory.tasks)
             .iter()
             .map(|task| task.tid)
             .collect();
-        let mut ended = entry.ended_members.clone();
+        let mut ended_tasks = entry.ended_members.clone();
         if entry.newest_checkpoint.is_none() {
             // Before the first checkpoint the master does not know which ended tasks belonged to
-            // the job, so every task that ended recently counts.
-            ended.extend(job_checkpoints.recent_exits.tids(now));
-            let lives: BTreeSet<Tid> = found.tasks.iter().map(|task| task.tid).collect();
-            ended.retain(|tid| !lives.contains(tid));
+            // the job, so it includes every task that has ended recently.
+            ended_tasks.extend(job_checkpoints.recent_exits.recent_tids(now));
+            let live_tids: BTreeSet<Tid> = inventory.tasks.iter().map(|task| task.tid).collect();
+            ended_tasks.retain(|tid| !live_tids.contains(tid));
         }
-        let ended: Vec<Tid> = ended.into_iter().collect();
+        let ended_tasks: Vec<Tid> = ended_tasks.into_iter().collect();
         let mailbox = match master.mailbox.entries_of(&tids) {
             Ok(mailbox) => mailbox,
             Err(bytes) => {
@@ -532,11 +545,11 @@ impl Machine {
                     .on_count_failed(snapshot, CheckpointFailure::MailboxTooLarge { bytes });
             }
         };
-        // While all tasks are stopped, none enters or leaves a group, and none arrives at a
+        // While all tasks are stopped, no task joins or leaves a group, and no task arrives at a
         // barrier.
-        let groups = master.groups.save(&tids);
+        let groups = master.groups.saved_groups(&tids);
         let members: BTreeSet<Tid> = tids.iter().copied().collect();
-        let contexts = found
+        let contexts = inventory
             .context_owners
             .into_iter()
             .filter(|(_, owner)| members.contains(owner))
@@ -550,54 +563,56 @@ impl Machine {
                 ..SnapshotContents::default()
             },
         );
-        let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
+        let mut open_requests = BTreeMap::<Tid, Vec<RequestId>>::new();
         for (tid, id) in master
             .groups
             .open_requests()
             .chain(master.mailbox.waiting_requests())
         {
-            open.entry(tid).or_default().push(id);
+            open_requests.entry(tid).or_default().push(id);
         }
-        job_checkpoints
-            .snapshots
-            .on_tasks_counted(now, snapshot, &tids, &open, &ended);
+        job_checkpoints.snapshots.on_tasks_counted(
+            now,
+            snapshot,
+            &tids,
+            &open_requests,
+            &ended_tasks,
+        );
     }
 
-    /// Carries out the outputs of the protocols. True if there were any.
-    pub(super) fn pump_checkpoints(&mut self) -> bool {
-        let mut busy = self.check_maybe_ended_jobs();
+    /// Executes the outputs of the checkpoint protocols. Returns true if there were any.
+    pub(super) fn run_checkpoint_outputs(&mut self) -> bool {
+        let mut has_run = self.check_maybe_ended_jobs();
         while let Some(output) = self.job_checkpoints().and_then(|k| k.snapshots.poll()) {
-            busy = true;
+            has_run = true;
             self.execute_snapshot_output(output);
         }
         while let Some(output) = self.job_checkpoints().and_then(|k| k.restarts.poll()) {
-            busy = true;
+            has_run = true;
             self.execute_restart_output(output);
         }
-        busy
+        has_run
     }
 
     fn execute_snapshot_output(&mut self, output: SnapshotOutput) {
-        let me = self.config.host;
+        let own_host = self.config.host;
         match output {
-            SnapshotOutput::Order {
-                host,
-                part: of,
-                order,
-            } => self.send_migration_order(host, of, order),
-            SnapshotOutput::CountTasks(cut) => {
-                self.take_inventory(InventoryPurpose::VerifySnapshot(cut))
+            SnapshotOutput::Order { host, part, order } => {
+                self.send_migration_order(host, part, order)
             }
-            SnapshotOutput::ExpectImages(of) if of.from == me => {}
-            SnapshotOutput::ExpectImages(of) => self.outputs.push_back(Output::ExpectImages {
-                migration: of.id,
-                from: of.from,
+            SnapshotOutput::CountTasks(cut) => {
+                self.request_inventory(InventoryPurpose::VerifySnapshot(cut))
+            }
+            SnapshotOutput::ExpectImages(part) if part.from == own_host => {}
+            SnapshotOutput::ExpectImages(part) => self.outputs.push_back(Output::ExpectImages {
+                migration: part.id,
+                source: part.from,
             }),
-            SnapshotOutput::StoreImages { snapshot, part: of } => {
+            SnapshotOutput::StoreImages { snapshot, part } => {
                 self.outputs.push_back(Output::StorePart {
                     snapshot,
-                    migration: of.id,
-                    tid: of.tid,
+                    migration: part.id,
+                    tid: part.tid,
                 });
             }
             SnapshotOutput::Seal { snapshot, parts } => self.seal_checkpoint(snapshot, parts),
@@ -608,34 +623,34 @@ impl Machine {
                 self.outputs
                     .push_back(Output::AbandonCheckpoint { snapshot });
             }
-            SnapshotOutput::Ended { snapshot, result } => {
+            SnapshotOutput::SnapshotEnded { snapshot, result } => {
                 self.handle_snapshot_end(snapshot, result)
             }
         }
     }
 
     fn seal_checkpoint(&mut self, snapshot: SnapshotId, parts: Vec<(Tid, HostId, TaskFacts)>) {
-        let name = |host: HostId| {
+        let host_name = |host: HostId| {
             self.table
                 .get(host)
                 .map(|entry| entry.name.clone())
                 .unwrap_or_default()
         };
-        let Some(lines) = self
+        let Some(incarnations) = self
             .master
             .as_ref()
             .map(|master| &master.checkpoints.incarnations)
         else {
             return;
         };
-        let incarnation_of = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
-        let part = |(tid, host, facts)| TaskMeta {
+        let incarnation_of = |tid: Tid| incarnations.get(&tid).copied().unwrap_or_default();
+        let task_meta = |(tid, host, facts)| TaskMeta {
             tid,
-            host: name(host),
+            host_name: host_name(host),
             facts,
             incarnation: incarnation_of(tid),
         };
-        let parts: Vec<TaskMeta> = parts.into_iter().map(part).collect();
+        let parts: Vec<TaskMeta> = parts.into_iter().map(task_meta).collect();
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
@@ -647,60 +662,60 @@ impl Machine {
         };
         let JobCheckpoints {
             latest_incarnation,
-            created_at: vm,
+            created_at: vm_created_at,
             ..
         } = master.checkpoints;
-        let members = parts.iter().map(|part| part.tid).collect();
-        let self_checkpointed = parts
+        let members = parts.iter().map(|task_meta| task_meta.tid).collect();
+        let self_checkpointed_members = parts
             .iter()
-            .filter(|part| part.facts.restart_engine().is_some())
-            .map(|part| part.tid)
+            .filter(|task_meta| task_meta.facts.restart_engine().is_some())
+            .map(|task_meta| task_meta.tid)
             .collect();
-        // Groups, mailbox entries and contexts move into the metadata of the checkpoint.
-        let kept = SnapshotContents {
+        // Groups, mailbox entries and contexts are moved into the metadata of the checkpoint.
+        let sealed_contents = SnapshotContents {
             members,
-            self_checkpointed,
+            self_checkpointed_members,
             ..SnapshotContents::default()
         };
-        let known = master
+        let stored_contents = master
             .checkpoints
             .snapshot_contents
-            .insert(snapshot, kept)
+            .insert(snapshot, sealed_contents)
             .unwrap_or_default();
         let SnapshotContents {
             groups,
             mailbox,
             contexts,
             ..
-        } = known;
-        let pace = master
+        } = stored_contents;
+        let schedule = master
             .checkpoints
             .jobs
             .get(&job)
             .and_then(|entry| entry.schedule);
-        let (version, wire) = (CHECKPOINT_VERSION, WIRE_VERSION);
+        let (version, wire_version) = (CHECKPOINT_VERSION, WIRE_VERSION);
         let meta = CheckpointMeta {
             version,
-            wire_version: wire,
-            vm,
+            wire_version,
+            vm_start_time: vm_created_at,
             job,
             latest_incarnation,
             tasks: parts,
             groups,
-            mailbox,
+            mailbox_entries: mailbox,
             contexts,
-            schedule: pace,
+            schedule,
         };
-        let protected = master.checkpoints.needed_checkpoints();
+        let protected_checkpoints = master.checkpoints.needed_checkpoints();
         self.outputs.push_back(Output::SealCheckpoint {
             snapshot,
             meta: Box::new(meta),
-            protected,
+            protected_checkpoints,
         });
     }
 
-    /// Handles the store's report on sealing a checkpoint: name and size in bytes, or the reason
-    /// why it failed.
+    /// Handles the store's report on sealing a checkpoint. `Ok` contains the checkpoint's name and
+    /// its size in bytes, `Err` the reason why sealing failed.
     pub(super) fn handle_checkpoint_sealed(
         &mut self,
         snapshot: SnapshotId,
@@ -713,19 +728,22 @@ impl Machine {
         else {
             return;
         };
-        if let Ok((set, _)) = &result
+        if let Ok((checkpoint, _)) = &result
             && job_checkpoints.job_of_snapshot(snapshot).is_none()
         {
-            // The checkpoint was reported as failed, and the job rolls back to an earlier one,
-            // whose files it restores.
+            // The checkpoint was reported as failed, and the job rolls back to an earlier
+            // checkpoint. The sealed checkpoint must not be used.
             self.outputs.push_back(Output::DropCheckpoints {
-                checkpoints: vec![set.clone()],
+                checkpoints: vec![checkpoint.clone()],
             });
             result = Err("its checkpoint had ended before".into());
         }
         let contents = job_checkpoints.snapshot_contents.get_mut(&snapshot);
-        let result =
-            result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
+        let result = result.map(|sealed_checkpoint| {
+            contents.map_or((), |contents| {
+                contents.sealed_checkpoint = Some(sealed_checkpoint)
+            })
+        });
         job_checkpoints.snapshots.on_sealed(snapshot, result);
     }
 
@@ -735,14 +753,14 @@ impl Machine {
         }
     }
 
-    /// Handles the timer of a job: begins the next checkpoint or attempt, or checks whether its
-    /// last tasks are gone.
+    /// Handles the timer of a job: begins the next checkpoint or attempt, or checks whether the
+    /// job's last tasks have ended.
     pub(super) fn handle_job_timer(&mut self, job: Tid) {
         let now = self.now;
         let Some(entry) = self
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job))
-            .filter(|job| job.next_check <= now)
+            .filter(|job| job.next_check_time <= now)
         else {
             return;
         };
@@ -751,16 +769,17 @@ impl Machine {
                 self.begin_checkpoint(job)
             }
             JobActivity::RollingBack { .. } | JobActivity::EndingJob { .. } => {
-                self.take_inventory(InventoryPurpose::CheckGone(job))
+                self.request_inventory(InventoryPurpose::CheckTasksEnded(job))
             }
             _ => {}
         }
     }
 }
 
-/// Returns the time until the next attempt to restart a job after a rollback.
-fn restart_retry_interval(tries: u32) -> Micros {
-    // Further doublings change nothing.
-    let doublings = tries.saturating_sub(ATTEMPTS_MAX).min(16);
+/// Returns the time until the next attempt to restart a job after a rollback, if `attempt_count` attempts
+/// have failed.
+fn restart_retry_interval(attempt_count: u32) -> Micros {
+    // The maximum is reached earlier, so further doublings change nothing.
+    let doublings = attempt_count.saturating_sub(ATTEMPTS_MAX).min(16);
     Micros(RESTART_RETRY_INTERVAL.0 << doublings).min(RESTART_RETRY_INTERVAL_MAX)
 }

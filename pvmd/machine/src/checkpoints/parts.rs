@@ -11,19 +11,20 @@ use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
 impl Machine {
-    /// Waits until a task that is being stopped for a checkpoint has received the replies to its
-    /// requests. If `open` is given, all other tasks of the job are stopped as well, and only these
-    /// requests may remain unanswered.
-    pub(crate) fn await_replies(
+    /// Makes the dump of a task wait until the task has received the replies to its requests. If
+    /// `open_requests` is given, all other tasks of the job are already stopped, and only the requests in
+    /// `open_requests` may remain unanswered.
+    pub(crate) fn begin_awaiting_replies(
         &mut self,
         id: MigrationId,
         tid: Tid,
-        open: Option<Vec<RequestId>>,
+        open_requests: Option<Vec<RequestId>>,
     ) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.permitted_open_requests = open.map(|open| open.into_iter().collect());
+        task.permitted_open_requests =
+            open_requests.map(|open_requests| open_requests.into_iter().collect());
         task.settling_part = Some(id);
         self.migrations
             .settled_parts
@@ -31,7 +32,8 @@ impl Machine {
     }
 
     /// Handles a task that has received all replies. Its state is saved immediately, because it
-    /// must belong to the same moment as the memory of all tasks; the other tasks continue soon.
+    /// must belong to the same moment as the memory of all tasks of the job, and those continue
+    /// soon.
     pub(crate) fn handle_part_settled(&mut self, id: MigrationId) {
         let tid = self
             .migrations
@@ -43,15 +45,15 @@ impl Machine {
             .filter(|task| task.permitted_open_requests.is_some())
         {
             if let Err(why) = self.check_last_messages_received(task) {
-                return self.source_event(id, SourceEvent::Dumped(Err(why)));
+                return self.pass_to_source(id, SourceEvent::Dumped(Err(why)));
             }
-            let record = Box::new(self.saved_task(task));
+            let record = Box::new(self.build_saved_task(task));
             self.migrations.part_records.insert(id, record);
         }
-        self.source_event(id, SourceEvent::RequestsSettled);
+        self.pass_to_source(id, SourceEvent::RequestsSettled);
     }
 
-    /// Removes the data that this host stores for the checkpoint of a task.
+    /// Removes the data that this host stores for the snapshot part of a task.
     pub(crate) fn forget_part(&mut self, id: MigrationId, tid: Tid) {
         self.migrations.part_records.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
@@ -60,50 +62,50 @@ impl Machine {
         }
     }
 
-    fn saved_task(&self, task: &Task) -> SavedTask {
-        let left = task
-            .respawning
+    fn build_saved_task(&self, task: &Task) -> SavedTask {
+        let handoff_item_count = task
+            .respawn_state
             .as_ref()
-            .map_or(0, |respawning| respawning.left_items);
-        let is_saved = |(place, held): &(usize, &PendingItem)| match held {
+            .map_or(0, |respawn_state| respawn_state.handoff_item_count);
+        let is_saved = |(position, item): &(usize, &PendingItem)| match item {
             // Messages about routes and resource managers refer to the time of the checkpoint. The
             // restarted library is informed of the current resource manager.
             PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
             PendingItem::Control(_) => true,
-            // Link data is in the memory of the tasks, except for the items that an exited process
-            // has left at the head of the inbox. Later frames may come from tasks that were already
-            // dumped and have continued.
-            PendingItem::Frame(_) => *place < left,
+            // Link data is in the memory of the tasks. The exception is the data that an exited
+            // process has handed off: it is at the head of the inbox. Later frames may come from
+            // tasks that were already dumped and have continued.
+            PendingItem::Frame(_) => *position < handoff_item_count,
         };
-        let waiting = task
+        let saved_items = task
             .inbox
-            .queue
+            .items
             .iter()
             .enumerate()
             .filter(is_saved)
-            .map(|(_, held)| held.clone())
+            .map(|(_, item)| item.clone())
             .collect();
         SavedTask {
             version: CHECKPOINT_VERSION,
             record: self.task_record(task),
-            waiting,
+            waiting_items: saved_items,
         }
     }
 
-    /// Sends the images of a dumped task to the store. The task continues, or is about to be
-    /// started again.
+    /// Sends the images of a dumped task to the store. Meanwhile the task runs again, or is about
+    /// to be started again.
     pub(crate) fn upload_part(&mut self, id: MigrationId) {
         let Some(record) = self.migrations.part_records.remove(&id) else {
             return;
         };
-        let to = self.master.is_none().then_some(HostId::MASTER);
-        if to.is_some() {
+        let receiver = self.master.is_none().then_some(HostId::MASTER);
+        if receiver.is_some() {
             self.migrations.uploading_parts.insert(id);
         }
         self.outputs.push_back(Output::UploadPart {
             migration: id,
             record,
-            to,
+            receiver,
         });
     }
 
@@ -116,7 +118,7 @@ impl Machine {
                     id,
                     StepReport::Failed {
                         step: Step::Transfer,
-                        why,
+                        failure: why,
                     },
                 );
             }
@@ -137,7 +139,8 @@ impl Machine {
         }
     }
 
-    /// Handles the store's report that it has stored a part. `Err` is the reason why it could not.
+    /// Handles the store's report on a part. `Err` contains the reason why the store could not
+    /// store the part.
     pub(crate) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), String>) {
         let now = self.now;
         self.outputs.push_back(Output::DropImages { migration: id });

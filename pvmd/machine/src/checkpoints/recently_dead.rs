@@ -1,9 +1,9 @@
-//! Tasks that may have died with their host, before the loss of the host is known.
+//! Tasks that may have died with their host, before the daemon knows of the loss of the host.
 //!
 //! - A machine that shuts down ends its processes one after the other, its daemon possibly last.
-//!   The daemon then reports killed tasks, and is gone a moment later.
-//! - A post-copied task whose memory is still on a host that dies is killed where it runs. Its exit
-//!   may be known before the loss.
+//!   The daemon then reports killed tasks, and ends a moment later.
+//! - A post-copied task whose memory is still on a host that dies is killed on the host where it
+//!   runs. Its exit may be known before the loss of the other host.
 //!
 //! In both cases the tasks have not ended voluntarily. If the host turns out to be lost, the job
 //! rolls back as if the tasks had run on that host.
@@ -21,9 +21,9 @@ const SHUTDOWN_WINDOW: Micros = Micros::from_secs(10);
 /// Tasks of one job that may have died with a host.
 #[derive(Debug, Default)]
 pub(super) struct RecentDeaths {
-    /// Time of death, by task and by the host with which the task may have been lost. A task may
-    /// have two such hosts: the one where it was killed, and the one that had its memory.
-    suspects: BTreeMap<(Tid, HostId), Micros>,
+    /// Time of death, by task and by the host whose loss may have killed the task. A task may have
+    /// two such hosts: the host where it was killed, and the host that had its memory.
+    death_times: BTreeMap<(Tid, HostId), Micros>,
     /// Tasks that were ordered to end. Their death does not indicate that their host is lost.
     ordered_to_end: BTreeSet<Tid>,
 }
@@ -34,10 +34,10 @@ impl RecentDeaths {
         self.ordered_to_end.insert(tid);
     }
 
-    /// Records the death of a task, if an event of `host` reports one that may indicate the loss of
-    /// a host.
-    pub(super) fn update_after_event(&mut self, now: Micros, host: HostId, kind: &EventKind) {
-        let (tid, with) = match kind {
+    /// Records the death of a task, if the event reports a death that may indicate the loss of a
+    /// host. `host` is the host of the event.
+    pub(super) fn update_after_event(&mut self, now: Micros, host: HostId, event: &EventKind) {
+        let (tid, lost_host) = match event {
             EventKind::TaskEnded { tid, status, .. }
                 if END_SIGNALS.contains(&(status & 0x7f)) && !self.ordered_to_end.contains(tid) =>
             {
@@ -52,33 +52,33 @@ impl RecentDeaths {
             _ => return,
         };
         // The loss of the master's host ends this daemon, too.
-        if with != HostId::MASTER {
-            self.suspects.insert((tid, with), now);
+        if lost_host != HostId::MASTER {
+            self.death_times.insert((tid, lost_host), now);
         }
     }
 
-    /// True if any of the tasks may have been lost with this host. A lost host has already been
-    /// silent for `lease`.
-    pub(super) fn any_lost_with(&self, now: Micros, lease: Micros, host: HostId) -> bool {
-        self.suspects
-            .iter()
-            .any(|((_, with), since)| *with == host && now < *since + lease + SHUTDOWN_WINDOW)
+    /// True if any of the tasks may have been lost with this host, which was silent for `lease`
+    /// before it counted as lost.
+    pub(super) fn has_task_lost_with(&self, now: Micros, lease: Micros, host: HostId) -> bool {
+        self.death_times.iter().any(|((_, lost_host), died_at)| {
+            *lost_host == host && now < *died_at + lease + SHUTDOWN_WINDOW
+        })
     }
 
-    /// Returns the time until which it is unknown whether tasks were lost with their hosts; `None`
-    /// if there are no such tasks.
-    pub(super) fn unknown_until(&self, now: Micros, lease: Micros) -> Option<Micros> {
-        self.suspects
+    /// Returns the end of the time in which the loss of a host may still explain the death of a
+    /// task; `None` if it has passed for all tasks.
+    pub(super) fn uncertainty_end(&self, now: Micros, lease: Micros) -> Option<Micros> {
+        self.death_times
             .values()
-            .map(|since| *since + lease + SHUTDOWN_WINDOW)
-            .filter(|until| now < *until)
+            .map(|died_at| *died_at + lease + SHUTDOWN_WINDOW)
+            .filter(|end_time| now < *end_time)
             .max()
     }
 
-    /// Forgets all tasks except those of the new checkpoint, because a rollback to it does not
-    /// restore other tasks.
+    /// Forgets all tasks that are not in the new checkpoint, because a rollback to it does not
+    /// restore them.
     pub(super) fn retain_tasks(&mut self, tasks: &[Tid]) {
-        self.suspects.retain(|(tid, _), _| tasks.contains(tid));
+        self.death_times.retain(|(tid, _), _| tasks.contains(tid));
         self.ordered_to_end.retain(|tid| tasks.contains(tid));
     }
 }

@@ -1,5 +1,5 @@
-//! Removal of checkpoints: by request of a user, unless they are still needed, and by the store, to
-//! stay within its limits.
+//! Removal of checkpoints: by request of a user, unless jobs or restarts still need them, and by
+//! the store, to comply with its limits.
 
 use super::{CheckpointedJob, JobActivity, JobCheckpoints};
 use crate::{Machine, Output};
@@ -9,7 +9,7 @@ use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Largest number of checkpoints in one request.
+/// Largest number of checkpoints in one removal request.
 const REMOVALS_MAX: usize = 1024;
 
 impl CheckpointedJob {
@@ -26,7 +26,7 @@ impl CheckpointedJob {
 }
 
 impl JobCheckpoints {
-    /// Returns the checkpoints to which jobs may roll back.
+    /// Returns the newest checkpoints of all jobs that may roll back to them.
     pub(super) fn needed_checkpoints(&self) -> Vec<String> {
         self.jobs
             .values()
@@ -48,37 +48,38 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if matches!(&selection, RemovalSelection::Checkpoints(sets) if sets.len() > REMOVALS_MAX) {
+        if matches!(&selection, RemovalSelection::Checkpoints(checkpoints) if checkpoints.len() > REMOVALS_MAX)
+        {
             let reason = format!("at most {REMOVALS_MAX} checkpoints are removed at once");
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
-        let mut refused = BTreeMap::new();
+        let mut refusals = BTreeMap::new();
         for (job, entry) in job_checkpoints
             .jobs
             .iter()
             .filter(|(_, entry)| entry.needs_newest_checkpoint())
         {
-            refused.extend(
+            refusals.extend(
                 entry
                     .newest_checkpoint
                     .clone()
-                    .map(|set| (set, RemovalRefusal::OnlyRestartPoint(*job))),
+                    .map(|checkpoint| (checkpoint, RemovalRefusal::OnlyRestartPoint(*job))),
             );
         }
         // A checkpoint that a restart has requested, but not opened yet, is not protected by the
         // store.
-        refused.extend(
+        refusals.extend(
             job_checkpoints
                 .open_restarts
                 .values()
-                .map(|wanted| (wanted.checkpoint.clone(), RemovalRefusal::InUse)),
+                .map(|open_restart| (open_restart.checkpoint.clone(), RemovalRefusal::InUse)),
         );
         self.outputs.push_back(Output::RemoveCheckpoints {
             tid,
             id,
             selection,
             include_foreign,
-            refused,
+            refusals,
         });
     }
 
@@ -89,10 +90,13 @@ impl Machine {
         id: RequestId,
         result: Result<RemovalResults, String>,
     ) {
-        let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
-        let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
-        self.remove_copies_of(&sets);
-        self.forget_checkpoints(sets, format!("requested by {tid}"));
+        let removals = result
+            .iter()
+            .flatten()
+            .filter(|(_, removal_result)| removal_result.is_ok());
+        let checkpoints: Vec<String> = removals.map(|(checkpoint, _)| checkpoint.clone()).collect();
+        self.remove_copies_of(&checkpoints);
+        self.forget_checkpoints(checkpoints, format!("requested by {tid}"));
         self.reply(tid, id, Reply::CheckpointsRemoved(result));
     }
 
@@ -110,17 +114,17 @@ impl Machine {
         self.reply(tid, id, Reply::Checkpoints(result));
     }
 
-    /// Handles the store's report on checkpoints that it has removed without a request, to stay
-    /// within its limits.
-    pub(crate) fn handle_checkpoints_expired(&mut self, sets: Vec<String>) {
+    /// Handles the store's report on checkpoints that it has removed without a request, to comply
+    /// with its limits.
+    pub(crate) fn handle_checkpoints_expired(&mut self, checkpoints: Vec<String>) {
         self.forget_checkpoints(
-            sets,
+            checkpoints,
             "to keep the limits of the store, or because their jobs ended long ago".into(),
         );
     }
 
-    fn forget_checkpoints(&mut self, sets: Vec<String>, why: String) {
-        if sets.is_empty() {
+    fn forget_checkpoints(&mut self, checkpoints: Vec<String>, why: String) {
+        if checkpoints.is_empty() {
             return;
         }
         for entry in self
@@ -128,12 +132,13 @@ impl Machine {
             .into_iter()
             .flat_map(|job_checkpoints| job_checkpoints.jobs.values_mut())
         {
-            entry.newest_checkpoint.take_if(|set| sets.contains(set));
-            entry.restarted_from.take_if(|set| sets.contains(set));
+            entry
+                .newest_checkpoint
+                .take_if(|checkpoint| checkpoints.contains(checkpoint));
+            entry
+                .restart_checkpoint
+                .take_if(|checkpoint| checkpoints.contains(checkpoint));
         }
-        self.record(EventKind::CheckpointsRemoved {
-            checkpoints: sets,
-            why,
-        });
+        self.record_event(EventKind::CheckpointsRemoved { checkpoints, why });
     }
 }

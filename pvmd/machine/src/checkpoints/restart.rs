@@ -1,5 +1,5 @@
-//! Restarts from checkpoints: the glue between the protocol, the store, and the hosts that rebuild
-//! the tasks.
+//! Restarts from checkpoints. This module connects the restart protocol, the store, and the hosts
+//! that rebuild the tasks.
 
 use super::completion::checkpoint_interval;
 use super::job_end::FirstTaskEnd;
@@ -28,12 +28,12 @@ impl Machine {
     pub(crate) fn handle_restart_request(
         &mut self,
         (tid, id): (Tid, RequestId),
-        set: String,
-        hosts: Vec<String>,
+        checkpoint: String,
+        host_names: Vec<String>,
         wait: bool,
     ) {
         let why = format!("requested by {tid}");
-        self.restart_checkpoint(set, None, hosts, wait.then_some((tid, id)), why);
+        self.restart_checkpoint(checkpoint, None, host_names, wait.then_some((tid, id)), why);
         if !wait {
             self.reply(tid, id, Reply::Done);
         }
@@ -43,7 +43,7 @@ impl Machine {
         &mut self,
         checkpoint: String,
         rollback_job: Option<Tid>,
-        hosts: Vec<String>,
+        host_names: Vec<String>,
         waiter: Option<(Tid, RequestId)>,
         why: String,
     ) {
@@ -51,20 +51,22 @@ impl Machine {
             return;
         };
         job_checkpoints.last_restart_number += 1;
-        let restart = job_checkpoints.last_restart_number;
-        let wanted = OpenRestart {
+        let restart_number = job_checkpoints.last_restart_number;
+        let open_restart = OpenRestart {
             checkpoint: checkpoint.clone(),
             rollback_job,
-            hosts,
+            host_names,
             waiter,
             why,
             meta: None,
             restart_id: None,
             assigned_contexts: Vec::new(),
         };
-        job_checkpoints.open_restarts.insert(restart, wanted);
+        job_checkpoints
+            .open_restarts
+            .insert(restart_number, open_restart);
         self.outputs.push_back(Output::OpenCheckpoint {
-            restart,
+            restart_number,
             checkpoint,
         });
     }
@@ -72,43 +74,43 @@ impl Machine {
     /// Handles the store's report on an opened checkpoint.
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
-        number: u64,
+        restart_number: u64,
         result: Result<CheckpointMeta, String>,
     ) {
-        let Some(wanted) = self
+        let Some(open_restart) = self
             .job_checkpoints()
-            .and_then(|k| k.open_restarts.get_mut(&number))
+            .and_then(|k| k.open_restarts.get_mut(&restart_number))
         else {
             return;
         };
         match result {
             Ok(meta) if (meta.wire_version, meta.version) != (WIRE_VERSION, CHECKPOINT_VERSION) => {
                 let CheckpointMeta {
-                    wire_version: wire,
+                    wire_version,
                     version,
                     ..
                 } = meta;
                 let why = format!(
-                    "the libraries in this checkpoint use protocol version {wire}, and its format is version \
+                    "the libraries in this checkpoint use protocol version {wire_version}, and its format is version \
                      {version}; this virtual machine uses {WIRE_VERSION} and {CHECKPOINT_VERSION}: restart it with \
                      the version that wrote it"
                 );
-                self.finish_restart(number, Err(RestartFailure::Store(why)));
+                self.finish_restart(restart_number, Err(RestartFailure::Store(why)));
             }
             Ok(meta) => {
-                wanted.meta = Some(meta);
-                self.take_inventory(InventoryPurpose::BeginRestart(number));
+                open_restart.meta = Some(meta);
+                self.request_inventory(InventoryPurpose::BeginRestart(restart_number));
             }
-            Err(why) => self.finish_restart(number, Err(RestartFailure::Store(why))),
+            Err(why) => self.finish_restart(restart_number, Err(RestartFailure::Store(why))),
         }
     }
 
-    pub(super) fn begin_restart(&mut self, number: u64, found: &Inventory) {
+    pub(super) fn begin_restart(&mut self, restart_number: u64, inventory: &Inventory) {
         let now = self.now;
-        let begun = self.plan_restart(number, found);
-        let (job, group, candidates) = match begun {
+        let plan_result = self.plan_restart(restart_number, inventory);
+        let (job, group, candidates) = match plan_result {
             Ok(plan) => plan,
-            Err(why) => return self.finish_restart(number, Err(why)),
+            Err(why) => return self.finish_restart(restart_number, Err(why)),
         };
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -127,9 +129,9 @@ impl Machine {
         }
         let id = job_checkpoints
             .restarts
-            .begin(now, group, candidates, || coordinator.next_id());
-        if let Some(wanted) = job_checkpoints.open_restarts.get_mut(&number) {
-            wanted.restart_id = Some(id);
+            .begin_restart(now, group, candidates, || coordinator.generate_id());
+        if let Some(open_restart) = job_checkpoints.open_restarts.get_mut(&restart_number) {
+            open_restart.restart_id = Some(id);
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
         entry.activity = JobActivity::Restarting;
@@ -139,80 +141,82 @@ impl Machine {
     /// candidate hosts.
     ///
     /// # Errors
-    /// The reason that prevents the restart.
+    /// The reason that prevents the restart, for example a task or group that is in use.
     fn plan_restart(
         &self,
-        number: u64,
-        found: &Inventory,
+        restart_number: u64,
+        inventory: &Inventory,
     ) -> Result<(Tid, RestartGroup, Vec<RestartTask>), RestartFailure> {
-        let gone = || RestartFailure::Store("the checkpoint is no longer open".into());
+        let closed_error = || RestartFailure::Store("the checkpoint is no longer open".into());
         let job_checkpoints = self
             .master
             .as_ref()
             .map(|master| &master.checkpoints)
-            .ok_or_else(gone)?;
-        let wanted = job_checkpoints
+            .ok_or_else(closed_error)?;
+        let open_restart = job_checkpoints
             .open_restarts
-            .get(&number)
-            .ok_or_else(gone)?;
-        let meta = wanted.meta.as_ref().ok_or_else(gone)?;
+            .get(&restart_number)
+            .ok_or_else(closed_error)?;
+        let meta = open_restart.meta.as_ref().ok_or_else(closed_error)?;
         let job = job_checkpoints.jobs.get(&meta.job);
-        let is_rollback = wanted.rollback_job.is_some();
-        let free = |job: &CheckpointedJob| match job.activity {
+        let is_rollback = open_restart.rollback_job.is_some();
+        let may_restart = |job: &CheckpointedJob| match job.activity {
             JobActivity::Idle => !job.has_open_request(),
             JobActivity::Restarting => is_rollback,
             _ => false,
         };
-        if job.is_some_and(|job| !free(job)) {
+        if job.is_some_and(|job| !may_restart(job)) {
             return Err(RestartFailure::InProgress);
         }
-        // Two checkpoints have tasks in common if one job is part of the other.
-        let busy = |tid: Tid| {
+        // Several checkpoints may contain the same task, because one job may be part of another
+        // job.
+        let is_in_use = |tid: Tid| {
             job_checkpoints.restarts.is_restarting(tid)
                 || job_checkpoints.snapshots.part_of(tid).is_some()
         };
-        if meta.tasks.iter().any(|part| busy(part.tid)) {
+        if meta.tasks.iter().any(|task_meta| is_in_use(task_meta.tid)) {
             return Err(RestartFailure::InProgress);
         }
         let members: Vec<(Tid, u16)> = meta
             .tasks
             .iter()
-            .map(|part| (part.tid, part.incarnation))
+            .map(|task_meta| (task_meta.tid, task_meta.incarnation))
             .collect();
-        self.check_conflicts(meta, found)?;
-        let mut on = Vec::new();
-        for name in &wanted.hosts {
-            on.push(
+        self.check_conflicts(meta, inventory)?;
+        let mut selected_hosts = Vec::new();
+        for name in &open_restart.host_names {
+            selected_hosts.push(
                 self.host_by_name(name)
                     .ok_or_else(|| RestartFailure::NoHost(name.clone()))?,
             );
         }
-        let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
+        let all_hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
         let mut candidates = Vec::new();
-        for (index, part) in meta.tasks.iter().enumerate() {
-            let mut hosts = if on.is_empty() {
-                all.clone()
+        for (index, task_meta) in meta.tasks.iter().enumerate() {
+            let mut hosts = if selected_hosts.is_empty() {
+                all_hosts.clone()
             } else {
-                on.clone()
+                selected_hosts.clone()
             };
-            let many = hosts.len().max(1);
-            hosts.rotate_left(index % many);
-            let home = self
+            let host_count = hosts.len().max(1);
+            hosts.rotate_left(index % host_count);
+            let previous_host = self
                 .table
-                .by_name(&part.host)
+                .find_by_name(&task_meta.host_name)
                 .map(|entry| entry.id)
-                .filter(|_| on.is_empty());
-            hosts.sort_by_key(|host| Some(*host) != home);
-            // A host may be listed repeatedly, to become the first choice of more tasks.
-            let mut known = BTreeSet::new();
-            hosts.retain(|host| known.insert(*host));
+                .filter(|_| selected_hosts.is_empty());
+            hosts.sort_by_key(|host| Some(*host) != previous_host);
+            // The user may list a host repeatedly, so that the host becomes the first choice of
+            // more tasks.
+            let mut listed_hosts = BTreeSet::new();
+            hosts.retain(|host| listed_hosts.insert(*host));
             candidates.push(RestartTask {
-                tid: part.tid,
-                facts: without_lengths(&part.facts),
+                tid: task_meta.tid,
+                facts: without_lengths(&task_meta.facts),
                 hosts,
             });
         }
-        let line = job_checkpoints
+        let incarnation = job_checkpoints
             .latest_incarnation
             .max(meta.latest_incarnation)
             .wrapping_add(1)
@@ -220,9 +224,9 @@ impl Machine {
         Ok((
             meta.job,
             RestartGroup {
-                incarnation: line,
+                incarnation,
                 members,
-                same_vm: meta.vm == job_checkpoints.created_at,
+                same_vm: meta.vm_start_time == job_checkpoints.created_at,
             },
             candidates,
         ))
@@ -232,133 +236,138 @@ impl Machine {
     fn check_conflicts(
         &self,
         meta: &CheckpointMeta,
-        found: &Inventory,
+        inventory: &Inventory,
     ) -> Result<(), RestartFailure> {
-        let member = |tid: Tid| meta.tasks.iter().any(|part| part.tid == tid);
-        let alive: Vec<Tid> = found
+        let is_member = |tid: Tid| meta.tasks.iter().any(|task_meta| task_meta.tid == tid);
+        let live_members: Vec<Tid> = inventory
             .tasks
             .iter()
             .map(|task| task.tid)
-            .filter(|tid| member(*tid))
+            .filter(|tid| is_member(*tid))
             .collect();
-        if !alive.is_empty() {
-            return Err(RestartFailure::TasksAlive(alive));
+        if !live_members.is_empty() {
+            return Err(RestartFailure::TasksAlive(live_members));
         }
         let Some(master) = &self.master else {
             return Ok(());
         };
-        let groups = master.groups.existing_names(&meta.groups);
-        if !groups.is_empty() {
-            return Err(RestartFailure::GroupsInUse(groups));
+        let group_names = master.groups.existing_names(&meta.groups);
+        if !group_names.is_empty() {
+            return Err(RestartFailure::GroupsInUse(group_names));
         }
-        if !master.mailbox.has_room_for(&meta.mailbox) {
+        if !master.mailbox.has_room_for(&meta.mailbox_entries) {
             return Err(RestartFailure::Store(
                 "the mailbox has no room for the job's entries".into(),
             ));
         }
-        let mailbox = master.mailbox.conflicts(&meta.mailbox);
-        if !mailbox.is_empty() {
-            return Err(RestartFailure::MailboxInUse(mailbox));
+        let mailbox_conflicts = master.mailbox.conflicting_entries(&meta.mailbox_entries);
+        if !mailbox_conflicts.is_empty() {
+            return Err(RestartFailure::MailboxInUse(mailbox_conflicts));
         }
-        let given: BTreeMap<i32, Tid> = found.context_owners.iter().copied().collect();
-        let other =
-            |(ctx, owner): &&(i32, Tid)| given.get(ctx).is_some_and(|holder| holder != owner);
-        let contexts: Vec<i32> = meta
+        let context_owners: BTreeMap<i32, Tid> = inventory.context_owners.iter().copied().collect();
+        let has_other_owner = |(ctx, owner): &&(i32, Tid)| {
+            context_owners
+                .get(ctx)
+                .is_some_and(|holder| holder != owner)
+        };
+        let used_contexts: Vec<i32> = meta
             .contexts
             .iter()
-            .filter(other)
+            .filter(has_other_owner)
             .map(|(ctx, _)| *ctx)
             .collect();
-        if contexts.is_empty() {
+        if used_contexts.is_empty() {
             Ok(())
         } else {
-            Err(RestartFailure::ContextsInUse(contexts))
+            Err(RestartFailure::ContextsInUse(used_contexts))
         }
     }
 
     pub(super) fn execute_restart_output(&mut self, output: RestartOutput) {
-        let me = self.config.host;
+        let own_host = self.config.host;
         match output {
-            RestartOutput::Order {
-                host,
-                part: of,
-                order,
-            } => self.send_migration_order(host, of, order),
-            RestartOutput::SendImages { restart, part: of } => {
+            RestartOutput::Order { host, part, order } => {
+                self.send_migration_order(host, part, order)
+            }
+            RestartOutput::SendImages { restart, part } => {
                 let Some(job_checkpoints) = self.job_checkpoints() else {
                     return;
                 };
-                let Some(number) = job_checkpoints.open_restart_of(restart) else {
+                let Some(restart_number) = job_checkpoints.restart_number_of(restart) else {
                     return;
                 };
-                let to = (of.to != me).then_some(of.to);
-                if to.is_some() {
-                    job_checkpoints.parts_in_transfer.insert(of.id);
+                let receiver = (part.to != own_host).then_some(part.to);
+                if receiver.is_some() {
+                    job_checkpoints.parts_in_transfer.insert(part.id);
                 }
                 self.outputs.push_back(Output::SendPart {
-                    restart: number,
-                    migration: of.id,
-                    tid: of.tid,
-                    to,
+                    restart_number,
+                    migration: part.id,
+                    tid: part.tid,
+                    receiver,
                 });
             }
-            RestartOutput::AnnounceLocation(of) => {
-                self.restore_shared_state(of.id);
-                self.publish_location(&of);
+            RestartOutput::AnnounceLocation(part) => {
+                self.restore_shared_state(part.id);
+                self.publish_location(&part);
             }
-            RestartOutput::Ended { restart, result } => {
-                let Some(number) = self
+            RestartOutput::RestartEnded { restart, result } => {
+                let Some(restart_number) = self
                     .job_checkpoints()
-                    .and_then(|k| k.open_restart_of(restart))
+                    .and_then(|k| k.restart_number_of(restart))
                 else {
                     return;
                 };
                 let result = result.map(|tasks| {
-                    let set = self
+                    let checkpoint = self
                         .job_checkpoints()
-                        .and_then(|k| k.open_restarts.get(&number))
+                        .and_then(|k| k.open_restarts.get(&restart_number))
                         .map(|w| w.checkpoint.clone());
                     RestartReport {
-                        checkpoint: set.unwrap_or_default(),
+                        checkpoint: checkpoint.unwrap_or_default(),
                         tasks,
                     }
                 });
-                self.finish_restart(number, result);
+                self.finish_restart(restart_number, result);
             }
         }
     }
 
     /// Restores the groups, mailbox entries and contexts of the restarted tasks.
-    fn restore_shared_state(&mut self, part: MigrationId) {
+    fn restore_shared_state(&mut self, part_id: MigrationId) {
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let restart = master.checkpoints.restarts.restart_of(part);
-        let number = restart.and_then(|restart| master.checkpoints.open_restart_of(restart));
-        let wanted = number.and_then(|number| master.checkpoints.open_restarts.get_mut(&number));
+        let restart = master.checkpoints.restarts.restart_of(part_id);
+        let restart_number =
+            restart.and_then(|restart| master.checkpoints.restart_number_of(restart));
+        let open_restart = restart_number
+            .and_then(|restart_number| master.checkpoints.open_restarts.get_mut(&restart_number));
         let Some(OpenRestart {
             meta: Some(meta),
             assigned_contexts,
             ..
-        }) = wanted
+        }) = open_restart
         else {
             return;
         };
         assigned_contexts.extend(&meta.contexts);
-        master.groups.restore(&std::mem::take(&mut meta.groups));
+        master
+            .groups
+            .restore_groups(&std::mem::take(&mut meta.groups));
         let (mailbox, contexts) = (
-            std::mem::take(&mut meta.mailbox),
+            std::mem::take(&mut meta.mailbox_entries),
             std::mem::take(&mut meta.contexts),
         );
         self.restore_mailbox(mailbox);
-        let mut by_host = BTreeMap::<HostId, Vec<(i32, Tid)>>::new();
+        let mut contexts_by_host = BTreeMap::<HostId, Vec<(i32, Tid)>>::new();
         for (ctx, owner) in contexts {
-            by_host
+            contexts_by_host
                 .entry(self.context_holder(ctx))
                 .or_default()
                 .push((ctx, owner));
         }
-        for (host, contexts) in by_host {
+        for (host, contexts) in contexts_by_host {
             self.call_host(
                 host,
                 HostRequest::ReserveContexts(contexts),
@@ -389,15 +398,15 @@ impl Machine {
     /// Finishes a restart that is complete, has failed or did not begin.
     pub(super) fn finish_restart(
         &mut self,
-        number: u64,
+        restart_number: u64,
         result: Result<RestartReport, RestartFailure>,
     ) {
         self.outputs
-            .push_back(Output::CloseCheckpoint { restart: number });
+            .push_back(Output::CloseCheckpoint { restart_number });
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(wanted) = job_checkpoints.open_restarts.remove(&number) else {
+        let Some(open_restart) = job_checkpoints.open_restarts.remove(&restart_number) else {
             return;
         };
         let OpenRestart {
@@ -407,72 +416,73 @@ impl Machine {
             meta,
             restart_id,
             assigned_contexts,
-            rollback_job: goes_back,
+            rollback_job,
             ..
-        } = wanted;
-        let job = goes_back
+        } = open_restart;
+        let job = rollback_job
             .or(meta.as_ref().map(|meta| meta.job))
             .unwrap_or_default();
         let members: BTreeSet<Tid> = meta
             .iter()
             .flat_map(|meta| &meta.tasks)
-            .map(|part| part.tid)
+            .map(|task_meta| task_meta.tid)
             .collect();
-        let mut next = None;
-        // If the job is not being restarted any more, a host was lost and the job already rolls
-        // back again.
+        let mut next_check_delay = None;
+        // Any other activity means that a host was lost in the meantime, and that the job already
+        // rolls back again.
         if let Some(entry) = job_checkpoints
             .jobs
             .get_mut(&job)
             .filter(|entry| entry.activity == JobActivity::Restarting)
         {
             entry.activity = JobActivity::Idle;
-            entry.attempts += 1;
+            entry.attempt_count += 1;
             if result.is_ok() {
                 entry.schedule = entry
                     .schedule
                     .or(meta.as_ref().and_then(|meta| meta.schedule));
-                (entry.restarted_from, entry.first_task_end) =
+                (entry.restart_checkpoint, entry.first_task_end) =
                     (Some(checkpoint.clone()), FirstTaskEnd::default());
-                (entry.newest_checkpoint, next) = (
+                (entry.newest_checkpoint, next_check_delay) = (
                     Some(checkpoint.clone()),
                     entry
                         .schedule
-                        .map(|pace| checkpoint_interval(pace, Some(entry.last_duration))),
+                        .map(|schedule| checkpoint_interval(schedule, Some(entry.last_duration))),
                 );
                 (entry.members, entry.ended_members) = (members.clone(), BTreeSet::new());
-                entry.recently_dead = RecentDeaths::default();
-                entry.attempts = 0;
-            } else if goes_back.is_some()
-                && (entry.schedule.is_some() || entry.attempts < ATTEMPTS_MAX)
+                entry.recent_deaths = RecentDeaths::default();
+                entry.attempt_count = 0;
+            } else if rollback_job.is_some()
+                && (entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX)
             {
-                // The obstacle may disappear, so the job tries again.
+                // The obstacle may disappear, so the restart is tried again later.
                 entry.activity = JobActivity::RollingBack {
-                    lost: None,
+                    lost_host: None,
                     not_before: Micros(0),
                     why: why.clone(),
-                    checks: 0,
+                    check_count: 0,
                 };
-                next = Some(restart_retry_interval(entry.attempts));
+                next_check_delay = Some(restart_retry_interval(entry.attempt_count));
             } else {
                 job_checkpoints.jobs.remove(&job);
             }
         }
-        if let Some(next) = next {
-            self.schedule_check(job, next);
+        if let Some(next_check_delay) = next_check_delay {
+            self.schedule_check(job, next_check_delay);
         }
         if result.is_ok() {
-            // The job runs again, so its checkpoint must not be removed as that of an ended job.
+            // The job runs again, so its checkpoint must no longer be marked as that of an ended
+            // job.
             self.outputs.push_back(Output::MarkCheckpoints {
                 checkpoints: vec![checkpoint.clone()],
-                ended: false,
-                protected: Vec::new(),
+                has_ended: false,
+                protected_checkpoints: Vec::new(),
             });
         }
         if result.is_err() && restart_id.is_some() {
             self.undo_restart(&members, assigned_contexts);
         }
-        self.record(restart_event(checkpoint, job, why, &result));
+        self.record_event(restart_event(checkpoint, job, why, &result));
         if let Some((tid, id)) = waiter {
             self.reply(tid, id, Reply::Restarted(result));
         }
@@ -480,8 +490,7 @@ impl Machine {
 
     /// Ends the tasks of a failed restart and releases their contexts.
     fn undo_restart(&mut self, members: &BTreeSet<Tid>, assigned_contexts: Vec<(i32, Tid)>) {
-        // The tasks may already be in their groups again. If all were ordered to run, some may
-        // be running.
+        // The tasks may already be in their groups again, and some tasks may already run.
         for tid in members {
             self.kill_task(*tid);
             self.remove_from_services(*tid);
@@ -498,43 +507,44 @@ impl Machine {
     /// Handles the record that was stored next to the images of a task that is restarted on this
     /// host.
     pub(crate) fn handle_part_read(&mut self, id: MigrationId, result: Result<SavedTask, Failure>) {
-        // The restart may have been aborted. Then no task must be rebuilt.
+        // The restart may have been aborted. The task must then not be rebuilt.
         if !self.migrations.is_restoring(id) {
             return;
         }
-        match result.and_then(|part| self.prepare_restore(id, part)) {
+        match result.and_then(|saved_task| self.prepare_restore(id, saved_task)) {
             Ok(Some(order)) => self.send_to_tasker(order),
             Ok(None) => self.world_calls.push_back(Again::StageState(id)),
-            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+            Err(why) => self.pass_to_target(id, TargetEvent::Restored(Err(why))),
         }
     }
 
-    /// Prepares the record of a restarted task. Returns the order that restores its images; `None`
-    /// if its program is started again.
+    /// Prepares the record of a restarted task. Returns the order that restores the task's images;
+    /// `None` if the program is started again instead.
     fn prepare_restore(
         &mut self,
         id: MigrationId,
-        part: SavedTask,
+        saved_task: SavedTask,
     ) -> Result<Option<ToTasker>, Failure> {
-        let bad = |why: &str| Failure::Images(format!("the record next to the images: {why}"));
-        if part.version != CHECKPOINT_VERSION {
-            return Err(bad(&format!(
+        let record_error =
+            |why: &str| Failure::Images(format!("the record next to the images: {why}"));
+        if saved_task.version != CHECKPOINT_VERSION {
+            return Err(record_error(&format!(
                 "it has version {}, but only {CHECKPOINT_VERSION} is supported",
-                part.version
+                saved_task.version
             )));
         }
-        let place = self.config.paths.clone();
+        let paths = self.config.paths.clone();
         let redirect = Redirect {
             migration: id,
-            tokens: vec![place.resume_token(id)],
+            token_paths: vec![paths.resume_token_path(id)],
         };
         let bytes = redirect.encode().map_err(Failure::Engine)?;
         let SavedTask {
             mut record,
-            mut waiting,
+            waiting_items: mut saved_items,
             ..
-        } = part;
-        let again = Some(MemoryWrite {
+        } = saved_task;
+        let redirect_write = Some(MemoryWrite {
             address: record.redirect_address,
             bytes,
         });
@@ -547,49 +557,53 @@ impl Machine {
         let arrival = self.arrival_of(id).ok_or(Failure::TaskEnded)?;
         let tid = arrival.tid;
         if record.tid != tid {
-            return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
+            return Err(record_error(&format!(
+                "it is about {}, not about {tid}",
+                record.tid
+            )));
         }
-        if arrival.by_restart != record.handoff.is_some() {
-            return Err(bad(
+        if arrival.restarts_program != record.handoff.is_some() {
+            return Err(record_error(
                 "it was written by another engine than the checkpoint names",
             ));
         }
-        let timeline = arrival.restart_group.take().ok_or(Failure::TaskEnded)?;
-        waiting.retain_mut(|held| keep_for_restart(tid, &timeline, held));
-        let known = |tid: Tid| timeline.same_vm || timeline.incarnation_before(tid).is_some();
-        if !known(record.output.tid) {
-            record.output = output;
+        let group = arrival.restart_group.take().ok_or(Failure::TaskEnded)?;
+        saved_items.retain_mut(|item| adapt_for_restart(tid, &group, item));
+        let is_known = |tid: Tid| group.same_vm || group.incarnation_at_checkpoint(tid).is_some();
+        if !is_known(record.output_sink.tid) {
+            record.output_sink = output;
         }
-        if !known(record.trace.tid) {
-            record.trace = trace;
+        if !is_known(record.trace_sink.tid) {
+            record.trace_sink = trace;
         }
         record
             .watermarks
-            .retain(|mark| timeline.incarnation_before(mark.peer).is_some());
+            .retain(|watermark| group.incarnation_at_checkpoint(watermark.peer).is_some());
         (record.known_hosts, record.hosts_epoch, record.exit_rm) = (hosts, epoch, None);
-        let mut open = std::mem::take(&mut record.requests);
-        // The task was restarted before, and its library was not informed of that restart yet.
-        open.extend(
+        let mut open_requests = std::mem::take(&mut record.open_requests);
+        // These requests come from an earlier restart of the task of which its library was not
+        // informed yet.
+        open_requests.extend(
             record
-                .restart
+                .restart_info
                 .take()
                 .into_iter()
                 .flat_map(|restart| restart.requests_to_repeat),
         );
         record.untimed_requests.clear();
-        record.restart = Some(RestartInfo {
-            group: timeline,
-            requests_to_repeat: open,
+        record.restart_info = Some(RestartInfo {
+            restart_group: group,
+            requests_to_repeat: open_requests,
         });
-        arrival.set_saved_state(record, waiting);
+        arrival.set_saved_state(record, saved_items);
         let order = ToTasker::Restore {
             migration: id,
             tid,
-            dir: place.image_dir(id),
-            memory_write: again,
-            memory_socket: None,
+            image_dir: paths.image_dir(id),
+            memory_write: redirect_write,
+            memory_socket_path: None,
         };
-        Ok((!arrival.by_restart).then_some(order))
+        Ok((!arrival.restarts_program).then_some(order))
     }
 }
 
@@ -620,13 +634,11 @@ fn restart_event(
 /// - A partial message of a member of the restart group gets the new incarnation of the group.
 ///   Partial messages of other tasks are dropped.
 /// - A notification does not wait for the last messages of a task outside the group.
-fn keep_for_restart(tid: Tid, group: &RestartGroup, item: &mut PendingItem) -> bool {
+fn adapt_for_restart(tid: Tid, group: &RestartGroup, item: &mut PendingItem) -> bool {
     let bytes = match item {
-        PendingItem::Control(ToTask::Deliver {
-            deliver_after: after,
-            ..
-        }) => {
-            *after = after.filter(|mark| group.incarnation_before(mark.peer).is_some());
+        PendingItem::Control(ToTask::Deliver { deliver_after, .. }) => {
+            *deliver_after = deliver_after
+                .filter(|watermark| group.incarnation_at_checkpoint(watermark.peer).is_some());
             return true;
         }
         PendingItem::Control(_) => return true,
@@ -638,21 +650,23 @@ fn keep_for_restart(tid: Tid, group: &RestartGroup, item: &mut PendingItem) -> b
     if frame.src == tid {
         return true;
     }
-    let frame_line = frame.incarnation;
+    let frame_incarnation = frame.incarnation;
     let frame = LinkFrame {
         incarnation: group.incarnation,
         ..frame
     };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-    // If the sender was restarted after this frame, but without this task, the frame is void.
+    // If the sender was restarted after it sent this frame, and the receiver was not restarted with
+    // it, the frame is void.
     group
-        .incarnation_before(frame.src)
-        .is_some_and(|before| !is_later_incarnation(before, frame_line))
+        .incarnation_at_checkpoint(frame.src)
+        .is_some_and(|sender_incarnation| {
+            !is_later_incarnation(sender_incarnation, frame_incarnation)
+        })
 }
 
-/// Returns the files that a restart requires, without their lengths. The task may have appended to
-/// files since the checkpoint; these are truncated before the task is rebuilt. The engine then
-/// checks the lengths of the other files.
+/// Returns the files that a restart requires, without the lengths of files to which the task may
+/// have appended since the checkpoint. Such files are truncated before the task is rebuilt.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
     for file in &mut facts.files {
@@ -660,8 +674,8 @@ fn without_lengths(facts: &TaskFacts) -> TaskFacts {
             FileRequirement::Length | FileRequirement::Exists => {
                 (file.requirement, file.bytes) = (FileRequirement::Exists, 0)
             }
-            FileRequirement::LengthOrCopied | FileRequirement::ExistsOrCopied => {
-                (file.requirement, file.bytes) = (FileRequirement::ExistsOrCopied, 0);
+            FileRequirement::LengthOrCopy | FileRequirement::ExistsOrCopy => {
+                (file.requirement, file.bytes) = (FileRequirement::ExistsOrCopy, 0);
             }
             FileRequirement::Content(_) | FileRequirement::Directory => {}
         }

@@ -19,8 +19,8 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Master: handles the loss of a host. Jobs with a schedule that had tasks on this host roll
-    /// back.
+    /// Master: handles the loss of a host. Jobs with a schedule and a checkpoint that had tasks on
+    /// this host roll back.
     pub(crate) fn roll_back_for_lost_host(&mut self, host: HostId) {
         self.replace_copies_on(host);
         let why = format!("{} was lost", self.host_name(host));
@@ -29,38 +29,39 @@ impl Machine {
         });
     }
 
-    /// Master: handles the exit of a host's tasker, with which its tasks have died. The jobs roll
-    /// back as if the host were lost, but the host remains.
+    /// Master: handles the end of a host's tasker, with which the tasks of the host have died. The
+    /// jobs roll back as if the host were lost, but the host remains in the virtual machine.
     pub(crate) fn roll_back_for_lost_tasker(&mut self, host: HostId) {
         let why = format!("the tasker of {} has ended", self.host_name(host));
         let failure = |job| CheckpointFailure::Task {
             tid: job,
             step: Step::Dump,
-            why: Failure::Engine(why.clone()),
+            failure: Failure::Engine(why.clone()),
         };
         self.roll_back_jobs_on(host, None, &why, failure);
     }
 
-    /// Master: tries to restart the jobs again that could not be restarted. Called when hosts have
+    /// Master: tries again to restart the jobs that could not be restarted. Called when hosts have
     /// joined.
     pub(crate) fn retry_stuck_jobs(&mut self) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let mut stuck = Vec::new();
+        let mut stuck_jobs = Vec::new();
         for (tid, job) in job_checkpoints
             .jobs
             .iter_mut()
             .filter(|(_, job)| job.is_stuck())
         {
-            // If this attempt comes too early, the next one follows at the short interval.
-            job.attempts = 1;
-            stuck.push(*tid);
+            // If this attempt is too early and fails, the next attempt follows after the short
+            // interval.
+            job.attempt_count = 1;
+            stuck_jobs.push(*tid);
         }
-        stuck
+        stuck_jobs
             .into_iter()
             .for_each(|job| self.schedule_check(job, RESTART_RETRY_INTERVAL));
-        self.make_missing_copies();
+        self.queue_missing_copies();
     }
 
     pub(super) fn host_name(&self, host: HostId) -> String {
@@ -69,12 +70,12 @@ impl Machine {
             .map_or_else(|| host.to_string(), |entry| entry.name.clone())
     }
 
-    /// Rolls back the jobs that had tasks on this host, where all tasks are dead. `lost` is set if
-    /// the host itself is lost.
+    /// Rolls back the jobs that had tasks on `host`, where all tasks are dead. `lost_host` is `host` if
+    /// the host itself is lost, `None` if only its tasker has ended.
     fn roll_back_jobs_on(
         &mut self,
         host: HostId,
-        lost: Option<HostId>,
+        lost_host: Option<HostId>,
         why: &str,
         failure: impl Fn(Tid) -> CheckpointFailure,
     ) {
@@ -88,53 +89,56 @@ impl Machine {
         let had_task_on_host = |job: &CheckpointedJob| {
             job.members.difference(&job.ended_members).any(had_task)
                 || job
-                    .recently_dead
-                    .any_lost_with(self.now, self.config.lease, host)
+                    .recent_deaths
+                    .has_task_lost_with(self.now, self.config.lease, host)
         };
-        // A job that is being restarted learns of the loss from the restart protocol.
+        // The restart protocol reports the loss to a job that is being restarted.
         let may_roll_back = |job: &CheckpointedJob| {
             matches!(
                 job.activity,
                 JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
             )
         };
-        let affected = job_checkpoints.jobs.iter().filter(|(_, job)| {
+        let affected_jobs = job_checkpoints.jobs.iter().filter(|(_, job)| {
             job.schedule.is_some()
                 && job.newest_checkpoint.is_some()
                 && may_roll_back(job)
                 && had_task_on_host(job)
         });
-        let affected: Vec<(Tid, BTreeSet<Tid>)> = affected
+        let affected_jobs: Vec<(Tid, BTreeSet<Tid>)> = affected_jobs
             .map(|(tid, job)| (*tid, job.members.clone()))
             .collect();
         let not_before = self.now + LOST_HOST_RESTART_DELAY;
-        for (job, members) in affected {
+        for (job, members) in affected_jobs {
             let why = why.to_string();
-            let (mut waiters, mut was_wanted) = (Vec::new(), false);
+            let (mut waiters, mut had_open_request) = (Vec::new(), false);
             if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
-                was_wanted = entry.has_open_request();
+                had_open_request = entry.has_open_request();
                 entry.activity = JobActivity::RollingBack {
-                    lost,
+                    lost_host,
                     not_before,
                     why: why.clone(),
-                    checks: 0,
+                    check_count: 0,
                 };
-                entry.recently_dead = RecentDeaths::default();
+                entry.recent_deaths = RecentDeaths::default();
                 (
                     waiters,
-                    entry.attempts,
+                    entry.attempt_count,
                     entry.ends_after_checkpoint,
                     entry.ends_for_vacate,
                 ) = (std::mem::take(&mut entry.waiters), 0, false, false);
             }
-            if was_wanted {
-                self.record(EventKind::CheckpointFailed { job, why });
+            if had_open_request {
+                self.record_event(EventKind::CheckpointFailed { job, why });
             }
             for (tid, id) in waiters {
                 self.reply(tid, id, Reply::Checkpointed(Err(failure(job))));
             }
             for tid in members {
-                if self.location(tid).is_some_and(|at| at != host) {
+                if self
+                    .location(tid)
+                    .is_some_and(|task_host| task_host != host)
+                {
                     self.kill_task(tid);
                 }
             }
@@ -143,24 +147,30 @@ impl Machine {
     }
 
     /// Handles an inventory of a job whose tasks must end: kills the remaining tasks, or continues
-    /// if none remains.
-    pub(super) fn check_job_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
+    /// the rollback or the end of the job if no task remains.
+    pub(super) fn check_tasks_ended(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
         };
-        let left: Vec<Tid> = job_members(job, &mut entry.members, tasks)
+        let remaining_tasks: Vec<Tid> = job_members(job, &mut entry.members, tasks)
             .iter()
             .map(|task| task.tid)
             .collect();
-        let (JobActivity::RollingBack { checks, .. } | JobActivity::EndingJob { checks, .. }) =
-            &mut entry.activity
+        let (JobActivity::RollingBack {
+            check_count: checks,
+            ..
+        }
+        | JobActivity::EndingJob {
+            check_count: checks,
+            ..
+        }) = &mut entry.activity
         else {
             return;
         };
         *checks += 1;
         let gives_up = *checks >= EXIT_CHECKS_MAX;
         match &entry.activity {
-            JobActivity::EndingJob { report, .. } if left.is_empty() || gives_up => {
+            JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
                 self.forget_job(job);
                 for (tid, id) in waiters {
@@ -169,18 +179,24 @@ impl Machine {
                 return;
             }
             JobActivity::RollingBack {
-                lost,
+                lost_host,
                 not_before,
                 why,
                 ..
-            } if left.is_empty() || gives_up => {
-                let (lost, not_before, why) = (*lost, *not_before, why.clone());
-                return self.restart_after_rollback(job, lost, not_before, why, left.len());
+            } if remaining_tasks.is_empty() || gives_up => {
+                let (lost_host, not_before, why) = (*lost_host, *not_before, why.clone());
+                return self.restart_after_rollback(
+                    job,
+                    lost_host,
+                    not_before,
+                    why,
+                    remaining_tasks.len(),
+                );
             }
             _ => {}
         }
-        for tid in left {
-            // Includes tasks that the job has spawned since the last inventory.
+        for tid in remaining_tasks {
+            // The inventory includes tasks that the job has spawned since the previous inventory.
             self.kill_task(tid);
         }
         self.schedule_check(job, EXIT_CHECK_INTERVAL);
@@ -198,26 +214,26 @@ impl Machine {
     }
 
     /// Restarts a job after a rollback, when no process of its earlier tasks can run any more.
-    /// `left` is the number of its tasks that have not ended: if it is not zero, the restart fails,
-    /// because tasks would run twice.
+    /// `remaining_count` is the number of the job's tasks that have not ended. If it is not zero, the restart
+    /// fails, because these tasks would run twice.
     fn restart_after_rollback(
         &mut self,
         job: Tid,
-        lost: Option<HostId>,
+        lost_host: Option<HostId>,
         not_before: Micros,
         why: String,
-        left: usize,
+        remaining_count: usize,
     ) {
-        let newest = self
+        let newest_checkpoint = self
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job)?.newest_checkpoint.clone());
-        let Some(set) = newest else {
+        let Some(checkpoint) = newest_checkpoint else {
             return self.forget_job(job);
         };
-        if left > 0 {
-            let cause = format!("{why}, and {left} of its tasks have not ended");
-            self.record(EventKind::RestartFailed {
-                checkpoint: set,
+        if remaining_count > 0 {
+            let cause = format!("{why}, and {remaining_count} of its tasks have not ended");
+            self.record_event(EventKind::RestartFailed {
+                checkpoint,
                 cause,
                 why: "it would run twice".into(),
             });
@@ -225,14 +241,15 @@ impl Machine {
         }
         // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
         // removed from the table.
-        let is_present =
-            lost.is_some_and(|lost| self.table.get(lost).is_some() || self.is_leaving(lost));
+        let is_present = lost_host.is_some_and(|lost_host| {
+            self.table.get(lost_host).is_some() || self.is_leaving(lost_host)
+        });
         if is_present || self.now < not_before {
             return self.schedule_check(job, EXIT_CHECK_INTERVAL);
         }
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
             entry.activity = JobActivity::Restarting;
         }
-        self.restart_checkpoint(set, Some(job), Vec::new(), None, why);
+        self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why);
     }
 }

@@ -9,25 +9,26 @@ use sempa_proto::{MigrationId, Tid};
 impl Machine {
     /// Handles the exit of a task whose images are being transferred. If the migration is
     /// committed, the task continues at the target; if not, it has ended. Only the coordinator
-    /// knows which. Returns true if its decision must be awaited.
-    pub(crate) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
-        let stopping = self.shutdown.is_some();
+    /// knows whether the migration is committed. Returns true if the coordinator's decision must be
+    /// awaited.
+    pub(crate) fn defer_exit(&mut self, tid: Tid, status: i32, usage: Usage) -> bool {
+        let is_shutting_down = self.shutdown.is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let Some(id) = task.transferring_migration.filter(|_| !stopping) else {
+        let Some(id) = task.transferring_migration.filter(|_| !is_shutting_down) else {
             return false;
         };
-        task.exit_report = Some((status, used));
+        task.exit_report = Some((status, usage));
         let Some(source) = self.migrations.sources.get_mut(&id) else {
             return self.migrations.undecided_exits.contains_key(&id);
         };
         if task.is_being_killed {
-            source.handle(SourceEvent::Killed(used));
+            source.handle(SourceEvent::Killed(usage));
         } else {
-            let of = source.migration().clone();
+            let migration = source.migration().clone();
             source.handle(SourceEvent::TaskExited);
-            self.migrations.undecided_exits.insert(id, of);
+            self.migrations.undecided_exits.insert(id, migration);
         }
         true
     }
@@ -35,19 +36,19 @@ impl Machine {
     /// Handles the coordinator's decision whether the migration of a task that has exited on this
     /// host continues.
     pub(super) fn resolve_deferred_exit(&mut self, id: MigrationId, order: &MigrationOrder) {
-        let Some(of) = self.migrations.undecided_exits.remove(&id) else {
+        let Some(migration) = self.migrations.undecided_exits.remove(&id) else {
             return;
         };
-        let Some(task) = self.tasks.get_mut(of.tid) else {
+        let Some(task) = self.tasks.get_mut(migration.tid) else {
             return;
         };
-        let (status, used) = task.exit_report.unwrap_or_default();
+        let (status, usage) = task.exit_report.unwrap_or_default();
         task.transferring_migration = None;
         if *order == MigrationOrder::Release {
-            self.send_step_report(id, StepReport::SourceGone(used));
-            self.transfer_ownership(&of);
+            self.send_step_report(id, StepReport::SourceKilled(usage));
+            self.transfer_ownership(&migration);
         } else {
-            self.end_task(of.tid, status, used);
+            self.end_task(migration.tid, status, usage);
         }
     }
 }

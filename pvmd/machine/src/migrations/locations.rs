@@ -1,4 +1,4 @@
-//! Locations of migrated tasks: the master makes a new location known to all hosts and collects
+//! Locations of migrated tasks: the master publishes each new location to all hosts and collects
 //! their acknowledgements.
 
 use super::CoordinatedMigrations;
@@ -9,35 +9,36 @@ use sempa_proto::{Epoch, HostId, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Makes the new location of a task known to all hosts.
-    pub(crate) fn publish_location(&mut self, of: &Migration) {
+    /// Publishes the new location of a task to all hosts.
+    pub(crate) fn publish_location(&mut self, migration: &Migration) {
         let epoch = self.next_epoch();
-        let from = if of.to == of.from {
-            self.location(of.tid).unwrap_or(of.from)
+        let previous_host = if migration.to == migration.from {
+            self.location(migration.tid).unwrap_or(migration.from)
         } else {
-            of.from
+            migration.from
         };
-        // No daemon has anything in flight to the previous location of a task from a checkpoint.
-        let from = if of.cause == MigrationCause::Restart {
-            of.to
+        // A task from a checkpoint has no previous location from which frames or items may still
+        // arrive.
+        let previous_host = if migration.cause == MigrationCause::Restart {
+            migration.to
         } else {
-            from
+            previous_host
         };
         let location = Location {
-            tid: of.tid,
-            host: of.to,
-            previous_host: from,
+            tid: migration.tid,
+            host: migration.to,
+            previous_host,
             epoch,
         };
-        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
+        let mut unacknowledged_hosts: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
         if let Some(master) = &mut self.master {
-            waiting.extend(master.host_changes.joining_hosts());
-            master
-                .migrations
-                .unacknowledged_locations
-                .insert(of.id, (of.tid, epoch, waiting.clone()));
+            unacknowledged_hosts.extend(master.host_changes.joining_hosts());
+            master.migrations.unacknowledged_locations.insert(
+                migration.id,
+                (migration.tid, epoch, unacknowledged_hosts.clone()),
+            );
         }
-        for host in waiting {
+        for host in unacknowledged_hosts {
             self.send_to_host(host, HostMsg::TaskLocation(location));
         }
         self.apply_location(location);
@@ -49,11 +50,11 @@ impl Machine {
         let Some(master) = &mut self.master else {
             return;
         };
-        for (task, location_epoch, waiting) in
+        for (task, location_epoch, unacknowledged_hosts) in
             master.migrations.unacknowledged_locations.values_mut()
         {
             if (*task, *location_epoch) == (tid, epoch) {
-                waiting.remove(&host);
+                unacknowledged_hosts.remove(&host);
             }
         }
         self.complete_acknowledged_locations();
@@ -72,12 +73,12 @@ impl Machine {
             },
             job_checkpoints,
         ) = (&mut master.migrations, &mut master.checkpoints);
-        unacknowledged_locations.retain(|id, (_, _, waiting)| {
-            if waiting.is_empty() {
+        unacknowledged_locations.retain(|id, (_, _, unacknowledged_hosts)| {
+            if unacknowledged_hosts.is_empty() {
                 coordinator.on_location_announced(now, *id);
                 job_checkpoints.restarts.on_location_announced(now, *id);
             }
-            !waiting.is_empty()
+            !unacknowledged_hosts.is_empty()
         });
     }
 }

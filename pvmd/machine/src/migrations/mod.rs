@@ -3,11 +3,11 @@
 //! The protocol consists of three state machines: the coordinator on the master, and a source and a
 //! target per migration on the two hosts. They do no I/O. This module
 //!
-//! - passes events to them: orders, reports, messages of the tasker, connections and exits of
-//!   tasks;
-//! - executes their outputs ([`Machine::run_protocol_outputs`]);
+//! - passes events to the state machines: orders, reports, messages of the tasker, connections and
+//!   exits of tasks;
+//! - executes the outputs of the state machines ([`Machine::run_protocol_outputs`]);
 //! - queues a new migration until the previous migration of the same task has ended on this host;
-//! - makes the new location of a task known to all hosts (master only).
+//! - publishes the new location of a task to all hosts (master only).
 
 mod exits;
 mod locations;
@@ -46,7 +46,7 @@ pub(super) struct LocalMigrations {
     pub(super) uploading_parts: BTreeSet<MigrationId>,
     /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled_parts: Vec<MigrationId>,
-    /// Record of the task of each snapshot part, made while all tasks of the job were paused.
+    /// Record of the task of each snapshot part, saved while all tasks of the job were paused.
     pub(super) part_records: BTreeMap<MigrationId, Box<SavedTask>>,
     targets: BTreeMap<MigrationId, Target>,
     /// Migrations whose task has exited on this host while its images were being transferred. The
@@ -57,7 +57,7 @@ pub(super) struct LocalMigrations {
     pub(super) unconfirmed_transfers: BTreeMap<Tid, ForwardedItems>,
     /// Hosts whose daemons have connected before.
     pub(super) known_hosts: BTreeSet<HostId>,
-    /// Migration that waits, by its task, until the task's previous migration has ended on this
+    /// For a task, the migration that waits until the task's previous migration has ended on this
     /// host.
     queued_migrations: BTreeMap<Tid, MigrationId>,
 }
@@ -75,7 +75,8 @@ pub(super) struct CoordinatedMigrations {
     pub(super) coordinator: Coordinator,
     /// Requests that are answered when the migration ends.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
-    /// The task, the epoch of its new location, and the hosts that have not acknowledged it.
+    /// Tasks whose new locations have not been acknowledged by all hosts. Each value contains the
+    /// task, the epoch of its new location, and the hosts whose acknowledgement is missing.
     unacknowledged_locations: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
 
@@ -88,26 +89,28 @@ impl Machine {
         requester: Tid,
         id: RequestId,
         tid: Tid,
-        to: &str,
+        target: &str,
         cause: Option<MigrationCause>,
         wait: bool,
     ) {
-        let started = self.resolve_migration(tid, to).and_then(|(from, to)| {
-            let cause = cause.unwrap_or(MigrationCause::Requested {
-                requested_by: requester,
+        let begin_result = self
+            .resolve_migration(tid, target)
+            .and_then(|(source, target)| {
+                let cause = cause.unwrap_or(MigrationCause::Requested {
+                    requested_by: requester,
+                });
+                let now = self.now;
+                self.admit_migration(tid, &cause)?;
+                let master = self
+                    .master
+                    .as_mut()
+                    .expect("requests to migrate are sent to the master");
+                master
+                    .migrations
+                    .coordinator
+                    .begin_migration(now, tid, source, target, cause)
             });
-            let now = self.now;
-            self.admit_migration(tid, &cause)?;
-            let master = self
-                .master
-                .as_mut()
-                .expect("requests to migrate are sent to the master");
-            master
-                .migrations
-                .coordinator
-                .begin(now, tid, from, to, cause)
-        });
-        match started {
+        match begin_result {
             Ok(migration) if wait => {
                 if let Some(master) = &mut self.master {
                     master.migrations.waiters.insert(migration, (requester, id));
@@ -117,26 +120,26 @@ impl Machine {
             Err(refusal) if wait => {
                 let error = MigrationError {
                     step: Step::Inspect,
-                    why: Failure::Refused(vec![refusal]),
+                    failure: Failure::Refused(vec![refusal]),
                 };
                 self.reply(requester, id, Reply::Migrated(Err(error)));
             }
             Err(refusal) => {
-                let reason = format!("{tid} was not migrated to {to}: {refusal}");
+                let reason = format!("{tid} was not migrated to {target}: {refusal}");
                 self.reply_error(requester, id, refusal_code(&refusal), reason);
             }
         }
     }
 
-    fn resolve_migration(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
-        let to = self.host_by_name(to).ok_or(Refusal::NoSuchHost)?;
-        let from = self
+    fn resolve_migration(&self, tid: Tid, target: &str) -> Result<(HostId, HostId), Refusal> {
+        let target = self.host_by_name(target).ok_or(Refusal::NoSuchHost)?;
+        let source = self
             .location(tid)
             .filter(|host| tid.is_task() && self.table.get(*host).is_some());
-        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+        Ok((source.ok_or(Refusal::NoSuchTask)?, target))
     }
 
-    /// Returns the host with this name or host tid.
+    /// Returns the host with this name, or with this host tid in hexadecimal.
     pub(super) fn host_by_name(&self, name: &str) -> Option<HostId> {
         let by_tid = || {
             let digits = name
@@ -146,29 +149,34 @@ impl Machine {
             let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
             self.table.get(super::requests::named_host(tid)?)
         };
-        self.table.by_name(name).or_else(by_tid).map(|host| host.id)
+        self.table
+            .find_by_name(name)
+            .or_else(by_tid)
+            .map(|host| host.id)
     }
 
     fn run_coordinator_output(&mut self, output: CoordinatorOutput) {
         if let Some((tid, step)) = output.started_step() {
-            self.output_step_start(tid, Some(step));
+            self.push_step_starting(tid, Some(step));
         }
         match output {
             CoordinatorOutput::Order {
                 host,
-                migration: of,
+                migration: ordered_migration,
                 order,
-            } => self.send_migration_order(host, of, order),
+            } => self.send_migration_order(host, ordered_migration, order),
             CoordinatorOutput::RecordLocation(Migration { id, tid, to, .. }) => {
                 self.outputs.push_back(Output::RecordMigration {
                     migration: id,
                     tid,
-                    to,
+                    target: to,
                 });
             }
-            CoordinatorOutput::AnnounceLocation(of) => self.publish_location(&of),
+            CoordinatorOutput::AnnounceLocation(ordered_migration) => {
+                self.publish_location(&ordered_migration)
+            }
             CoordinatorOutput::LogEvent(kind) => {
-                // Neither source nor target reports this step.
+                // Neither source nor target reports the commit step.
                 if let EventKind::MigrationStep {
                     tid,
                     step: Step::Commit,
@@ -180,28 +188,28 @@ impl Machine {
                         step: Step::Commit,
                     });
                 }
-                self.record(kind);
+                self.record_event(kind);
             }
             CoordinatorOutput::SuspendDecided {
                 host,
                 migration,
                 request: id,
-                suspensions: suspended,
+                suspensions,
             } if host == self.config.host => {
-                self.handle_suspend_decision(migration, id, suspended);
+                self.handle_suspend_decision(migration, id, suspensions);
             }
             CoordinatorOutput::SuspendDecided {
                 host,
                 migration,
                 request: id,
-                suspensions: suspended,
+                suspensions,
             } => {
                 self.send_to_host(
                     host,
                     HostMsg::SuspendDecided {
                         migration,
                         id,
-                        suspensions: suspended,
+                        suspensions,
                     },
                 );
             }
@@ -221,19 +229,13 @@ impl Machine {
     pub(super) fn send_migration_order(
         &mut self,
         host: HostId,
-        of: Migration,
+        migration: Migration,
         order: MigrationOrder,
     ) {
         if host == self.config.host {
-            self.handle_migration_order(of, order);
+            self.handle_migration_order(migration, order);
         } else {
-            self.send_to_host(
-                host,
-                HostMsg::MigrationOrder {
-                    migration: of,
-                    order,
-                },
-            );
+            self.send_to_host(host, HostMsg::MigrationOrder { migration, order });
         }
     }
 
@@ -250,13 +252,13 @@ impl Machine {
             .migrations
             .unacknowledged_locations
             .values_mut()
-            .for_each(|(_, _, waiting)| {
-                waiting.remove(&host);
+            .for_each(|(_, _, unacknowledged_hosts)| {
+                unacknowledged_hosts.remove(&host);
             });
         self.complete_acknowledged_locations();
     }
 
-    /// Passes the report of a source or a target to the coordinator of the migration, checkpoint or
+    /// Passes the report of a source or a target to the coordinator of its migration, checkpoint or
     /// restart.
     pub(super) fn handle_step_report(
         &mut self,
@@ -283,14 +285,14 @@ impl Machine {
             master
                 .checkpoints
                 .restarts
-                .on_report(now, host, migration, report, || coordinator.next_id());
+                .on_report(now, host, migration, report, || coordinator.generate_id());
         } else {
             coordinator.on_report(now, host, migration, report);
         }
     }
 
-    /// Passes a request to suspend or resume a migrating task, made at `host`, to the coordinator,
-    /// which decides on it.
+    /// Passes a request of `host` to suspend or resume a migrating task to the coordinator, which
+    /// decides on the request.
     pub(super) fn pass_suspend_to_coordinator(
         &mut self,
         host: HostId,
@@ -322,35 +324,35 @@ impl Machine {
 
     // ---- on every host
 
-    /// Executes all outputs of the protocol. Returns true if there were any.
+    /// Executes all outputs of the protocols. Returns true if there were any.
     pub(super) fn run_protocol_outputs(&mut self) -> bool {
-        let mut busy = false;
+        let mut has_run = false;
         while let Some(output) = self
             .master
             .as_mut()
             .and_then(|m| m.migrations.coordinator.poll())
         {
-            busy = true;
+            has_run = true;
             self.run_coordinator_output(output);
         }
-        busy |= self.pump_checkpoints();
-        for part in std::mem::take(&mut self.migrations.settled_parts) {
-            busy = true;
-            self.handle_part_settled(part);
+        has_run |= self.run_checkpoint_outputs();
+        for part_id in std::mem::take(&mut self.migrations.settled_parts) {
+            has_run = true;
+            self.handle_part_settled(part_id);
         }
         for id in self.migrations.sources.keys().copied().collect::<Vec<_>>() {
             while let Some(output) = self.migrations.sources.get_mut(&id).and_then(Source::poll) {
-                busy = true;
+                has_run = true;
                 self.run_source_output(id, output);
             }
         }
         for id in self.migrations.targets.keys().copied().collect::<Vec<_>>() {
             while let Some(output) = self.migrations.targets.get_mut(&id).and_then(Target::poll) {
-                busy = true;
+                has_run = true;
                 self.run_target_output(id, output);
             }
         }
-        busy
+        has_run
     }
 
     pub(super) fn send_step_report(&mut self, migration: MigrationId, report: StepReport) {
@@ -361,12 +363,12 @@ impl Machine {
         }
     }
 
-    fn output_step_start(&mut self, tid: Tid, step: Option<Step>) {
+    fn push_step_starting(&mut self, tid: Tid, step: Option<Step>) {
         self.outputs
             .extend(step.map(|step| Output::StepStarting { tid, step }));
     }
 
-    fn output_step_end(&mut self, tid: Tid, report: &StepReport) {
+    fn push_step_ended(&mut self, tid: Tid, report: &StepReport) {
         if !matches!(report, StepReport::Failed { .. }) {
             self.outputs.push_back(Output::StepEnded {
                 tid,
@@ -375,27 +377,27 @@ impl Machine {
         }
     }
 
-    pub(super) fn handle_migration_order(&mut self, of: Migration, order: MigrationOrder) {
-        let id = of.id;
+    pub(super) fn handle_migration_order(&mut self, migration: Migration, order: MigrationOrder) {
+        let id = migration.id;
         match order {
             MigrationOrder::Inspect => {
-                self.migrations.sources.insert(id, Source::new(of));
+                self.migrations.sources.insert(id, Source::new(migration));
             }
             MigrationOrder::Prepare {
                 facts,
                 suspensions: suspended,
-                restart_group: timeline,
-                supports_post_copy: memory_can_follow,
-                pre_copy: pre_copies,
+                restart_group,
+                supports_post_copy,
+                pre_copy,
             } => {
-                let token = self.config.paths.resume_token(id);
-                let mut arrival = ArrivingTask::new(of.tid, id, of.from);
-                arrival.restart_group = timeline;
-                arrival.suspension = TaskSuspension::updated(None, self.now, suspended);
-                self.migrations.arrivals.insert(of.tid, arrival);
+                let token = self.config.paths.resume_token_path(id);
+                let mut arrival = ArrivingTask::new(migration.tid, id, migration.from);
+                arrival.restart_group = restart_group;
+                arrival.suspension = TaskSuspension::update(None, self.now, suspended);
+                self.migrations.arrivals.insert(migration.tid, arrival);
                 self.migrations.targets.insert(
                     id,
-                    Target::new(of, facts, token, memory_can_follow, pre_copies),
+                    Target::new(migration, facts, token, supports_post_copy, pre_copy),
                 );
             }
             MigrationOrder::Abort if self.migrations.uploading_parts.remove(&id) => {
@@ -403,13 +405,13 @@ impl Machine {
             }
             MigrationOrder::Pause | MigrationOrder::Dump { .. } | MigrationOrder::Abort => {
                 match self.migrations.sources.get_mut(&id) {
-                    Some(_) => self.source_event(id, SourceEvent::Order(order)),
+                    Some(_) => self.pass_to_source(id, SourceEvent::Order(order)),
                     None if order == MigrationOrder::Abort => {}
                     None => self.send_step_report(
                         id,
                         StepReport::Failed {
                             step: Step::Quiesce,
-                            why: Failure::TaskEnded,
+                            failure: Failure::TaskEnded,
                         },
                     ),
                 }
@@ -419,9 +421,9 @@ impl Machine {
             | MigrationOrder::Release => match self.migrations.sources.get_mut(&id) {
                 Some(_) => {
                     if let MigrationOrder::Resume { suspensions } = order {
-                        self.apply_suspensions(of.tid, suspensions);
+                        self.apply_suspensions(migration.tid, suspensions);
                     }
-                    self.source_event(id, SourceEvent::Order(order));
+                    self.pass_to_source(id, SourceEvent::Order(order));
                 }
                 None if self.migrations.undecided_exits.contains_key(&id) => {
                     self.resolve_deferred_exit(id, &order)
@@ -437,7 +439,7 @@ impl Machine {
                         id,
                         StepReport::Failed {
                             step,
-                            why: Failure::TaskEnded,
+                            failure: Failure::TaskEnded,
                         },
                     );
                 }
@@ -452,7 +454,7 @@ impl Machine {
                             id,
                             StepReport::Failed {
                                 step: Step::Run,
-                                why,
+                                failure: why,
                             },
                         );
                     }
@@ -462,7 +464,7 @@ impl Machine {
     }
 
     fn run_source_output(&mut self, id: MigrationId, output: SourceOutput) {
-        let Some(of) = self
+        let Some(migration) = self
             .migrations
             .sources
             .get(&id)
@@ -470,18 +472,18 @@ impl Machine {
         else {
             return;
         };
-        let tid = of.tid;
-        if matches!(output, SourceOutput::Inspect) && self.must_wait_for_previous(&of) {
+        let tid = migration.tid;
+        if matches!(output, SourceOutput::Inspect) && self.must_wait_for_previous(&migration) {
             self.migrations.queued_migrations.insert(tid, id);
             return self.resume_to_quiesce(tid);
         }
-        self.output_step_start(tid, output.started_step());
+        self.push_step_starting(tid, output.started_step());
         match output {
             SourceOutput::Report(report) => {
-                self.output_step_end(tid, &report);
+                self.push_step_ended(tid, &report);
                 self.send_step_report(id, report);
             }
-            SourceOutput::Inspect => self.inspect_for_migration(id, &of),
+            SourceOutput::Inspect => self.inspect_for_migration(id, &migration),
             SourceOutput::BufferIncoming => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.holds_items = true;
@@ -492,13 +494,13 @@ impl Machine {
             }
             SourceOutput::RequestExit { engine } => self.begin_graceful_exit(id, tid, engine),
             SourceOutput::Stop => self.stop_for_migration(id, tid),
-            SourceOutput::AwaitReplies => self.await_replies(id, tid, None),
+            SourceOutput::AwaitReplies => self.begin_awaiting_replies(id, tid, None),
             SourceOutput::SaveTaskState {
-                open_requests: open,
-                ended_tasks: ended,
+                open_requests,
+                ended_tasks,
             } => {
-                self.await_exit_notices(id, tid, ended);
-                self.await_replies(id, tid, Some(open));
+                self.begin_awaiting_exits(id, tid, ended_tasks);
+                self.begin_awaiting_replies(id, tid, Some(open_requests));
             }
             SourceOutput::CopyStateFiles => self.world_calls.push_back(WorldCall::CollectState(id)),
             SourceOutput::ResumeTask => {
@@ -510,7 +512,7 @@ impl Machine {
                 }
             }
             SourceOutput::WriteResumeToken => {
-                if !self.resume_without_token(id, tid) && !self.resume_after_abort(id, tid) {
+                if !self.resume_exiting_library(id, tid) && !self.resume_after_abort(id, tid) {
                     self.write_resume_token(id);
                 }
             }
@@ -519,16 +521,16 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.is_being_killed = true;
                 }
-                if !self.report_absent_copy(id, tid) {
+                if !self.report_respawning_copy_killed(id, tid) {
                     self.send_to_tasker(ToTasker::KillSource { migration: id, tid });
                 }
             }
-            SourceOutput::TransferOwnership => self.transfer_ownership(&of),
+            SourceOutput::TransferOwnership => self.transfer_ownership(&migration),
             SourceOutput::Done => {
                 self.migrations.sources.remove(&id);
                 self.forget_part(id, tid);
                 self.outputs.push_back(Output::RemoveToken {
-                    path: self.config.paths.resume_token(id),
+                    path: self.config.paths.resume_token_path(id),
                 });
                 self.start_queued_migration(tid);
             }
@@ -540,23 +542,29 @@ impl Machine {
             | SourceOutput::StartSendingImages
             | SourceOutput::FinishSendingImages
             | SourceOutput::SendRecord
-            | SourceOutput::DropImages => self.run_source_transfer(&of, &output),
+            | SourceOutput::DropImages => self.run_source_transfer(&migration, &output),
         }
     }
 
-    /// Executes the outputs of the source that concern memory and images.
-    fn run_source_transfer(&mut self, of: &Migration, output: &SourceOutput) {
-        let Migration { id, tid, to, .. } = *of;
+    /// Executes the outputs of the source that concern memory, images and the task's record.
+    fn run_source_transfer(&mut self, migration: &Migration, output: &SourceOutput) {
+        let Migration {
+            id,
+            tid,
+            to: target,
+            ..
+        } = *migration;
         match output {
-            SourceOutput::OpenMemoryStream => self
-                .outputs
-                .push_back(Output::ServeMemory { migration: id, to }),
+            SourceOutput::OpenMemoryStream => self.outputs.push_back(Output::ServeMemory {
+                migration: id,
+                target,
+            }),
             SourceOutput::PreCopy => {
-                let memory_way = self.config.paths.memory_socket(id);
+                let memory_socket = self.config.paths.memory_socket_path(id);
                 self.send_to_tasker(ToTasker::PreCopy {
                     migration: id,
                     tid,
-                    memory_socket: memory_way,
+                    memory_socket_path: memory_socket,
                 });
             }
             SourceOutput::DiscardPreCopy => {
@@ -564,27 +572,30 @@ impl Machine {
             }
             SourceOutput::Dump { post_copy } => {
                 let dir = self.config.paths.image_dir(id);
-                let memory_way = post_copy.then(|| self.config.paths.memory_socket(id));
+                let memory_socket = post_copy.then(|| self.config.paths.memory_socket_path(id));
                 self.send_to_tasker(ToTasker::Dump {
                     migration: id,
                     tid,
-                    dir,
-                    memory_socket: memory_way,
+                    image_dir: dir,
+                    memory_socket_path: memory_socket,
                 });
             }
             SourceOutput::Upload => self.upload_part(id),
-            SourceOutput::StartSendingImages => self
-                .outputs
-                .push_back(Output::SendImagesEarly { migration: id, to }),
+            SourceOutput::StartSendingImages => self.outputs.push_back(Output::SendImagesEarly {
+                migration: id,
+                target,
+            }),
             SourceOutput::FinishSendingImages => {
-                self.send_record(of, false);
+                self.send_record(migration, false);
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.transferring_migration = Some(id);
                 }
-                self.outputs
-                    .push_back(Output::SendImages { migration: id, to });
+                self.outputs.push_back(Output::SendImages {
+                    migration: id,
+                    target,
+                });
             }
-            SourceOutput::SendRecord => self.send_task_without_process(of),
+            SourceOutput::SendRecord => self.send_task_without_process(migration),
             SourceOutput::DropImages => {
                 self.outputs.push_back(Output::DropImages { migration: id })
             }
@@ -592,15 +603,17 @@ impl Machine {
         }
     }
 
-    /// Inspects a task for a migration, by itself or through the tasker.
-    fn inspect_for_migration(&mut self, id: MigrationId, of: &Migration) {
-        let tid = of.tid;
-        // The source of a migration that was aborted before it held the task has not been removed.
-        self.migrations
-            .sources
-            .retain(|other, s| *other == id || s.migration().tid != tid || s.buffers_incoming());
-        let known = self.migration_refusal(tid).map(Err);
-        match known.or_else(|| self.inspect_without_criu(tid, Some(&of.cause))) {
+    /// Inspects a task for a migration. The tasker inspects the task, unless the daemon already
+    /// knows the result.
+    fn inspect_for_migration(&mut self, id: MigrationId, migration: &Migration) {
+        let tid = migration.tid;
+        // The daemon has not removed the source of a migration that was aborted before it buffered
+        // items for the task.
+        self.migrations.sources.retain(|source_id, s| {
+            *source_id == id || s.migration().tid != tid || s.buffers_incoming()
+        });
+        let refusal = self.migration_refusal(tid).map(Err);
+        match refusal.or_else(|| self.inspect_without_criu(tid, Some(&migration.cause))) {
             Some(result) => self.handle_inspection(id, tid, result, (false, false)),
             None => self.send_to_tasker(ToTasker::Inspect { migration: id, tid }),
         }
@@ -608,7 +621,7 @@ impl Machine {
 
     /// Requests a task's library to quiesce, unless it is already quiescing for a pause.
     fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
-        let tokens: Vec<_> = std::iter::once(self.config.paths.resume_token(id))
+        let tokens: Vec<_> = std::iter::once(self.config.paths.resume_token_path(id))
             .chain(token)
             .collect();
         if !self.quiesce_paused_guest(id, tid, &tokens)
@@ -616,9 +629,9 @@ impl Machine {
         {
             let message = ToTask::Quiesce {
                 migration: id,
-                tokens,
+                token_paths: tokens,
             };
-            self.outputs.push_back(Output::ToTask { conn, message });
+            self.outputs.push_back(Output::SendToTask { conn, message });
         }
     }
 
@@ -629,32 +642,37 @@ impl Machine {
     /// - The library of a paused guest is reconnecting.
     /// - The task must be paused and its program has just been restarted.
     ///
-    /// The coordinator's deadline bounds the wait.
-    fn must_wait_for_previous(&self, of: &Migration) -> bool {
+    /// The deadline of the coordinator limits the wait.
+    fn must_wait_for_previous(&self, migration: &Migration) -> bool {
         let is_resuming_after_abort = |s: &Source| {
-            s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
+            s.migration().tid == migration.tid
+                && s.migration().id != migration.id
+                && s.buffers_incoming()
         };
-        let reconnecting = self
+        let is_reconnecting = self
             .tasks
-            .get(of.tid)
-            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.is_resuming));
-        let arriving = self
+            .get(migration.tid)
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|pause| pause.is_resuming));
+        let is_arriving = self
             .migrations
             .arrivals
-            .get(&of.tid)
+            .get(&migration.tid)
             .is_some_and(|a| a.is_located);
-        // Other tasks in this phase may never connect.
-        let restarted = |t: &Task| {
-            t.phase == ConnectionPhase::Expected
-                && t.launch
+        // A task that was not restarted may never connect.
+        let awaits_restarted_program = |t: &Task| {
+            t.connection_phase == ConnectionPhase::Expected
+                && t.launch_info
                     .as_ref()
-                    .is_some_and(|begin| begin.restart_count > 0)
+                    .is_some_and(|launch| launch.restart_count > 0)
         };
-        let restarting_paused =
-            self.tasks.get(of.tid).is_some_and(restarted) && self.must_pause(of.tid);
-        arriving
-            || reconnecting
-            || restarting_paused
+        let is_restarting_paused = self
+            .tasks
+            .get(migration.tid)
+            .is_some_and(awaits_restarted_program)
+            && self.must_pause(migration.tid);
+        is_arriving
+            || is_reconnecting
+            || is_restarting_paused
             || self
                 .migrations
                 .sources
@@ -662,8 +680,8 @@ impl Machine {
                 .any(is_resuming_after_abort)
     }
 
-    /// Starts the queued migration of a task, if any. Called when the task's previous migration has
-    /// ended.
+    /// Starts the queued migration of a task, if there is one. Called when the task's previous
+    /// migration has ended.
     pub(super) fn start_queued_migration(&mut self, tid: Tid) {
         if let Some(id) = self.migrations.queued_migrations.remove(&tid) {
             self.run_source_output(id, SourceOutput::Inspect);
@@ -694,15 +712,15 @@ impl Machine {
         }
     }
 
-    /// Passes an event to a migration whose source is this host.
-    pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
+    /// Passes an event to the source of a migration. Has no effect if this host is not the source.
+    pub(super) fn pass_to_source(&mut self, id: MigrationId, event: SourceEvent) {
         if let Some(source) = self.migrations.sources.get_mut(&id) {
             source.handle(event);
         }
     }
 
-    /// Passes an event to a migration whose target is this host.
-    pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
+    /// Passes an event to the target of a migration. Has no effect if this host is not the target.
+    pub(super) fn pass_to_target(&mut self, id: MigrationId, event: TargetEvent) {
         if let Some(target) = self.migrations.targets.get_mut(&id) {
             target.handle(event);
         }
@@ -715,22 +733,22 @@ impl Machine {
             .find(|a| a.migration == migration)
     }
 
-    /// Handles the report of a library that it is quiesced; its socket closes next.
+    /// Handles the report of a library that it is quiesced. The library closes its socket next.
     pub(super) fn handle_library_quiesced(
         &mut self,
         tid: Tid,
         migration: MigrationId,
-        marks: Vec<SendWatermark>,
+        watermarks: Vec<SendWatermark>,
     ) {
-        let migrating = self
+        let is_migrating = self
             .migrations
             .sources
             .get(&migration)
             .is_some_and(|s| s.migration().tid == tid);
         match self.tasks.get_mut(tid) {
-            Some(task) if migrating || task.has_resume_id(migration) => {
-                task.raise_watermarks(marks);
-                task.quiesced = true;
+            Some(task) if is_migrating || task.has_resume_id(migration) => {
+                task.raise_watermarks(watermarks);
+                task.has_quiesced = true;
             }
             _ => self.log_line(
                 LogLevel::Warning,
@@ -740,14 +758,14 @@ impl Machine {
         }
     }
 
-    /// Handles the close of the socket of a quiesced library.
+    /// Handles the closed socket of a quiesced library.
     pub(super) fn handle_quiesce_completed(&mut self, tid: Tid) {
-        // A guest that is being resumed finds its token immediately. It reconnects and then
-        // quiesces for the migration.
+        // The library of a guest that is being resumed finds its token immediately. It reconnects
+        // and then quiesces for the migration.
         if !self
             .tasks
             .get(tid)
-            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.is_resuming))
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|pause| pause.is_resuming))
         {
             self.notify_sources(tid, SourceEvent::Quiesced);
         }

@@ -10,7 +10,7 @@ use sempa_proto::{MigrationId, Tid};
 
 impl Machine {
     pub(super) fn run_target_output(&mut self, id: MigrationId, output: TargetOutput) {
-        let Some(of) = self
+        let Some(migration) = self
             .migrations
             .targets
             .get(&id)
@@ -18,77 +18,77 @@ impl Machine {
         else {
             return;
         };
-        let tid = of.tid;
-        self.output_step_start(tid, output.started_step());
+        let tid = migration.tid;
+        self.push_step_starting(tid, output.started_step());
         match output {
             TargetOutput::Report(report) => {
-                self.output_step_end(tid, &report);
+                self.push_step_ended(tid, &report);
                 self.send_step_report(id, report);
             }
             TargetOutput::Prepare(facts) => self.prepare_target(id, facts),
             // Images from the store of this host need no transfer.
-            TargetOutput::ExpectImages if of.from == self.config.host => {}
+            TargetOutput::ExpectImages if migration.from == self.config.host => {}
             TargetOutput::ExpectImages => {
                 self.outputs.push_back(Output::ExpectImages {
                     migration: id,
-                    from: of.from,
+                    source: migration.from,
                 });
                 if self.uses_post_copy(id) {
                     self.outputs.push_back(Output::FetchMemory {
                         migration: id,
-                        from: of.from,
+                        source: migration.from,
                     });
                 }
             }
             TargetOutput::ReceivePreCopy => {
-                let memory_way = self.config.paths.memory_socket(id);
+                let memory_socket = self.config.paths.memory_socket_path(id);
                 self.send_to_tasker(ToTasker::ReceivePreCopy {
                     migration: id,
-                    memory_socket: memory_way,
+                    memory_socket_path: memory_socket,
                 });
             }
-            TargetOutput::Restore if of.cause == MigrationCause::Restart => {
+            TargetOutput::Restore if migration.cause == MigrationCause::Restart => {
                 self.outputs.push_back(Output::ReadPart { migration: id });
             }
             TargetOutput::Restore
                 if self
                     .arrival_of(id)
-                    .is_some_and(|arrival| arrival.by_restart) =>
+                    .is_some_and(|arrival| arrival.restarts_program) =>
             {
-                self.world_calls.push_back(WorldCall::Prepare(id));
+                self.world_calls.push_back(WorldCall::PrepareProgram(id));
             }
             TargetOutput::Restore => {
                 let dir = self.config.paths.image_dir(id);
-                let memory_way = self
+                let memory_socket = self
                     .uses_post_copy(id)
-                    .then(|| self.config.paths.memory_socket(id));
+                    .then(|| self.config.paths.memory_socket_path(id));
                 self.send_to_tasker(ToTasker::Restore {
                     migration: id,
                     tid,
-                    dir,
+                    image_dir: dir,
                     memory_write: None,
-                    memory_socket: memory_way,
+                    memory_socket_path: memory_socket,
                 });
             }
-            TargetOutput::Run(FinalSourceState { used, suspensions }) => {
+            TargetOutput::Run(FinalSourceState { usage, suspensions }) => {
                 let now = self.now;
                 let arrival = self.arrival_of(id).map(|arrival| {
                     arrival.record_run_order(now, suspensions);
-                    arrival.by_restart
+                    arrival.restarts_program
                 });
                 match arrival {
-                    Some(true) if of.cause == MigrationCause::Restart => self
+                    Some(true) if migration.cause == MigrationCause::Restart => self
                         .outputs
                         .push_back(Output::InstallState { migration: id }),
-                    _ => self.run_restored_task(id, used),
+                    _ => self.run_restored_task(id, usage),
                 }
             }
             TargetOutput::WriteResumeToken => {
-                // The library of a paused task is not resumed. Such a task may already have become
-                // a task of this host.
+                // The library of a task that stays paused is not resumed. The record of such a task
+                // may already belong to a task of this host.
                 if self
                     .arrival_of(id)
-                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
+                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.restarts_program)
                 {
                     self.write_resume_token(id);
                 }
@@ -101,7 +101,7 @@ impl Machine {
         }
     }
 
-    /// Removes a finished target. A task that has arrived stays as a task of this host.
+    /// Removes a finished target. A task that has arrived remains a task of this host.
     fn finish_target(&mut self, id: MigrationId, tid: Tid) {
         self.migrations.targets.remove(&id);
         self.migrations
@@ -113,9 +113,9 @@ impl Machine {
         self.advance_arrival(tid);
     }
 
-    /// Requests the tasker to run a restored task. The task stays paused while guests are paused or
+    /// Orders the tasker to run a restored task. The task stays paused while guests are paused or
     /// while the task is suspended.
-    fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
+    fn run_restored_task(&mut self, id: MigrationId, usage: Usage) {
         let mut is_paused = self.owner_control.pauses_guests();
         if let Some(arrival) = self.arrival_of(id) {
             is_paused |= arrival.suspension.is_some();
@@ -123,15 +123,15 @@ impl Machine {
         }
         self.send_to_tasker(ToTasker::Run {
             migration: id,
-            used,
-            paused: is_paused,
+            earlier_usage: usage,
+            stays_paused: is_paused,
         });
     }
 
     /// Handles the result of giving the state files of a restarted program their final names.
     pub(crate) fn handle_state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
-            // The tasker may have ended in the meantime, and the task with it.
+            // The tasker may have ended in the meantime, and the task died with the tasker.
             Ok(())
                 if self
                     .migrations
@@ -142,12 +142,12 @@ impl Machine {
                 self.run_restored_task(id, Usage::default())
             }
             Ok(()) => {}
-            Err(why) => self.target_event(id, TargetEvent::RunCompleted(Err(why))),
+            Err(why) => self.pass_to_target(id, TargetEvent::RunCompleted(Err(why))),
         }
     }
 
-    /// Obtains this host's verdict on a task that may migrate to it. Refuses immediately if the
-    /// host's owner does not permit the guest or if there is no tasker.
+    /// Starts to determine this host's verdict on a task that may migrate to it. Refuses
+    /// immediately if the host's owner does not permit the guest or if there is no tasker.
     fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
         let tid = self
             .migrations
@@ -160,10 +160,10 @@ impl Machine {
         match refusal {
             None => self
                 .world_calls
-                .push_back(WorldCall::JudgeMigration(id, facts)),
+                .push_back(WorldCall::MigrationVerdict(id, facts)),
             Some(refusal) => {
                 let (verdict, engine) = (vec![refusal], Engine::Criu);
-                self.target_event(
+                self.pass_to_target(
                     id,
                     TargetEvent::Prepared {
                         verdict,

@@ -8,10 +8,11 @@ use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 
 impl Machine {
-    /// Returns the refusal of all migrations from and to this host if its tasker has ended.
+    /// Returns the reason for which this host, without a tasker, refuses all migrations; `None` if
+    /// it has a tasker.
     pub(crate) fn no_tasker_refusal(&self) -> Option<Refusal> {
         let why = || "its tasker has ended".into();
-        self.tasker_gone.then(|| Refusal::NoEngine {
+        self.tasker_has_ended.then(|| Refusal::NoEngine {
             host: self.config.host,
             why: why(),
         })
@@ -33,8 +34,8 @@ impl Machine {
             FromTasker::Inspected {
                 migration,
                 result,
-                supports_post_copy: memory_can_follow,
-                supports_pre_copy: can_pre_copy,
+                supports_post_copy,
+                supports_pre_copy,
             } => {
                 let Some(Migration { tid, cause, .. }) = self
                     .migrations
@@ -53,33 +54,39 @@ impl Machine {
                     true => result,
                     false => self.merge_criu_facts(tid, Some(&cause), result),
                 };
-                self.handle_inspection(migration, tid, result, (memory_can_follow, can_pre_copy));
+                self.handle_inspection(
+                    migration,
+                    tid,
+                    result,
+                    (supports_post_copy, supports_pre_copy),
+                );
             }
             FromTasker::SignalChecked {
                 migration,
                 handles_signal,
             } => self.handle_signal_check(migration, handles_signal),
             FromTasker::PreCopied { migration, result } => {
-                self.source_event(migration, SourceEvent::PreCopied(result))
+                self.pass_to_source(migration, SourceEvent::PreCopied(result))
             }
-            FromTasker::PreCopyLost { migration, why } => {
-                self.target_event(migration, TargetEvent::PreCopyLost(why))
-            }
+            FromTasker::PreCopyLost {
+                migration,
+                failure: why,
+            } => self.pass_to_target(migration, TargetEvent::PreCopyLost(why)),
             FromTasker::Stopped { migration, result } => {
                 self.handle_stopped_for_migration(migration, &result);
-                self.source_event(migration, SourceEvent::Stopped(result));
+                self.pass_to_source(migration, SourceEvent::Stopped(result));
             }
             FromTasker::Dumped { migration, result } => {
-                self.source_event(migration, SourceEvent::Dumped(result))
+                self.pass_to_source(migration, SourceEvent::Dumped(result))
             }
             FromTasker::MigrationAborted { migration } => {
-                self.source_event(migration, SourceEvent::TaskResumed)
+                self.pass_to_source(migration, SourceEvent::TaskResumed)
             }
-            FromTasker::SourceGone { migration, used } => {
-                self.source_event(migration, SourceEvent::Killed(used))
+            FromTasker::SourceKilled { migration, usage } => {
+                self.pass_to_source(migration, SourceEvent::Killed(usage))
             }
-            // The migration was aborted before the tasker started to prepare it. The tasker must
-            // discard the preparations.
+            // The migration was aborted before the tasker began its preparations. The tasker must
+            // discard them.
             FromTasker::Prepared { migration, .. }
                 if !self.migrations.targets.contains_key(&migration) =>
             {
@@ -88,28 +95,28 @@ impl Machine {
             FromTasker::Prepared {
                 migration,
                 verdict,
-                supports_post_copy: memory_can_follow,
+                supports_post_copy,
             } => {
                 let verdict = verdict
                     .into_iter()
                     .map(|refusal| self.set_refusal_host(refusal))
                     .collect();
-                self.handle_criu_verdict(migration, verdict, memory_can_follow);
+                self.handle_criu_verdict(migration, verdict, supports_post_copy);
             }
             FromTasker::Restored { migration, result } => {
                 if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
                     arrival.pid = *pid;
                 }
-                self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
+                self.pass_to_target(migration, TargetEvent::Restored(result.map(|_| ())));
             }
             FromTasker::Running { migration, result } => {
                 self.handle_run_completed(migration, result)
             }
             FromTasker::MemoryArrived { migration, result } => {
-                self.target_event(migration, TargetEvent::MemoryArrived(result))
+                self.pass_to_target(migration, TargetEvent::MemoryArrived(result))
             }
             FromTasker::Discarded { migration } => {
-                self.target_event(migration, TargetEvent::Discarded)
+                self.pass_to_target(migration, TargetEvent::Discarded)
             }
             _ => {}
         }
@@ -122,8 +129,8 @@ impl Machine {
                 arrival.mark_lost();
             }
         }
-        self.target_event(migration, TargetEvent::RunCompleted(result));
-        // The target handles the event first: its output writes the token that resumes the library.
+        self.pass_to_target(migration, TargetEvent::RunCompleted(result));
+        // The target handles the event first: its output writes the resume token of the library.
         let tids: Vec<Tid> = self
             .migrations
             .arrivals
@@ -134,7 +141,7 @@ impl Machine {
         tids.into_iter().for_each(|tid| self.advance_arrival(tid));
     }
 
-    /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
+    /// Cancels all pre-copies to this host, because arriving guests would be paused immediately.
     pub(crate) fn cancel_pre_copies(&mut self, why: &str) {
         let refusal = Refusal::OwnerPresent {
             host: self.config.host,
@@ -147,13 +154,14 @@ impl Machine {
         }
     }
 
-    /// Fails the migrations to this host after the end of the tasker. All tasks that it was
-    /// restoring or holding for them are dead.
+    /// Fails the migrations to this host after the end of the tasker. All tasks that the tasker was
+    /// restoring or holding for these migrations are dead.
     pub(crate) fn fail_incoming_migrations(&mut self, why: &str) {
-        let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
+        let tasker_failure = || Failure::Engine(format!("the tasker has ended: {why}"));
         let host = self.config.host;
         for target in self.migrations.targets.values_mut() {
-            // The tasker will not send a verdict. The requester can try the next host immediately.
+            // The tasker will not send a verdict. With this verdict the requester can try another
+            // host immediately.
             let verdict = vec![Refusal::NoEngine {
                 host,
                 why: format!("its tasker has ended: {why}"),
@@ -163,21 +171,21 @@ impl Machine {
                 supports_post_copy: false,
                 engine: Engine::Criu,
             });
-            // The tasker's end has discarded everything that it was ordered to discard.
+            // Everything that the tasker was ordered to discard has ended with the tasker.
             target.handle(TargetEvent::Discarded);
-            target.handle(TargetEvent::PreCopyLost(failed()));
-            target.handle(TargetEvent::Restored(Err(failed())));
-            target.handle(TargetEvent::RunCompleted(Err(failed())));
-            target.handle(TargetEvent::MemoryArrived(Err(failed())));
+            target.handle(TargetEvent::PreCopyLost(tasker_failure()));
+            target.handle(TargetEvent::Restored(Err(tasker_failure())));
+            target.handle(TargetEvent::RunCompleted(Err(tasker_failure())));
+            target.handle(TargetEvent::MemoryArrived(Err(tasker_failure())));
         }
-        let running: Vec<Tid> = self
+        let running_tasks: Vec<Tid> = self
             .migrations
             .arrivals
             .values()
             .filter(|a| a.run_ordered)
             .map(|a| a.tid)
             .collect();
-        for tid in running {
+        for tid in running_tasks {
             if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
                 arrival.mark_lost();
             }

@@ -1,5 +1,5 @@
-//! Inspection of a task and the verdict of a host, for restart engines and for the choice between
-//! them and CRIU.
+//! Inspection of a task, and the verdict of this host, for restart engines and for the choice
+//! between a restart engine and CRIU.
 
 use super::{RestartVerdict, choose_engine, lacks_dir};
 use crate::rpc::ReplyAddress;
@@ -11,20 +11,21 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{MigrationId, PvmError, Tid};
 
 impl Machine {
-    /// Returns the properties of a task of this host if the tasker need not be asked, because the
-    /// task does not permit CRIU or must not use it now. `None` if the tasker must be asked.
+    /// Returns the properties of a task of this host if no question to the tasker is necessary,
+    /// because the task does not permit CRIU or must not use CRIU now. Returns `None` if the tasker
+    /// must inspect the task.
     pub(crate) fn inspect_without_criu(
         &self,
         tid: Tid,
         cause: Option<&MigrationCause>,
     ) -> Option<Result<TaskFacts, Refusal>> {
         let task = self.tasks.get(tid)?;
-        // CRIU must not migrate a task that may still exit by an earlier request, because the
+        // CRIU must not migrate a task that may still exit because of an earlier request. The
         // target would not expect that exit.
-        let begin = task.launch.as_ref()?;
-        let by_criu = begin.allows_criu() && task.graceful_exit.is_none();
+        let launch = task.launch_info.as_ref()?;
+        let criu_is_allowed = launch.allows_criu() && task.graceful_exit.is_none();
         if cause != Some(&MigrationCause::Checkpoint) {
-            return (!by_criu).then(|| {
+            return (!criu_is_allowed).then(|| {
                 self.inspect_for_restart(tid)
                     .unwrap_or(Err(Refusal::NoSuchTask))
             });
@@ -32,23 +33,24 @@ impl Machine {
         if task.graceful_exit.is_some() {
             return Some(Err(Refusal::SelfCheckpointPending));
         }
-        let own_first = begin.prefers_self_checkpoint();
+        let prefers_self_checkpoint = launch.prefers_self_checkpoint();
         match self.inspect_self_checkpoint(tid)? {
-            Err(_) if by_criu => None,
-            result => (own_first || !by_criu).then_some(result),
+            Err(_) if criu_is_allowed => None,
+            result => (prefers_self_checkpoint || !criu_is_allowed).then_some(result),
         }
     }
 
-    /// Returns the properties of a task whose program writes its own checkpoint.
+    /// Returns the properties of a task whose program writes its own checkpoint, or the reason why
+    /// the program cannot write one; `None` if the task permits only CRIU.
     fn inspect_self_checkpoint(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
-        let mut begin = self.tasks.get(tid)?.launch.clone()?;
-        let Some(own) = begin.self_checkpoint() else {
+        let mut launch = self.tasks.get(tid)?.launch_info.clone()?;
+        let Some(self_checkpoint) = launch.self_checkpoint() else {
             return Some(Err(Refusal::NoCheckpointEngine {
-                engine: begin.restart_engine()?,
+                engine: launch.restart_engine()?,
             }));
         };
-        begin.engines = vec![own];
-        Some(if begin.state_files.is_empty() {
+        launch.engines = vec![self_checkpoint];
+        Some(if launch.state_files.is_empty() {
             Err(Refusal::NoStateFiles)
         } else if self.suspensions_of(tid).is_suspended() {
             // The program must run to write its checkpoint.
@@ -56,85 +58,89 @@ impl Machine {
         } else {
             Ok(TaskFacts {
                 uid: self.config.uid,
-                launch: Some(begin),
+                launch: Some(launch),
                 ..TaskFacts::default()
             })
         })
     }
 
-    /// Combines the properties that the tasker has found for CRIU with the restart engines that the
+    /// Combines the result of the tasker's inspection for CRIU with the restart engines that the
     /// task permits.
     pub(crate) fn merge_criu_facts(
         &self,
         tid: Tid,
         cause: Option<&MigrationCause>,
-        result: Result<TaskFacts, Refusal>,
+        criu_result: Result<TaskFacts, Refusal>,
     ) -> Result<TaskFacts, Refusal> {
         if cause == Some(&MigrationCause::Checkpoint) {
-            return result.or_else(|refusal| match self.inspect_self_checkpoint(tid) {
+            return criu_result.or_else(|refusal| match self.inspect_self_checkpoint(tid) {
                 Some(Ok(facts)) => Ok(facts),
-                // The missing list of files is the more useful reason, because the user can add it.
+                // The user can add a list of state files, so its absence is the more useful reason.
                 Some(Err(Refusal::NoStateFiles)) if matches!(refusal, Refusal::NoEngine { .. }) => {
                     Err(Refusal::NoStateFiles)
                 }
                 _ => Err(refusal),
             });
         }
-        match (result, self.inspect_for_restart(tid)) {
+        match (criu_result, self.inspect_for_restart(tid)) {
             (
                 Ok(facts),
                 Some(Ok(TaskFacts {
-                    launch: Some(mut begin),
+                    launch: Some(mut launch),
                     ..
                 })),
             ) => {
-                let wanted = self.tasks.get(tid).and_then(|task| task.launch.as_ref());
-                let wanted = wanted
-                    .map(|wanted| wanted.engines.clone())
+                let task_launch = self
+                    .tasks
+                    .get(tid)
+                    .and_then(|task| task.launch_info.as_ref());
+                let task_launch = task_launch
+                    .map(|task_launch| task_launch.engines.clone())
                     .unwrap_or_default();
-                begin.engines = wanted
+                launch.engines = task_launch
                     .into_iter()
-                    .filter(|e| *e == Engine::Criu || begin.engines.contains(e))
+                    .filter(|e| *e == Engine::Criu || launch.engines.contains(e))
                     .collect();
                 Ok(TaskFacts {
-                    launch: Some(begin),
+                    launch: Some(launch),
                     ..facts
                 })
             }
             (Err(_), Some(Ok(facts))) => Ok(facts),
-            (result, _) => result,
+            (criu_result, _) => criu_result,
         }
     }
 
-    /// Returns the properties of a task for the restart engines that it permits.
+    /// Returns the properties of a task for the restart engines that it permits; `None` if it
+    /// permits only CRIU.
     fn inspect_for_restart(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
-        let mut begin = self.tasks.get(tid)?.launch.clone()?;
-        let suspended = self.suspensions_of(tid).is_suspended();
-        begin.engines.retain(|engine| match engine {
+        let mut launch = self.tasks.get(tid)?.launch_info.clone()?;
+        let is_suspended = self.suspensions_of(tid).is_suspended();
+        launch.engines.retain(|engine| match engine {
             Engine::Criu => false,
             // The program must run to write its checkpoint.
-            Engine::SelfCheckpoint { .. } => !suspended,
+            Engine::SelfCheckpoint { .. } => !is_suspended,
             Engine::Restart { .. } => true,
         });
-        Some(match begin.engines.is_empty() {
+        Some(match launch.engines.is_empty() {
             true => Err(Refusal::Suspended),
             false => Ok(TaskFacts {
                 uid: self.config.uid,
-                launch: Some(begin),
+                launch: Some(launch),
                 ..TaskFacts::default()
             }),
         })
     }
 
     /// Handles the properties of a task that will be migrated or dumped. If the program will write
-    /// its own checkpoint, the tasker first checks the signal for that, before other tasks of the
-    /// job are asked.
+    /// its own checkpoint on a signal, the tasker first checks whether the program handles that
+    /// signal. No other task of the job is asked before this check.
     pub(crate) fn handle_inspection(
         &mut self,
         id: MigrationId,
         tid: Tid,
         result: Result<TaskFacts, Refusal>,
-        memory: (bool, bool),
+        memory_support: (bool, bool),
     ) {
         let cause = self
             .migrations
@@ -152,13 +158,13 @@ impl Machine {
                 tid,
                 signal,
             }),
-            None => self.finish_inspection(id, tid, result, memory),
+            None => self.finish_inspection(id, tid, result, memory_support),
         }
     }
 
-    /// Handles the tasker's answer whether a program handles the signal that asks for its own
+    /// Handles the tasker's report whether the program handles the signal that asks for its own
     /// checkpoint.
-    pub(crate) fn handle_signal_check(&mut self, id: MigrationId, handled: bool) {
+    pub(crate) fn handle_signal_check(&mut self, id: MigrationId, is_handled: bool) {
         let Some(tid) = self
             .migrations
             .sources
@@ -174,7 +180,7 @@ impl Machine {
             .as_ref()
             .ok()
             .and_then(TaskFacts::checkpoint_signal)
-            .filter(|_| !handled);
+            .filter(|_| !is_handled);
         let Some(signal) = signal else {
             return self.finish_inspection(id, tid, facts, (false, false));
         };
@@ -198,30 +204,35 @@ impl Machine {
         id: MigrationId,
         tid: Tid,
         result: Result<TaskFacts, Refusal>,
-        (memory_can_follow, can_pre_copy): (bool, bool),
+        (supports_post_copy, supports_pre_copy): (bool, bool),
     ) {
-        let suspended = self.suspensions_of(tid);
-        let inspected = |facts| InspectedTask {
+        let suspensions = self.suspensions_of(tid);
+        let inspected_task = |facts| InspectedTask {
             facts,
-            suspensions: suspended,
-            supports_post_copy: memory_can_follow,
-            supports_pre_copy: can_pre_copy,
+            suspensions,
+            supports_post_copy,
+            supports_pre_copy,
         };
-        let result = self.add_program_name(tid, result).map(inspected);
-        self.source_event(id, SourceEvent::Inspected(result));
+        let result = self.add_program_name(tid, result).map(inspected_task);
+        self.pass_to_source(id, SourceEvent::Inspected(result));
     }
 
-    pub(super) fn judge_migration(&mut self, world: &dyn World, id: MigrationId, facts: TaskFacts) {
+    pub(super) fn start_migration_verdict(
+        &mut self,
+        world: &dyn World,
+        id: MigrationId,
+        facts: TaskFacts,
+    ) {
         let Some(arrival) = self.arrival_of(id) else {
             return;
         };
         let tid = arrival.tid;
-        match judge_restart(world, &facts) {
-            Some((engine, verdict)) if is_decided(&facts, &verdict) => {
+        match restart_verdict(world, &facts) {
+            Some((engine, verdict)) if needs_no_tasker_verdict(&facts, &verdict) => {
                 self.report_verdict(id, verdict, false, engine)
             }
-            other => {
-                arrival.restart_verdict = other;
+            restart_verdict => {
+                arrival.restart_verdict = restart_verdict;
                 let facts = TaskFacts {
                     launch: None,
                     ..facts
@@ -239,13 +250,13 @@ impl Machine {
     pub(crate) fn handle_criu_verdict(
         &mut self,
         id: MigrationId,
-        criu: Verdict,
+        criu_verdict: Verdict,
         supports_post_copy: bool,
     ) {
-        let other = self
+        let restart_verdict = self
             .arrival_of(id)
             .and_then(|arrival| arrival.restart_verdict.take());
-        let (verdict, engine) = choose_engine(criu, other);
+        let (verdict, engine) = choose_engine(criu_verdict, restart_verdict);
         self.report_verdict(id, verdict, supports_post_copy, engine);
     }
 
@@ -257,9 +268,9 @@ impl Machine {
         engine: Engine,
     ) {
         if let Some(arrival) = self.arrival_of(id) {
-            arrival.by_restart = verdict.is_empty() && engine != Engine::Criu;
+            arrival.restarts_program = verdict.is_empty() && engine != Engine::Criu;
         }
-        self.target_event(
+        self.pass_to_target(
             id,
             TargetEvent::Prepared {
                 verdict,
@@ -269,21 +280,25 @@ impl Machine {
         );
     }
 
-    pub(super) fn judge_query(
+    pub(super) fn continue_query_verdict(
         &mut self,
         world: &dyn World,
-        back: ReplyAddress,
-        known: Verdict,
+        reply_to: ReplyAddress,
+        objections: Verdict,
         facts: TaskFacts,
     ) {
-        match judge_restart(world, &facts) {
-            Some((engine, verdict)) if is_decided(&facts, &verdict) => {
-                self.answer_verdict(back, known.into_iter().chain(verdict).collect(), engine);
+        match restart_verdict(world, &facts) {
+            Some((engine, verdict)) if needs_no_tasker_verdict(&facts, &verdict) => {
+                self.answer_verdict(
+                    reply_to,
+                    objections.into_iter().chain(verdict).collect(),
+                    engine,
+                );
             }
-            other => self.request_tasker_verdict(
-                back,
-                known,
-                other,
+            restart_verdict => self.request_tasker_verdict(
+                reply_to,
+                objections,
+                restart_verdict,
                 TaskFacts {
                     launch: None,
                     ..facts
@@ -295,18 +310,18 @@ impl Machine {
 
 /// Returns this host's verdict on starting the program of a task with these properties; `None` if
 /// the task permits only CRIU.
-fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
-    let begin = facts.launch.as_ref()?;
-    let engine = begin.restart_engine()?;
+fn restart_verdict(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
+    let launch = facts.launch.as_ref()?;
+    let engine = launch.restart_engine()?;
     let mut verdict = Verdict::new();
-    if let Err(PvmError::NoFile) = crate::spawn::find_program(world, &begin.request) {
+    if let Err(PvmError::NoFile) = crate::spawn::find_program(world, &launch.request) {
         let why = "this host has no such program in the search path of spawned tasks".into();
         verdict.push(Refusal::File {
-            path: (&begin.request.file).into(),
+            path: (&launch.request.program).into(),
             why,
         });
     }
-    if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
+    if let Some(dir) = launch.working_dir().filter(|dir| lacks_dir(world, dir)) {
         let why = "this host has no such directory that can be entered; it must contain what the program needs".into();
         verdict.push(Refusal::File {
             path: dir.into(),
@@ -316,12 +331,12 @@ fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
     Some((engine, verdict))
 }
 
-/// True if the tasker need not be asked: the task's first engine is a restart engine that is
-/// possible on this host, or the task does not permit CRIU.
-fn is_decided(facts: &TaskFacts, verdict: &Verdict) -> bool {
-    let first = facts
+/// True if no verdict of the tasker is necessary: the task does not permit CRIU, or the task's
+/// first engine is a restart engine that is possible on this host.
+fn needs_no_tasker_verdict(facts: &TaskFacts, verdict: &Verdict) -> bool {
+    let first_engine = facts
         .launch
         .as_ref()
-        .and_then(|begin| begin.engines.first());
-    !facts.allows_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
+        .and_then(|launch| launch.engines.first());
+    !facts.allows_criu() || verdict.is_empty() && first_engine != Some(&Engine::Criu)
 }

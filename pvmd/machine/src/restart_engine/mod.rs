@@ -39,7 +39,7 @@ const NOT_STARTED_STATUS: i32 = 0x100;
 const HANDOFF_TIMEOUT: Micros = Micros::from_secs(5);
 /// Time after an aborted migration in which a program that exits as requested is still started
 /// again.
-const LATE_EXIT_WINDOW: Micros = Micros::from_secs(60);
+const LATE_EXIT_TIMEOUT: Micros = Micros::from_secs(60);
 /// Signals that end a task that has no process at the moment.
 pub(super) const TERMINATING_SIGNALS: [i32; 2] = [9, 15];
 
@@ -54,11 +54,12 @@ pub(super) enum ExitStage {
     ExitRequested,
     /// The migration is aborted; the library must continue.
     Resuming,
-    /// The task continues, but its program may still exit as it was asked.
+    /// The task continues, but its program may still exit because it was asked to.
     LateExitPossible,
 }
 
-/// A task whose program was asked to exit, so that it can be started again.
+/// State of a program's exit that was requested, or will be, so that the program can be started
+/// again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GracefulExit {
     pub(super) migration: MigrationId,
@@ -66,45 +67,45 @@ pub(super) struct GracefulExit {
     pub(super) stage: ExitStage,
     /// True if the request to exit was sent.
     exit_requested: bool,
-    /// Engine of an earlier migration whose request to exit is still outstanding.
+    /// Engine of an earlier migration whose request to exit still applies.
     earlier_requested_engine: Option<Engine>,
     /// True if the migration is aborted.
     is_aborted: bool,
-    /// True if a signal has ended the task, so that its program is not started again.
+    /// True if a signal has ended the task. Its program is then not started again.
     is_final: bool,
     /// True if the task was paused since the window for a late exit last began.
     pub(super) was_paused: bool,
 }
 
-/// A task whose process has exited and that is started again.
+/// State of a task whose process has exited and whose program is started again.
 #[derive(Debug)]
-pub(super) struct Respawning {
+pub(super) struct RespawnState {
     migration: MigrationId,
     /// True if the program is started again on this host.
-    restarts_here: bool,
+    restarts_locally: bool,
     /// Number of items at the head of the inbox that come from the handoff of the previous process.
-    pub(super) left_items: usize,
+    pub(super) handoff_item_count: usize,
 }
 
-/// Work that needs the [`World`].
+/// A call of the machine that needs the [`World`].
 #[derive(Debug)]
 pub(super) enum WorldCall {
-    /// Judges whether this host accepts a migrating task.
-    JudgeMigration(MigrationId, TaskFacts),
-    /// Judges for a placement query whether this host accepts a task. The verdict contains the
+    /// Determines whether this host accepts a migrating task.
+    MigrationVerdict(MigrationId, TaskFacts),
+    /// Determines for a placement query whether this host accepts a task. The verdict contains the
     /// objections that the daemon already has.
-    JudgeQuery(ReplyAddress, Verdict, TaskFacts),
+    QueryVerdict(ReplyAddress, Verdict, TaskFacts),
     /// Starts the program of a task of this host again.
     Respawn(Tid),
     /// Starts the program of an arriving task and holds it at its entry.
-    Prepare(MigrationId),
+    PrepareProgram(MigrationId),
     /// Collects the files into which a task of this host has written its state, for a checkpoint.
     CollectState(MigrationId),
     /// Copies the state files of an arriving task to their directories, under temporary names.
     StageState(MigrationId),
 }
 
-/// Work that runs at the end of the current event.
+/// Calls that are performed at the end of the current event.
 pub(super) type WorldCalls = VecDeque<WorldCall>;
 
 /// A host's preferred restart engine for a task, with its verdict; `None` if the task permits only
@@ -112,17 +113,23 @@ pub(super) type WorldCalls = VecDeque<WorldCall>;
 pub(super) type RestartVerdict = Option<(Engine, Verdict)>;
 
 /// Chooses between CRIU and a restart engine by their verdicts. CRIU is chosen if it is possible.
-/// If neither engine is possible, the verdict contains all refusals.
-pub(super) fn choose_engine(criu: Verdict, other: RestartVerdict) -> (Verdict, Engine) {
-    match other {
-        _ if criu.is_empty() => (criu, Engine::Criu),
+/// If neither engine is possible, the returned verdict contains the refusals of both.
+pub(super) fn choose_engine(
+    criu_verdict: Verdict,
+    restart_verdict: RestartVerdict,
+) -> (Verdict, Engine) {
+    match restart_verdict {
+        _ if criu_verdict.is_empty() => (criu_verdict, Engine::Criu),
         Some((engine, verdict)) if verdict.is_empty() => (verdict, engine),
-        Some((_, verdict)) => (criu.into_iter().chain(verdict).collect(), Engine::Criu),
-        None => (criu, Engine::Criu),
+        Some((_, verdict)) => (
+            criu_verdict.into_iter().chain(verdict).collect(),
+            Engine::Criu,
+        ),
+        None => (criu_verdict, Engine::Criu),
     }
 }
 
-/// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
+/// Returns the launch information of a spawn; `None` if its tasks permit only CRIU.
 pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<LaunchInfo>>, String> {
     let launch = LaunchInfo::from_request(request)?;
     Ok(launch.restart_engine().is_some().then(|| Box::new(launch)))
@@ -134,7 +141,8 @@ impl GracefulExit {
         matches!(self.engine, Engine::SelfCheckpoint { .. })
     }
 
-    /// True if the program was asked to exit, so that it is started again after its exit.
+    /// True if the program was asked to exit, for this migration or an earlier migration. The
+    /// program is then started again after its exit.
     fn was_asked_to_exit(&self) -> bool {
         self.exit_requested || self.earlier_requested_engine.is_some()
     }
@@ -149,35 +157,37 @@ impl Task {
     /// True while the program is about to exit, to be started again.
     pub(super) fn is_exiting(&self) -> bool {
         self.graceful_exit
-            .is_some_and(|ending| ending.stage != ExitStage::LateExitPossible)
+            .is_some_and(|graceful_exit| graceful_exit.stage != ExitStage::LateExitPossible)
     }
 
-    /// Records that the program does not handle the signal that asks for its own checkpoint. True
-    /// if CRIU may dump the task instead and was not tried yet.
+    /// Records that the program does not handle the signal that asks for its own checkpoint.
+    /// Returns true if CRIU may dump the task instead and was not tried yet.
     fn fall_back_to_criu(&mut self, id: MigrationId) -> bool {
         self.ignores_checkpoint_signal = Some(id);
-        self.launch
+        self.launch_info
             .as_ref()
-            .is_some_and(|begin| begin.allows_criu() && begin.prefers_self_checkpoint())
+            .is_some_and(|launch| launch.allows_criu() && launch.prefers_self_checkpoint())
     }
 
     /// True while the task has no process because it is being started again.
     pub(super) fn is_respawning(&self) -> bool {
-        self.respawning.is_some()
+        self.respawn_state.is_some()
     }
 }
 
 impl Machine {
-    /// Performs one queued call that needs the world. False if no call was queued.
+    /// Performs one queued call that needs the [`World`]. Returns false if no call was queued.
     pub(super) fn run_world_call(&mut self, world: &mut dyn World) -> bool {
         match self.world_calls.pop_front() {
             None => return false,
-            Some(WorldCall::JudgeMigration(id, facts)) => self.judge_migration(world, id, facts),
-            Some(WorldCall::JudgeQuery(back, known, facts)) => {
-                self.judge_query(world, back, known, facts)
+            Some(WorldCall::MigrationVerdict(id, facts)) => {
+                self.start_migration_verdict(world, id, facts)
             }
-            Some(WorldCall::Respawn(tid)) => self.respawn(world, tid),
-            Some(WorldCall::Prepare(id)) => self.prepare_program(world, id),
+            Some(WorldCall::QueryVerdict(reply_to, objections, facts)) => {
+                self.continue_query_verdict(world, reply_to, objections, facts)
+            }
+            Some(WorldCall::Respawn(tid)) => self.restart_program(world, tid),
+            Some(WorldCall::PrepareProgram(id)) => self.prepare_program(world, id),
             Some(WorldCall::CollectState(id)) => self.collect_state(world, id),
             Some(WorldCall::StageState(id)) => self.stage_state(world, id),
         }
@@ -189,23 +199,26 @@ impl Machine {
     /// Begins the exit of a program for a migration.
     pub(super) fn begin_graceful_exit(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
         let is_paused = self.must_pause(tid);
-        let may = |task: &&mut Task| {
+        let can_exit = |task: &&mut Task| {
             !task.awaits_restarted_process
-                && task.respawning.is_none()
+                && task.respawn_state.is_none()
                 && task.exit_report.is_none()
         };
-        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
+        let Some(task) = self.tasks.get_mut(tid).filter(can_exit) else {
             let why = Failure::Engine("its program is just being started, or has ended".into());
-            return self.source_event(id, SourceEvent::Stopped(Err(why)));
+            return self.pass_to_source(id, SourceEvent::Stopped(Err(why)));
         };
-        let before = |ending: GracefulExit| {
-            if ending.exit_requested {
-                Some(ending.engine)
+        let outstanding_engine = |graceful_exit: GracefulExit| {
+            if graceful_exit.exit_requested {
+                Some(graceful_exit.engine)
             } else {
-                ending.earlier_requested_engine
+                graceful_exit.earlier_requested_engine
             }
         };
-        let (wakes, earlier_request) = (task.pause.is_some(), task.graceful_exit.and_then(before));
+        let (must_reconnect, earlier_request) = (
+            task.pause.is_some(),
+            task.graceful_exit.and_then(outstanding_engine),
+        );
         task.graceful_exit = Some(GracefulExit {
             migration: id,
             engine,
@@ -221,10 +234,10 @@ impl Machine {
             // A paused task may run to report its link states.
             self.send_to_tasker(ToTasker::Pause {
                 tid,
-                run_for: HANDOFF_TIMEOUT,
+                run_time: HANDOFF_TIMEOUT,
             });
         }
-        if wakes {
+        if must_reconnect {
             self.resume_to_exit(tid);
         } else {
             self.request_handoff(tid);
@@ -232,46 +245,51 @@ impl Machine {
     }
 
     /// Asks the program to exit, because its library has reported its link states.
-    pub(super) fn request_exit(&mut self, tid: Tid, by: MigrationId) {
+    pub(super) fn request_exit(&mut self, tid: Tid, migration_id: MigrationId) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let is_current = |ending: &&mut GracefulExit| {
-            ending.migration == by && ending.stage == ExitStage::AwaitingHandoff
+        let is_current = |graceful_exit: &&mut GracefulExit| {
+            graceful_exit.migration == migration_id
+                && graceful_exit.stage == ExitStage::AwaitingHandoff
         };
-        let Some(ending) = task.graceful_exit.as_mut().filter(is_current) else {
+        let Some(graceful_exit) = task.graceful_exit.as_mut().filter(is_current) else {
             return;
         };
-        ending.stage = ExitStage::ExitRequested;
-        // A program that exits late was already asked, for an earlier migration.
-        if ending.is_aborted || std::mem::replace(&mut ending.exit_requested, true) {
+        graceful_exit.stage = ExitStage::ExitRequested;
+        // A program whose migration was aborted must not be asked. A second request must not be
+        // sent.
+        if graceful_exit.is_aborted || std::mem::replace(&mut graceful_exit.exit_requested, true) {
             return;
         }
         let GracefulExit {
             migration, engine, ..
-        } = *ending;
+        } = *graceful_exit;
         self.send_to_tasker(ToTasker::RequestExit { tid, engine });
-        let Some((_, wait)) = engine.exit_request() else {
+        let Some((_, timeout_s)) = engine.exit_request() else {
             return;
         };
         self.set_timer(
-            Micros::from_secs(wait.into()),
+            Micros::from_secs(timeout_s.into()),
             Timer::ExitTimeout(tid, migration),
         );
     }
 
-    /// Asks a program by a message to exit. Called when the tasker has begun to expect the exit.
-    /// The message is sent even if the migration was aborted meanwhile, because a program that is
-    /// asked by a signal would have received its signal, too.
+    /// Asks a program by a message to exit. The tasker has reported that it expects the exit. The
+    /// message is sent even if the migration was aborted meanwhile, because a program that is asked
+    /// by a signal would have received the signal, too.
     pub(super) fn send_exit_message(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(tid) else {
             return;
         };
-        let Some(ending) = task.graceful_exit.filter(|ending| ending.exit_requested) else {
+        let Some(graceful_exit) = task
+            .graceful_exit
+            .filter(|graceful_exit| graceful_exit.exit_requested)
+        else {
             return;
         };
-        let (Some((AskMethod::Message(tag), wait)), Some(conn)) =
-            (ending.engine.exit_request(), task.conn())
+        let (Some((AskMethod::Message(tag), timeout_s)), Some(conn)) =
+            (graceful_exit.engine.exit_request(), task.conn())
         else {
             return;
         };
@@ -279,9 +297,9 @@ impl Machine {
         let message = own_daemon_message(
             tid,
             (0, tag),
-            pack_ints(&[i32::try_from(wait).unwrap_or(i32::MAX)]),
+            pack_ints(&[i32::try_from(timeout_s).unwrap_or(i32::MAX)]),
         );
-        self.outputs.push_back(Output::ToTask {
+        self.outputs.push_back(Output::SendToTask {
             conn,
             message: ToTask::Deliver {
                 message,
@@ -293,54 +311,57 @@ impl Machine {
     /// Fails a migration if the library has not reported its link states within
     /// [`HANDOFF_TIMEOUT`].
     pub(super) fn handle_handoff_timeout(&mut self, tid: Tid, id: MigrationId) {
-        let ending = self
+        let graceful_exit = self
             .tasks
             .get(tid)
             .and_then(|task| task.graceful_exit.as_ref());
-        let silent = |ending: &&GracefulExit| {
-            ending.migration == id
+        let has_not_reported = |graceful_exit: &&GracefulExit| {
+            graceful_exit.migration == id
                 && matches!(
-                    ending.stage,
+                    graceful_exit.stage,
                     ExitStage::Reconnecting | ExitStage::AwaitingHandoff
                 )
         };
-        if ending
-            .filter(silent)
-            .is_some_and(|ending| !ending.is_aborted)
+        if graceful_exit
+            .filter(has_not_reported)
+            .is_some_and(|graceful_exit| !graceful_exit.is_aborted)
         {
             let why = "its library did not report its link states in time".into();
-            self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+            self.pass_to_source(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
         }
     }
 
     /// Fails a migration because the tasker has not asked the program to exit.
     pub(super) fn handle_exit_not_requested(&mut self, tid: Tid, why: String) {
-        let Some(ending) = self
+        let Some(graceful_exit) = self
             .tasks
             .get_mut(tid)
             .and_then(|task| task.graceful_exit.as_mut())
         else {
             return;
         };
-        ending.exit_requested = false;
-        let id = ending.migration;
-        self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+        graceful_exit.exit_requested = false;
+        let id = graceful_exit.migration;
+        self.pass_to_source(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
     }
 
-    /// Handles the notice of a library that its program is about to exit. If that exit is late, the
-    /// library reports its link states now.
+    /// Handles the notice of a library that its program is about to exit. If the migration that
+    /// requested the exit was aborted, the library is asked for its link states now.
     pub(super) fn handle_about_to_exit(&mut self, tid: Tid, id: RequestId) {
-        let is_aborted = self
+        let aborted_exit = self
             .tasks
             .get(tid)
             .and_then(|task| task.graceful_exit.as_ref());
-        if is_aborted.is_some_and(|ending| ending.stage == ExitStage::LateExitPossible) {
+        if aborted_exit
+            .is_some_and(|graceful_exit| graceful_exit.stage == ExitStage::LateExitPossible)
+        {
             self.request_handoff(tid);
         }
         self.reply(tid, id, Reply::Done);
     }
 
-    /// Handles the end of the time limit for a program to exit.
+    /// Fails a migration because its program has not exited within the time limit, or kills the
+    /// program, depending on the engine.
     pub(super) fn handle_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self
             .tasks
@@ -349,8 +370,9 @@ impl Machine {
         else {
             return;
         };
-        let Some(GracefulExit { engine, .. }) =
-            task.graceful_exit.filter(|ending| ending.migration == id)
+        let Some(GracefulExit { engine, .. }) = task
+            .graceful_exit
+            .filter(|graceful_exit| graceful_exit.migration == id)
         else {
             return;
         };
@@ -358,33 +380,35 @@ impl Machine {
             Engine::Criu => {}
             Engine::Restart { .. } => self.send_to_tasker(ToTasker::Kill { tid }),
             Engine::SelfCheckpoint {
-                ask_method: asked,
-                exit_status: exit,
-                timeout_s: wait,
+                ask_method,
+                exit_status,
+                timeout_s,
             } => {
                 let why = format!(
-                    "{engine}: it was asked {asked} and has not ended with exit status {exit} within {wait} s"
+                    "{engine}: it was asked {ask_method} and has not ended with exit status {exit_status} within {timeout_s} s"
                 );
-                self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+                self.pass_to_source(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
             }
         }
     }
 
-    /// Handles the exit of a task's process. True if the task continues, because its program is
-    /// started again.
-    pub(super) fn handle_exit_for_restart(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
-        if self.shutdown.is_some() || self.tasker_gone {
+    /// Handles the exit of a task's process. Returns true if the task continues, because its
+    /// program is started again.
+    pub(super) fn handle_exit_for_restart(&mut self, tid: Tid, status: i32, usage: Usage) -> bool {
+        if self.shutdown.is_some() || self.tasker_has_ended {
             return false;
         }
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let continues = |ending: &GracefulExit| {
-            let asked = ending.exit_requested.then_some(ending.engine);
-            let mut by = asked.into_iter().chain(ending.earlier_requested_engine);
-            !ending.is_final && by.any(|engine| engine.restarts_after(status))
+        let is_restarted = |graceful_exit: &GracefulExit| {
+            let requested_engine = graceful_exit.exit_requested.then_some(graceful_exit.engine);
+            let mut engines = requested_engine
+                .into_iter()
+                .chain(graceful_exit.earlier_requested_engine);
+            !graceful_exit.is_final && engines.any(|engine| engine.restarts_after(status))
         };
-        let Some(GracefulExit { migration, .. }) = task.graceful_exit.filter(continues) else {
+        let Some(GracefulExit { migration, .. }) = task.graceful_exit.filter(is_restarted) else {
             return false;
         };
         let Some(log) = task.handoff_log.take() else {
@@ -392,154 +416,166 @@ impl Machine {
         };
         let conn = task.conn();
         task.graceful_exit = None;
-        (task.exit_report, task.earlier_usage) = (None, used);
-        (task.phase, task.holds_items, task.quiesced) = (ConnectionPhase::Detached, true, false);
+        (task.exit_report, task.earlier_usage) = (None, usage);
+        (task.connection_phase, task.holds_items, task.has_quiesced) =
+            (ConnectionPhase::Detached, true, false);
         (task.pid, task.settling_part, task.permitted_open_requests) = (0, None, None);
-        task.requests.clear();
+        task.open_requests.clear();
         task.untimed_requests.clear();
-        let count = task.launch.as_mut().map_or(0, |begin| {
-            begin.restart_count += 1;
-            begin.restart_count
+        let restart_count = task.launch_info.as_mut().map_or(0, |launch| {
+            launch.restart_count += 1;
+            launch.restart_count
         });
-        let (successor, left, waiting) = log.into_handoff(count, task.inbox.drain());
-        task.handoff = Some(Box::new(successor));
-        left.into_iter().for_each(|held| task.inbox.push(held));
-        task.respawning = Some(Respawning {
+        let (handoff, handoff_items, inbox_items) =
+            log.into_handoff(restart_count, task.inbox.drain());
+        task.handoff = Some(Box::new(handoff));
+        handoff_items
+            .into_iter()
+            .for_each(|item| task.inbox.push(item));
+        task.respawn_state = Some(RespawnState {
             migration,
-            restarts_here: false,
-            left_items: task.inbox.queue.len(),
+            restarts_locally: false,
+            handoff_item_count: task.inbox.items.len(),
         });
-        waiting.into_iter().for_each(|held| task.inbox.push(held));
+        inbox_items
+            .into_iter()
+            .for_each(|item| task.inbox.push(item));
         if let Some(conn) = conn {
             self.conns.retire(conn);
             self.outputs.push_back(Output::CloseTask { conn });
         }
         self.end_pause(tid);
         // Peers that share rings with the task read the remaining data in the rings.
-        for partner in self.ring_peers.remove_task(tid) {
-            self.deliver(partner, ToTask::PeerMigrated { tid });
+        for ring_peer in self.ring_peers.remove_task(tid) {
+            self.deliver(ring_peer, ToTask::PeerMigrated { tid });
         }
         self.advance_respawn(tid);
         true
     }
 
     fn advance_respawn(&mut self, tid: Tid) {
-        let Some(respawning) = self
+        let Some(respawn_state) = self
             .tasks
             .get(tid)
-            .and_then(|task| task.respawning.as_ref())
+            .and_then(|task| task.respawn_state.as_ref())
         else {
             return;
         };
-        let waits = self
+        let source_awaits_exit = self
             .migrations
             .sources
-            .get(&respawning.migration)
+            .get(&respawn_state.migration)
             .is_some_and(|source| source.awaits_exit());
-        if waits {
-            self.source_event(respawning.migration, SourceEvent::Stopped(Ok(())));
+        if source_awaits_exit {
+            self.pass_to_source(respawn_state.migration, SourceEvent::Stopped(Ok(())));
         } else {
-            // The migration was aborted, possibly long ago.
+            // No migration waits for the exit: it was aborted.
             self.world_calls.push_back(WorldCall::Respawn(tid));
         }
     }
 
-    /// Handles the abort of a migration by a restart engine. False if the migration used no restart
-    /// engine.
+    /// Handles the abort of a migration by a restart engine. Returns false if the migration used no
+    /// restart engine.
     pub(super) fn abort_graceful_exit(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        if let Some(respawning) = task
-            .respawning
+        if let Some(respawn_state) = task
+            .respawn_state
             .as_mut()
-            .filter(|respawning| respawning.migration == id)
+            .filter(|respawn_state| respawn_state.migration == id)
         {
-            if !std::mem::replace(&mut respawning.restarts_here, true) {
+            if !std::mem::replace(&mut respawn_state.restarts_locally, true) {
                 self.world_calls.push_back(WorldCall::Respawn(tid));
             }
             return true;
         }
         let conn = task.conn();
-        let Some(ending) = task
+        let Some(graceful_exit) = task
             .graceful_exit
             .as_mut()
-            .filter(|ending| ending.migration == id)
+            .filter(|graceful_exit| graceful_exit.migration == id)
         else {
             return false;
         };
-        ending.is_aborted = true;
-        // A program that exits in any case is started again on this host.
-        if !ending.must_exit() && ending.stage != ExitStage::Reconnecting && conn.is_some() {
-            // The program continues. If it exits as it was asked, it is started again.
-            ending.stage = ExitStage::Resuming;
+        graceful_exit.is_aborted = true;
+        // A program whose exit cannot be avoided is started again on this host.
+        if !graceful_exit.must_exit()
+            && graceful_exit.stage != ExitStage::Reconnecting
+            && conn.is_some()
+        {
+            // The program continues. If it exits because it was asked to, it is started again.
+            graceful_exit.stage = ExitStage::Resuming;
             let message = ToTask::PrepareExit { migration: None };
             self.outputs
-                .extend(conn.map(|conn| Output::ToTask { conn, message }));
+                .extend(conn.map(|conn| Output::SendToTask { conn, message }));
             if self.must_pause(tid) {
                 // A paused task may run to continue its links.
                 self.send_to_tasker(ToTasker::Pause {
                     tid,
-                    run_for: HANDOFF_TIMEOUT,
+                    run_time: HANDOFF_TIMEOUT,
                 });
             }
         }
-        self.source_event(id, SourceEvent::TaskResumed);
+        self.pass_to_source(id, SourceEvent::TaskResumed);
         true
     }
 
-    /// Handles the order to resume the library of a task whose program was asked to exit. True if
-    /// no token must be written, because the library is not quiesced.
-    pub(super) fn resume_without_token(&mut self, id: MigrationId, tid: Tid) -> bool {
+    /// Handles the order to resume the library of a task whose program was asked to exit. Returns
+    /// true if no resume token must be written, because the library is not quiesced.
+    pub(super) fn resume_exiting_library(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
         if task.awaits_restarted_process {
             return true;
         }
-        let Some(ending) = task.graceful_exit.filter(|ending| ending.migration == id) else {
+        let Some(graceful_exit) = task
+            .graceful_exit
+            .filter(|graceful_exit| graceful_exit.migration == id)
+        else {
             return false;
         };
-        if ending.stage != ExitStage::Resuming && !ending.must_exit() {
+        if graceful_exit.stage != ExitStage::Resuming && !graceful_exit.must_exit() {
             self.finish_aborted_exit(tid);
         }
         true
     }
 
-    /// Handles the report of a library that it continues after an aborted migration.
-    pub(super) fn handle_exit_cancelled(&mut self, tid: Tid, by: MigrationId) {
-        let ending = self
+    /// Handles the report of a library that its program continues after an aborted migration.
+    pub(super) fn handle_exit_cancelled(&mut self, tid: Tid, migration_id: MigrationId) {
+        let graceful_exit = self
             .tasks
             .get(tid)
             .and_then(|task| task.graceful_exit.as_ref());
-        if ending
-            .is_some_and(|ending| ending.migration == by && ending.stage == ExitStage::Resuming)
-        {
+        if graceful_exit.is_some_and(|graceful_exit| {
+            graceful_exit.migration == migration_id && graceful_exit.stage == ExitStage::Resuming
+        }) {
             self.cancel_handoff(tid);
             self.finish_aborted_exit(tid);
         }
     }
 
-    /// Ends an aborted migration: the task continues, or it has left the virtual machine and only
-    /// its exit is awaited.
+    /// Ends an aborted migration at its source: the task continues, or its program has left the
+    /// virtual machine and the daemon waits only for its exit.
     pub(super) fn finish_aborted_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let left = task.conn().is_none() && task.pause.is_none();
-        let Some(ending) = task.graceful_exit.as_mut() else {
+        let has_left = task.conn().is_none() && task.pause.is_none();
+        let Some(graceful_exit) = task.graceful_exit.as_mut() else {
             return;
         };
-        let id = ending.migration;
-        match (ending.was_asked_to_exit(), left) {
+        let id = graceful_exit.migration;
+        match (graceful_exit.was_asked_to_exit(), has_left) {
             (false, _) => task.graceful_exit = None,
             (true, true) => {}
-            (true, false) => ending.stage = ExitStage::LateExitPossible,
+            (true, false) => graceful_exit.stage = ExitStage::LateExitPossible,
         }
         if task.graceful_exit.is_some() {
-            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
+            self.set_timer(LATE_EXIT_TIMEOUT, Timer::LateExitTimeout(tid, id));
         }
-        self.source_event(id, SourceEvent::Reconnected);
+        self.pass_to_source(id, SourceEvent::Reconnected);
         if self.must_pause(tid) {
             self.pause_guest(tid);
         } else {
@@ -547,14 +583,14 @@ impl Machine {
         }
     }
 
-    /// Handles a program that leaves the virtual machine while it is about to exit. After an abort,
-    /// its library is not awaited further.
+    /// Handles a program that leaves the virtual machine while it is about to exit. If the
+    /// migration was aborted, the daemon stops waiting for the program's library.
     pub(super) fn handle_leave_while_exiting(&mut self, tid: Tid) {
-        let ending = self
+        let graceful_exit = self
             .tasks
             .get(tid)
             .and_then(|task| task.graceful_exit.as_ref());
-        if ending.is_some_and(|ending| ending.stage == ExitStage::Resuming) {
+        if graceful_exit.is_some_and(|graceful_exit| graceful_exit.stage == ExitStage::Resuming) {
             self.finish_aborted_exit(tid);
         }
     }
@@ -569,107 +605,108 @@ impl Machine {
         else {
             return;
         };
-        let left = task.conn().is_none();
-        let Some(ending) = task
+        let has_left = task.conn().is_none();
+        let Some(graceful_exit) = task
             .graceful_exit
             .as_mut()
-            .filter(|ending| ending.migration == id && ending.is_aborted)
+            .filter(|graceful_exit| graceful_exit.migration == id && graceful_exit.is_aborted)
         else {
             return;
         };
-        if std::mem::replace(&mut ending.was_paused, is_paused) || is_paused {
-            // The window counts only while the task runs, so it begins again.
-            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
-        } else if ending.stage == ExitStage::LateExitPossible {
+        if std::mem::replace(&mut graceful_exit.was_paused, is_paused) || is_paused {
+            // A program may use the window only while it runs, so the window begins again.
+            self.set_timer(LATE_EXIT_TIMEOUT, Timer::LateExitTimeout(tid, id));
+        } else if graceful_exit.stage == ExitStage::LateExitPossible {
             self.withdraw_exit_request(tid);
-        } else if left {
+        } else if has_left {
             // The program has left the virtual machine instead of exiting.
             task.handoff_log = None;
             self.withdraw_exit_request(tid);
-            self.detach(tid);
+            self.end_connection(tid);
         } else {
-            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
+            self.set_timer(LATE_EXIT_TIMEOUT, Timer::LateExitTimeout(tid, id));
         }
     }
 
-    /// Withdraws the request to exit: from now on every exit ends the task.
+    /// Withdraws the request to exit: every later exit of the program ends the task.
     pub(super) fn withdraw_exit_request(&mut self, tid: Tid) {
         if self
             .tasks
             .get_mut(tid)
             .and_then(|task| task.graceful_exit.take())
-            .is_some_and(|ending| ending.was_asked_to_exit())
+            .is_some_and(|graceful_exit| graceful_exit.was_asked_to_exit())
         {
             self.send_to_tasker(ToTasker::WithdrawExitRequest { tid });
         }
     }
 
-    /// Handles the order to kill the process of a migrated task at the source. True if there is no
-    /// process to kill.
-    pub(super) fn report_absent_copy(&mut self, id: MigrationId, tid: Tid) -> bool {
+    /// Reports to the coordinator that the source's copy of a respawning task is killed, because
+    /// the task has no process. Returns false if the task is not respawning; the caller must then
+    /// kill its process.
+    pub(super) fn report_respawning_copy_killed(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get(tid).filter(|task| task.is_respawning()) else {
             return false;
         };
-        let used = task.earlier_usage;
-        self.source_event(id, SourceEvent::Killed(used));
+        let usage = task.earlier_usage;
+        self.pass_to_source(id, SourceEvent::Killed(usage));
         true
     }
 
-    /// Sends a task without a process to its target. The items from the handoff of its process come
-    /// first, because no peer would send them again if this host were lost.
-    pub(super) fn send_task_without_process(&mut self, of: &Migration) {
-        let left: Vec<PendingItem> = self
+    /// Sends a task without a process to its target. The items from the handoff of its process are
+    /// sent first, because no peer would send them again if this host were lost.
+    pub(super) fn send_task_without_process(&mut self, migration: &Migration) {
+        let inbox_items: Vec<PendingItem> = self
             .tasks
-            .get(of.tid)
+            .get(migration.tid)
             .map(|task| task.inbox.iter().cloned().collect())
             .unwrap_or_default();
-        for held in left {
+        for item in inbox_items {
             let message = DataMsg::Forwarded {
-                dst: of.tid,
-                migration: of.id,
-                item: held,
+                dst: migration.tid,
+                migration: migration.id,
+                item,
             };
             self.outputs.push_back(Output::SendData {
-                host: of.to,
+                host: migration.to,
                 message,
             });
         }
-        self.send_record(of, false);
-        if let Some(task) = self.tasks.get_mut(of.tid) {
-            task.transferring_migration = Some(of.id);
+        self.send_record(migration, false);
+        if let Some(task) = self.tasks.get_mut(migration.tid) {
+            task.transferring_migration = Some(migration.id);
         }
     }
 
-    /// Handles a signal for a task without a process, or with a process that is just starting. True
-    /// if the signal needs no further handling: such a task either ends by it or ignores it. A
-    /// program that was asked to exit by the restart engine is not started again after a signal
-    /// that ends tasks.
+    /// Handles a signal for a task without a process, or with a process that is just starting.
+    /// Returns true if the caller must not send the signal: a terminating signal ends a task
+    /// without a process, and all other signals are ignored. A program that the restart engine has
+    /// asked to exit is not started again after a terminating signal.
     pub(super) fn signal_without_process(&mut self, tid: Tid, signal: i32) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
         let is_terminating = TERMINATING_SIGNALS.contains(&signal);
-        if let Some(ending) = task
+        if let Some(graceful_exit) = task
             .graceful_exit
             .as_mut()
-            .filter(|ending| matches!(ending.engine, Engine::Restart { .. }))
+            .filter(|graceful_exit| matches!(graceful_exit.engine, Engine::Restart { .. }))
         {
-            ending.is_final |= is_terminating;
+            graceful_exit.is_final |= is_terminating;
         }
-        let used = task.earlier_usage;
-        if task.respawning.is_some() && is_terminating {
-            task.respawning = None;
-            self.end_task(tid, signal, used);
+        let usage = task.earlier_usage;
+        if task.respawn_state.is_some() && is_terminating {
+            task.respawn_state = None;
+            self.end_task(tid, signal, usage);
             return true;
         }
-        task.respawning.is_some() || task.awaits_restarted_process && !is_terminating
+        task.respawn_state.is_some() || task.awaits_restarted_process && !is_terminating
     }
 }
 
 /// True if `dir` is not a directory on this host that can be entered.
 fn lacks_dir(world: &dyn World, dir: &str) -> bool {
-    let usual = world.work_dir(None);
-    world.work_dir(Some(dir)) == usual && usual.join(dir) != usual
+    let default_dir = world.work_dir(None);
+    world.work_dir(Some(dir)) == default_dir && default_dir.join(dir) != default_dir
 }
 
 #[cfg(test)]
@@ -681,21 +718,21 @@ mod tests {
     /// refusals.
     #[test]
     fn criu_is_preferred_and_all_refusals_are_kept() {
-        let other = Engine::Restart { timeout_s: 5 };
+        let restart_engine = Engine::Restart { timeout_s: 5 };
         assert_eq!(
-            choose_engine(vec![], Some((other, vec![]))),
+            choose_engine(vec![], Some((restart_engine, vec![]))),
             (vec![], Engine::Criu)
         );
         assert_eq!(
-            choose_engine(vec![Refusal::Pinned], Some((other, vec![]))),
-            (vec![], other)
+            choose_engine(vec![Refusal::Pinned], Some((restart_engine, vec![]))),
+            (vec![], restart_engine)
         );
-        let both = choose_engine(
+        let impossible_choice = choose_engine(
             vec![Refusal::Pinned],
-            Some((other, vec![Refusal::Suspended])),
+            Some((restart_engine, vec![Refusal::Suspended])),
         );
         assert_eq!(
-            both,
+            impossible_choice,
             (vec![Refusal::Pinned, Refusal::Suspended], Engine::Criu)
         );
         assert_eq!(

@@ -7,44 +7,47 @@ use checkpoint_protocol::{SourceEvent, TargetEvent};
 use sempa_proto::engine::{LaunchInfo, RESTART_COUNT_ENV, STATE_ENV};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
-use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
+use sempa_proto::tasker::{DumpReport, TaskStart, ToTasker};
 use sempa_proto::{MigrationId, PvmError, Tid};
 use thiserror::Error;
 
 impl Machine {
-    pub(super) fn respawn(&mut self, world: &mut dyn World, tid: Tid) {
-        let stopping = self.shutdown.is_some();
+    pub(super) fn restart_program(&mut self, world: &mut dyn World, tid: Tid) {
+        let is_shutting_down = self.shutdown.is_some();
         let Some(task) = self
             .tasks
             .get_mut(tid)
-            .filter(|task| task.respawning.is_some() && !stopping)
+            .filter(|task| task.respawn_state.is_some() && !is_shutting_down)
         else {
             return;
         };
-        task.respawning = None;
-        let begin = task.launch.clone().unwrap_or_default();
-        match self.launch_order(world, tid, &begin) {
+        task.respawn_state = None;
+        let launch = task.launch_info.clone().unwrap_or_default();
+        match self.launch_order(world, tid, &launch) {
             Ok((start, spawn_token)) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    (task.spawn_token, task.phase, task.awaits_restarted_process) =
-                        (Some(spawn_token), ConnectionPhase::Expected, true);
+                    (
+                        task.spawn_token,
+                        task.connection_phase,
+                        task.awaits_restarted_process,
+                    ) = (Some(spawn_token), ConnectionPhase::Expected, true);
                 }
-                self.tasks.by_spawn_token.insert(spawn_token, tid);
+                self.tasks.tids_by_spawn_token.insert(spawn_token, tid);
                 self.send_to_tasker(ToTasker::Start(start));
                 self.log_and_record(format!(
                     "{tid} is restarted on this host ({} times so far)",
-                    begin.restart_count
+                    launch.restart_count
                 ));
                 self.pause_if_required(tid);
             }
             Err(why) => {
                 self.log_warning_and_record(format!("{tid} could not be restarted: {why}"));
-                let used = self
+                let usage = self
                     .tasks
                     .get(tid)
                     .map(|task| task.earlier_usage)
                     .unwrap_or_default();
-                self.end_task(tid, NOT_STARTED_STATUS, used);
+                self.end_task(tid, NOT_STARTED_STATUS, usage);
             }
         }
         self.notify_sources_continued(tid);
@@ -70,8 +73,8 @@ impl Machine {
         self.start_queued_migration(tid);
     }
 
-    /// Collects the state files that a program has written before it exited, before it is started
-    /// again.
+    /// Collects the state files that a program has written before its exit. The program is started
+    /// again afterwards.
     pub(super) fn collect_state(&mut self, world: &dyn World, id: MigrationId) {
         let Some(tid) = self
             .migrations
@@ -81,16 +84,23 @@ impl Machine {
         else {
             return;
         };
-        let Some(begin) = self.tasks.get(tid).and_then(|task| task.launch.as_ref()) else {
+        let Some(launch) = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.launch_info.as_ref())
+        else {
             return;
         };
-        if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
+        if let Some(dir) = launch.working_dir().filter(|dir| lacks_dir(world, dir)) {
             let why = format!(
                 "its working directory {dir} cannot be entered any more, so its state files cannot be found"
             );
-            return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
+            return self.pass_to_source(id, SourceEvent::Dumped(Err(Failure::Io(why))));
         }
-        let (files, dir) = (begin.state_paths(tid), world.work_dir(begin.working_dir()));
+        let (files, dir) = (
+            launch.state_paths(tid),
+            world.work_dir(launch.working_dir()),
+        );
         self.outputs.push_back(Output::CollectState {
             migration: id,
             files,
@@ -109,14 +119,14 @@ impl Machine {
             .sources
             .get(&id)
             .map(|source| source.migration().tid);
-        if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
+        if let (Some(tid), Ok(DumpReport { image_files: 0, .. })) = (tid, &result) {
             let text = format!(
                 "{tid} reported that it wrote its own checkpoint, but none of the files in {STATE_ENV} exists: from \
                  this checkpoint it starts at its beginning"
             );
-            self.record(EventKind::Note { text });
+            self.record_event(EventKind::Note { text });
         }
-        self.source_event(id, SourceEvent::Dumped(result));
+        self.pass_to_source(id, SourceEvent::Dumped(result));
     }
 
     /// Copies the state files of a task that is restarted from a checkpoint to their directories.
@@ -131,8 +141,9 @@ impl Machine {
         });
     }
 
-    /// Returns the tid of the task that is being restored, and how its program was started; `None`
-    /// if the target has ended.
+    /// Returns the tid of the task that is being restored, and the launch information of its
+    /// program; `None` if the target has ended. The launch information is `None` before the task's
+    /// record has arrived.
     fn restoring_launch(&mut self, id: MigrationId) -> Option<(Tid, Option<Box<LaunchInfo>>)> {
         if !self.migrations.is_restoring(id) {
             return None;
@@ -142,12 +153,12 @@ impl Machine {
         Some((arrival.tid, record.and_then(|record| record.launch.clone())))
     }
 
-    /// Starts the program when its state files are copied. The files get their final names when the
+    /// Starts the program when its state files are staged. The files get their final names when the
     /// task runs.
     pub(crate) fn handle_state_staged(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
-            Ok(()) => self.world_calls.push_back(WorldCall::Prepare(id)),
-            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+            Ok(()) => self.world_calls.push_back(WorldCall::PrepareProgram(id)),
+            Err(why) => self.pass_to_target(id, TargetEvent::Restored(Err(why))),
         }
     }
 
@@ -166,37 +177,37 @@ impl Machine {
                 });
             }
             Err(why) => {
-                self.target_event(id, TargetEvent::Restored(Err(Failure::Io(why.to_string()))))
+                self.pass_to_target(id, TargetEvent::Restored(Err(Failure::Io(why.to_string()))))
             }
         }
     }
 
-    /// Returns the order that starts the program again as a spawn on this host would, and the spawn
-    /// token by which it claims its tid.
+    /// Returns the order that starts the program again in the way a spawn on this host would, and
+    /// the spawn token by which the process claims its tid.
     fn launch_order(
         &self,
         world: &mut dyn World,
         tid: Tid,
         launch: &LaunchInfo,
-    ) -> Result<(StartTask, i32), ProgramNotFound> {
+    ) -> Result<(TaskStart, i32), ProgramNotFound> {
         let (path, argv) =
             crate::spawn::find_program(world, &launch.request).map_err(|source| {
                 ProgramNotFound {
-                    file: launch.request.file.clone(),
+                    file: launch.request.program.clone(),
                     source,
                 }
             })?;
-        let mut env = self.environment(world, &launch.request);
+        let mut env = self.task_environment(world, &launch.request);
         let restart_count_prefix = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
         env.retain(|entry| !entry.starts_with(&restart_count_prefix));
         let spawn_token = std::iter::repeat_with(|| world.random_secret())
-            .find(|spawn_token| !self.tasks.by_spawn_token.contains_key(spawn_token));
+            .find(|spawn_token| !self.tasks.tids_by_spawn_token.contains_key(spawn_token));
         let spawn_token = spawn_token.unwrap_or_default();
         env.push(format!("PVMEPID={spawn_token}").into_bytes());
         env.push(format!("{RESTART_COUNT_ENV}={}", launch.restart_count).into_bytes());
         let pinned = false;
         Ok((
-            StartTask {
+            TaskStart {
                 tid,
                 path,
                 argv,
@@ -209,7 +220,7 @@ impl Machine {
     }
 }
 
-/// The program of a task is not on this host. Nothing was started.
+/// Error: the program of a task does not exist on this host. Nothing was started.
 #[derive(Debug, Error)]
 #[error("{file}: {source}")]
 struct ProgramNotFound {

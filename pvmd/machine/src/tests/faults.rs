@@ -1,4 +1,4 @@
-//! Invalid input from tasks and hosts harms no other task or host.
+//! Invalid messages of tasks and hosts, which must not affect any other task or host.
 
 use super::sim::{Sim, host};
 use crate::{ConnId, Event, HostId};
@@ -8,7 +8,7 @@ use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{Epoch, MigrationId, RequestId, Tid, WIRE_VERSION};
 
-/// A connection that does not identify itself correctly is refused.
+/// A connection is refused if its first message is not a valid [`Hello`].
 #[test]
 fn unidentified_connection_is_refused() {
     let mut sim = Sim::new(1);
@@ -48,8 +48,8 @@ fn unidentified_connection_is_refused() {
         let hello = Hello {
             magic,
             version,
-            claim: Claim::New,
-            own_pid: 1,
+            claim: Claim::NotSpawned,
+            namespace_pid: 1,
             program: String::new(),
             on_daemon_exit: OnDaemonExit::FailCalls,
         };
@@ -74,22 +74,22 @@ fn unidentified_connection_is_refused() {
     assert!(sim.nodes[&HostId::MASTER].is_alive);
 }
 
-/// Frames with the tid of another task are dropped.
+/// A frame is dropped if its sender is not the task of the connection.
 #[test]
 fn forged_sender_is_dropped() {
     let (mut sim, console) = Sim::cluster(2, 2);
-    let (liar, victim) = (sim.enrol(HostId::MASTER), sim.enrol(host(2)));
+    let (forger, victim) = (sim.enrol(HostId::MASTER), sim.enrol(host(2)));
     let (src, dst) = (sim.procs[console].tid(), sim.procs[victim].tid());
     let frame = LinkFrame {
         src,
         dst,
-        kind: LinkKind::Data { last: true },
+        kind: LinkKind::Data { is_last: true },
         seq: 1,
         ack: 1,
         incarnation: 0,
         payload: Bytes::new(),
     };
-    let conn = sim.procs[liar].conn.expect("connected");
+    let conn = sim.procs[forger].conn.expect("connected");
     let bytes: Bytes = frame.encode_head().to_vec().into();
     sim.send_from_proc(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
     sim.send_from_proc(
@@ -120,8 +120,8 @@ fn second_hello_disconnects_task() {
     let hello = Hello {
         magic: TASK_MAGIC,
         version: WIRE_VERSION,
-        claim: Claim::New,
-        own_pid: 1,
+        claim: Claim::NotSpawned,
+        namespace_pid: 1,
         program: String::new(),
         on_daemon_exit: OnDaemonExit::FailCalls,
     };
@@ -136,23 +136,23 @@ fn second_hello_disconnects_task() {
     sim.run_until("closed", |s| s.procs[task].conn.is_none());
 }
 
-/// Data messages that no daemon may send. `nowhere` is the tid of no task.
-fn invalid_data(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<DataMsg> {
-    let item = |dst: Tid| DataMsg::Item {
+/// Returns data messages that no correct daemon sends. `unknown_tid` is a tid without a task.
+fn invalid_data(tid: Tid, migration: MigrationId, unknown_tid: Tid) -> Vec<DataMsg> {
+    let item = |dst: Tid| DataMsg::ControlItem {
         dst,
-        item: ToTask::PeerMigrated { tid: nowhere },
+        item: ToTask::PeerMigrated { tid: unknown_tid },
     };
     vec![
         DataMsg::Frame(Bytes::from_static(b"x")),
-        item(nowhere),
+        item(unknown_tid),
         item(Tid::NONE),
         item(Tid::MY_DAEMON),
-        DataMsg::Ended {
-            tid: nowhere,
+        DataMsg::TaskEnded {
+            tid: unknown_tid,
             watermarks: vec![],
         },
         DataMsg::RouteDrained {
-            dst: nowhere,
+            dst: unknown_tid,
             epoch: Epoch(9),
         },
         DataMsg::Forwarded {
@@ -160,15 +160,15 @@ fn invalid_data(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<DataMsg> 
             migration,
             item: PendingItem::Frame(Bytes::new()),
         },
-        DataMsg::ForwardedAll {
+        DataMsg::ForwardingComplete {
             dst: tid,
             migration,
         },
     ]
 }
 
-/// Control messages that only the master, or no daemon, may send.
-fn invalid_control(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<HostMsg> {
+/// Returns control messages that only the master, or no correct daemon, sends.
+fn invalid_control(tid: Tid, migration: MigrationId, unknown_tid: Tid) -> Vec<HostMsg> {
     vec![
         HostMsg::TablePrepared { epoch: Epoch(1) },
         HostMsg::TableCommitted { epoch: Epoch(900) },
@@ -182,18 +182,20 @@ fn invalid_control(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<HostMs
         },
         HostMsg::HostRequest {
             id: RequestId(1),
-            request: HostRequest::TaskStatus { tid: nowhere },
+            request: HostRequest::TaskStatus { tid: unknown_tid },
         },
         HostMsg::TaskRequest {
-            tid: nowhere,
+            tid: unknown_tid,
             id: RequestId(1),
             request: Request::Config,
         },
         HostMsg::Halt {
-            why: "mischief".into(),
+            reason: "mischief".into(),
         },
         HostMsg::Shutdown,
-        HostMsg::EndTasks { except: vec![] },
+        HostMsg::EndTasks {
+            exempt_tasks: vec![],
+        },
         HostMsg::EndSignalSent { tid, signal: 15 },
         HostMsg::StepReport {
             migration,
@@ -206,23 +208,23 @@ fn invalid_control(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<HostMs
 fn invalid_daemon_messages_change_nothing() {
     let (mut sim, console) = Sim::cluster(4, 3);
     let tid = sim.procs[console].tid();
-    let nowhere = Tid::from_raw(0x3fc0001);
+    let unknown_tid = Tid::from_raw(0x3fc0001);
     let migration = MigrationId(77);
-    for carried in invalid_data(tid, migration, nowhere) {
-        for on in [HostId::MASTER, host(2)] {
+    for data_message in invalid_data(tid, migration, unknown_tid) {
+        for host_id in [HostId::MASTER, host(2)] {
             sim.handle(
-                on,
+                host_id,
                 Event::HostData {
                     host: host(3),
-                    message: carried.clone(),
+                    message: data_message.clone(),
                 },
             );
         }
     }
-    for message in invalid_control(tid, migration, nowhere) {
-        for on in [HostId::MASTER, host(2)] {
+    for message in invalid_control(tid, migration, unknown_tid) {
+        for host_id in [HostId::MASTER, host(2)] {
             sim.handle(
-                on,
+                host_id,
                 Event::HostControl {
                     host: host(3),
                     message: message.clone(),
@@ -242,6 +244,6 @@ fn invalid_daemon_messages_change_nothing() {
     assert!(
         sim.nodes
             .values()
-            .all(|n| n.is_alive && n.machine.table().hosts.len() == 3)
+            .all(|n| n.is_alive && n.machine.host_table().hosts.len() == 3)
     );
 }

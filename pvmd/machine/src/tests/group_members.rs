@@ -1,4 +1,4 @@
-//! Members of a group on several hosts: they meet in barriers, end, migrate, and lose their hosts.
+//! Members of a group on several hosts: they wait in barriers, end, migrate, and lose their hosts.
 
 use super::sim::{Sim, host, seeds};
 use crate::HostId;
@@ -6,18 +6,20 @@ use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-fn group() -> Vec<u8> {
+fn group_name() -> Vec<u8> {
     b"workers".to_vec()
 }
 
-fn join() -> Request {
-    Request::Group(GroupRequest::Join { group: group() })
+fn join_request() -> Request {
+    Request::Group(GroupRequest::Join {
+        group: group_name(),
+    })
 }
 
-fn barrier(count: i32) -> Request {
+fn barrier_request(count: i32) -> Request {
     Request::Group(GroupRequest::Barrier {
-        group: group(),
-        count,
+        group: group_name(),
+        required_members: count,
     })
 }
 
@@ -32,7 +34,9 @@ fn number_or_code(reply: &Reply) -> i32 {
 fn group_size(sim: &mut Sim, console: usize) -> i32 {
     let reply = sim.ask(
         console,
-        Request::Group(GroupRequest::Size { group: group() }),
+        Request::Group(GroupRequest::Size {
+            group: group_name(),
+        }),
     );
     number_or_code(&reply)
 }
@@ -40,42 +44,44 @@ fn group_size(sim: &mut Sim, console: usize) -> i32 {
 fn create_members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
     let procs: Vec<usize> = (1..=hosts).map(|h| sim.enrol(host(h))).collect();
     for (instance, proc) in procs.iter().enumerate() {
-        let reply = sim.ask(*proc, join());
+        let reply = sim.ask(*proc, join_request());
         assert_eq!(number_or_code(&reply), instance as i32);
     }
     procs
 }
 
-fn all_answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
-    open.iter()
+fn are_all_answered(sim: &Sim, open_requests: &[(usize, RequestId)]) -> bool {
+    open_requests
+        .iter()
         .all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
 }
 
-/// Members on all hosts meet in a barrier, which fails at once when a member ends.
+/// Members on all hosts complete a barrier. The next barrier fails immediately when a member ends.
 #[test]
 fn barrier_spans_hosts_and_fails_on_member_exit() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = create_members(&mut sim, 3);
-        let open: Vec<(usize, RequestId)> = procs
+        let open_requests: Vec<(usize, RequestId)> = procs
             .iter()
-            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .map(|p| (*p, sim.request(*p, barrier_request(3))))
             .collect();
-        sim.run_until("the barrier", |s| all_answered(s, &open));
+        sim.run_until("the barrier", |s| are_all_answered(s, &open_requests));
         assert!(
-            open.iter()
+            open_requests
+                .iter()
                 .all(|(p, id)| number_or_code(&sim.procs[*p].replies[id]) == 0),
             "seed {seed}"
         );
-        let open: Vec<(usize, RequestId)> = procs[1..]
+        let open_requests: Vec<(usize, RequestId)> = procs[1..]
             .iter()
-            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .map(|p| (*p, sim.request(*p, barrier_request(3))))
             .collect();
         sim.advance(Micros::from_millis(50));
-        assert!(!all_answered(&sim, &open[..1]), "seed {seed}");
-        sim.close(procs[0]);
-        sim.run_until("word of the end", |s| all_answered(s, &open));
-        for (proc, id) in &open {
+        assert!(!are_all_answered(&sim, &open_requests[..1]), "seed {seed}");
+        sim.close_connection(procs[0]);
+        sim.run_until("word of the end", |s| are_all_answered(s, &open_requests));
+        for (proc, id) in &open_requests {
             let reply = &sim.procs[*proc].replies[id];
             assert!(
                 matches!(
@@ -92,21 +98,23 @@ fn barrier_spans_hosts_and_fails_on_member_exit() {
     }
 }
 
-/// The loss of a host removes its members and fails their barrier.
+/// The loss of a host removes its members from the group and fails the barrier of the remaining
+/// members.
 #[test]
 fn lost_host_removes_its_members() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = create_members(&mut sim, 3);
-        let open: Vec<(usize, RequestId)> = procs[..2]
+        let open_requests: Vec<(usize, RequestId)> = procs[..2]
             .iter()
-            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .map(|p| (*p, sim.request(*p, barrier_request(3))))
             .collect();
         sim.advance(Micros::from_millis(50));
         sim.kill_host(host(3));
-        sim.run_until("word of the loss", |s| all_answered(s, &open));
+        sim.run_until("word of the loss", |s| are_all_answered(s, &open_requests));
         assert!(
-            open.iter()
+            open_requests
+                .iter()
                 .all(|(p, id)| number_or_code(&sim.procs[*p].replies[id]) == -19),
             "seed {seed}"
         );
@@ -114,33 +122,33 @@ fn lost_host_removes_its_members() {
     }
 }
 
-/// A task that ended before its join request arrived is soon removed from the group.
+/// A task that ended before its join request arrived is removed from the group within a short time.
 #[test]
 fn join_after_exit_is_undone() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let stays = sim.enrol(HostId::MASTER);
-        sim.ask(stays, join());
-        let ends = sim.enrol(host(2));
-        sim.request(ends, join());
-        let wait = Micros(sim.rng.below(300));
-        sim.advance(wait);
-        sim.close(ends);
+        let member_proc = sim.enrol(HostId::MASTER);
+        sim.ask(member_proc, join_request());
+        let ending_proc = sim.enrol(host(2));
+        sim.request(ending_proc, join_request());
+        let delay = Micros(sim.rng.below(300));
+        sim.advance(delay);
+        sim.close_connection(ending_proc);
         sim.advance(Micros::from_millis(200));
         assert_eq!(group_size(&mut sim, console), 1, "seed {seed}");
     }
 }
 
-/// A member continues to wait in a barrier while it migrates.
+/// A member waits in a barrier during its migration and is released at the target.
 #[test]
 fn barrier_wait_survives_migration() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let request = SpawnRequest {
-            file: "child".into(),
-            count: 1,
+            program: "child".into(),
+            task_count: 1,
             flags: 1,
-            place: "h2".into(),
+            where_arg: "h2".into(),
             ..Default::default()
         };
         let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
@@ -148,36 +156,42 @@ fn barrier_wait_survives_migration() {
         };
         let tid: Tid = results[0].expect("started");
         sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
-        let mover = sim.proc_of(tid);
-        sim.ask(mover, join());
-        sim.ask(console, join());
-        let open = sim.request(mover, barrier(2));
-        let wait = Micros(sim.rng.below(20_000));
-        sim.advance(wait);
-        let migrate = Request::Migrate {
+        let member_proc = sim.proc_of(tid);
+        sim.ask(member_proc, join_request());
+        sim.ask(console, join_request());
+        let open_request = sim.request(member_proc, barrier_request(2));
+        let delay = Micros(sim.rng.below(20_000));
+        sim.advance(delay);
+        let migrate_request = Request::Migrate {
             tid,
-            to: "h3".into(),
+            target: "h3".into(),
             cause: None,
-            wait: true,
+            wait_for_end: true,
         };
-        let moving = sim.request(console, migrate);
-        let wait = Micros(sim.rng.below(40_000));
-        sim.advance(wait);
-        // The last member enters before, during or after the migration.
-        let reply = sim.ask(console, barrier(2));
+        let migration_request = sim.request(console, migrate_request);
+        let delay = Micros(sim.rng.below(40_000));
+        sim.advance(delay);
+        // The console, the last member, enters before, during or after the migration.
+        let reply = sim.ask(console, barrier_request(2));
         assert_eq!(number_or_code(&reply), 0);
         sim.run_until("the move", |s| {
-            s.procs[console].replies.contains_key(&moving)
+            s.procs[console].replies.contains_key(&migration_request)
         });
         assert!(
-            matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_))),
+            matches!(
+                sim.procs[console].replies[&migration_request],
+                Reply::Migrated(Ok(_))
+            ),
             "seed {seed}"
         );
         sim.run_until("the answer, at its new place", |s| {
-            all_answered(s, &[(mover, open)])
+            are_all_answered(s, &[(member_proc, open_request)])
         });
-        assert_eq!(number_or_code(&sim.procs[mover].replies[&open]), 0);
-        assert_eq!(sim.procs[mover].host, host(3));
+        assert_eq!(
+            number_or_code(&sim.procs[member_proc].replies[&open_request]),
+            0
+        );
+        assert_eq!(sim.procs[member_proc].host, host(3));
         assert_eq!(group_size(&mut sim, console), 2);
     }
 }

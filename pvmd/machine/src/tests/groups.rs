@@ -1,15 +1,15 @@
-//! Tests of the group service alone: membership, waiting tasks and answers.
+//! Tests of the group service without daemons: membership, waiting tasks and answers.
 
 use super::*;
 use proptest::prelude::*;
 
-const NAME: &[u8] = b"g";
+const GROUP_NAME: &[u8] = b"g";
 
 fn tid(n: i32) -> Tid {
     Tid::from_raw(0x40000 + n)
 }
 
-/// The service with a counter for request numbers.
+/// The group service and the number of the last request.
 #[derive(Default)]
 struct GroupClient {
     groups: Groups,
@@ -21,30 +21,30 @@ impl GroupClient {
     fn send(&mut self, task: i32, request: GroupRequest) -> RequestId {
         self.last_request += 1;
         let id = RequestId(self.last_request);
-        self.groups.handle(tid(task), id, request);
+        self.groups.handle_request(tid(task), id, request);
         id
     }
 
-    /// Returns all answers so far: the task, and the number or PVM error code.
+    /// Returns all answers since the last call: the task, and the number or PVM error code.
     fn answers(&mut self) -> Vec<(i32, i32)> {
-        let code = |result: Result<GroupReply, GroupError>| match result {
+        let code_of = |result: Result<GroupReply, GroupError>| match result {
             Ok(GroupReply::Number(number)) => number,
             Ok(other) => panic!("{other:?}"),
             Err((error, _)) => error.code(),
         };
-        let mut all = Vec::new();
-        while let Some(answer) = self.groups.poll() {
-            all.push((answer.tid.raw() - 0x40000, code(answer.result)));
+        let mut answers = Vec::new();
+        while let Some(answer) = self.groups.next_reply() {
+            answers.push((answer.tid.raw() - 0x40000, code_of(answer.result)));
         }
-        all
+        answers
     }
 
-    /// Sends a request. Returns its only answer.
+    /// Sends a request and returns its answer. Panics unless there is exactly one answer.
     fn ask(&mut self, task: i32, request: GroupRequest) -> i32 {
         self.send(task, request);
         match self.answers()[..] {
             [(to, code)] if to == task => code,
-            ref others => panic!("{others:?}"),
+            ref answers => panic!("{answers:?}"),
         }
     }
 
@@ -52,7 +52,7 @@ impl GroupClient {
         self.ask(
             task,
             GroupRequest::Join {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
             },
         )
     }
@@ -61,7 +61,7 @@ impl GroupClient {
         self.ask(
             task,
             GroupRequest::Leave {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
             },
         )
     }
@@ -70,18 +70,19 @@ impl GroupClient {
         self.ask(
             99,
             GroupRequest::Size {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
             },
         )
     }
 
-    /// Enters the barrier. Returns the resulting answers.
+    /// Enters the barrier and returns the resulting answers. A task may have to wait for its
+    /// answer.
     fn barrier(&mut self, task: i32, count: i32) -> Vec<(i32, i32)> {
         self.send(
             task,
             GroupRequest::Barrier {
-                group: NAME.to_vec(),
-                count,
+                group: GROUP_NAME.to_vec(),
+                required_members: count,
             },
         );
         self.answers()
@@ -91,8 +92,8 @@ impl GroupClient {
         self.send(
             task,
             GroupRequest::Freeze {
-                group: NAME.to_vec(),
-                count,
+                group: GROUP_NAME.to_vec(),
+                required_members: count,
             },
         );
         self.answers()
@@ -103,14 +104,14 @@ impl GroupClient {
         self.answers()
     }
 
-    fn with_members(members: i32) -> GroupClient {
-        let mut service = GroupClient::default();
-        (0..members).for_each(|who| assert_eq!(service.join(who), who));
+    fn with_members(member_count: i32) -> Self {
+        let mut service = Self::default();
+        (0..member_count).for_each(|task| assert_eq!(service.join(task), task));
         service
     }
 }
 
-/// Instances are the lowest free numbers, and a group exists while it has members.
+/// A new member gets the lowest free instance number. A group is removed with its last member.
 #[test]
 fn instances_reuse_lowest_free_numbers() {
     let mut s = GroupClient::with_members(4);
@@ -121,7 +122,7 @@ fn instances_reuse_lowest_free_numbers() {
         s.ask(
             0,
             GroupRequest::Instance {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
                 tid: tid(8)
             }
         ),
@@ -131,7 +132,7 @@ fn instances_reuse_lowest_free_numbers() {
         s.ask(
             0,
             GroupRequest::Instance {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
                 tid: tid(1)
             }
         ),
@@ -141,34 +142,34 @@ fn instances_reuse_lowest_free_numbers() {
         s.ask(
             0,
             GroupRequest::Member {
-                group: NAME.to_vec(),
+                group: GROUP_NAME.to_vec(),
                 instance: 4
             }
         ),
         tid(9).raw()
     );
-    for none in [-1, 5, i32::MAX] {
+    for unused_instance in [-1, 5, i32::MAX] {
         assert_eq!(
             s.ask(
                 0,
                 GroupRequest::Member {
-                    group: NAME.to_vec(),
-                    instance: none
+                    group: GROUP_NAME.to_vec(),
+                    instance: unused_instance
                 }
             ),
             -21
         );
     }
-    for who in [0, 3, 7, 8] {
-        assert_eq!(s.leave(who), 0);
+    for task in [0, 3, 7, 8] {
+        assert_eq!(s.leave(task), 0);
     }
     assert_eq!(s.end_task(9), []);
     assert_eq!((s.size(), s.leave(0)), (-19, -19));
-    assert_eq!((s.groups.memberships, s.groups.names_bytes), (0, 0));
+    assert_eq!((s.groups.membership_count, s.groups.names_bytes), (0, 0));
     assert_eq!(s.ask(0, GroupRequest::Join { group: Vec::new() }), -17);
 }
 
-/// A barrier releases its members together and can be used again.
+/// A barrier releases all its members at the same time and can be used again.
 #[test]
 fn barrier_releases_members_together() {
     let mut s = GroupClient::with_members(3);
@@ -187,14 +188,14 @@ fn barrier_releases_members_together() {
     assert_eq!(s.barrier(0, 1), [(0, 0)]);
 }
 
-/// Waiting members get an error when a member ends and too few are left.
+/// Waiting members get an error when a member ends and the remaining members are too few.
 #[test]
 fn barrier_fails_when_too_few_members_remain() {
     let mut s = GroupClient::with_members(3);
     s.barrier(0, 3);
     s.barrier(1, 3);
     assert_eq!(s.end_task(2), [(0, -19), (1, -19)]);
-    // The remaining members can use the barrier, whatever count an ended member wanted.
+    // The remaining members can use the barrier with another count than the ended member.
     assert_eq!(s.join(6), 2);
     s.barrier(0, 2);
     assert_eq!(s.end_task(0), []);
@@ -205,7 +206,7 @@ fn barrier_fails_when_too_few_members_remain() {
     assert_eq!(s.barrier(1, 2), [(1, 0), (4, 0)]);
 }
 
-/// A barrier completes when enough members are left.
+/// A barrier completes when a member ends and the remaining members are enough.
 #[test]
 fn barrier_completes_with_remaining_members() {
     let mut s = GroupClient::with_members(4);
@@ -215,7 +216,7 @@ fn barrier_completes_with_remaining_members() {
     assert_eq!(s.barrier(3, 2), [(1, 0), (3, 0)]);
 }
 
-/// A member that leaves a group can be replaced before the barrier completes.
+/// A member that leaves a group can be replaced by a new member before the barrier completes.
 #[test]
 fn leaving_member_can_be_replaced() {
     let mut s = GroupClient::with_members(3);
@@ -225,18 +226,18 @@ fn leaving_member_can_be_replaced() {
     assert_eq!(s.barrier(8, 3), [(0, 0), (1, 0), (8, 0)]);
 }
 
-/// A barrier for all members does not wait for a member that leaves.
+/// A barrier for all members completes when the only member that has not entered leaves.
 #[test]
 fn barrier_for_all_ignores_leaving_members() {
     let mut s = GroupClient::with_members(3);
     s.barrier(0, ALL_MEMBERS);
-    // A later member changes nothing, whether it stays or leaves.
+    // A member that joins later does not change the expected count, whether it stays or leaves.
     assert_eq!((s.join(5), s.leave(5)), (3, 0));
     s.barrier(1, ALL_MEMBERS);
     s.send(
         2,
         GroupRequest::Leave {
-            group: NAME.to_vec(),
+            group: GROUP_NAME.to_vec(),
         },
     );
     assert_eq!(s.answers(), [(0, 0), (1, 0), (2, 0)]);
@@ -247,7 +248,7 @@ fn barrier_for_all_ignores_leaving_members() {
 /// A frozen group accepts no members and breaks when a member leaves or ends.
 #[test]
 fn frozen_group_breaks_when_member_leaves() {
-    for ends in [false, true] {
+    for by_exit in [false, true] {
         let mut s = GroupClient::with_members(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
         assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
@@ -257,18 +258,18 @@ fn frozen_group_breaks_when_member_leaves() {
         );
         s.barrier(0, 3);
         s.barrier(1, 3);
-        let told = if ends {
+        let answers = if by_exit {
             s.end_task(2)
         } else {
             s.send(
                 2,
                 GroupRequest::Leave {
-                    group: NAME.to_vec(),
+                    group: GROUP_NAME.to_vec(),
                 },
             );
             s.answers()
         };
-        assert_eq!(told[..2], [(0, -19), (1, -19)]);
+        assert_eq!(answers[..2], [(0, -19), (1, -19)]);
         assert_eq!(
             (s.barrier(0, 2), s.size(), s.join(2)),
             (vec![(0, -19)], 3, -20)
@@ -280,16 +281,16 @@ fn frozen_group_breaks_when_member_leaves() {
     }
 }
 
-/// Exceeded limits are errors, and room is available again when members leave.
+/// Exceeding a limit is an error. When members leave, their names and instances can be used again.
 #[test]
 fn exceeded_limits_are_recoverable_errors() {
     let mut s = GroupClient::default();
-    let long = vec![b'x'; NAME_BYTES_MAX + 1];
+    let long_name = vec![b'x'; TEXT_FIELD_BYTES_MAX + 1];
     assert_eq!(
         s.ask(
             1,
             GroupRequest::Join {
-                group: long.clone()
+                group: long_name.clone()
             }
         ),
         PvmError::OutOfRes.code()
@@ -298,14 +299,14 @@ fn exceeded_limits_are_recoverable_errors() {
         s.ask(
             1,
             GroupRequest::Join {
-                group: long[1..].to_vec()
+                group: long_name[1..].to_vec()
             }
         ),
         0
     );
-    let many = (NAMES_BYTES_MAX / NAME_BYTES_MAX) as i32;
-    for n in 1..many {
-        let mut group = vec![b'y'; NAME_BYTES_MAX];
+    let group_count_max = (NAMES_BYTES_MAX / TEXT_FIELD_BYTES_MAX) as i32;
+    for n in 1..group_count_max {
+        let mut group = vec![b'y'; TEXT_FIELD_BYTES_MAX];
         group[..4].copy_from_slice(&n.to_be_bytes());
         assert_eq!(s.ask(1, GroupRequest::Join { group }), 0);
     }
@@ -324,48 +325,51 @@ enum Action {
     Freeze(i32, i32),
 }
 
-fn action() -> impl Strategy<Value = Action> {
-    let who = 0..6i32;
+fn action_strategy() -> impl Strategy<Value = Action> {
+    let task = 0..6i32;
     prop_oneof![
-        4 => who.clone().prop_map(Action::Join),
-        1 => who.clone().prop_map(Action::Leave),
-        1 => who.clone().prop_map(Action::LeaveAll),
-        1 => who.clone().prop_map(Action::End),
-        6 => (who.clone(), prop_oneof![Just(ALL_MEMBERS), 1..5i32]).prop_map(|(who, count)| Action::Barrier(who, count)),
-        1 => (who, 2..4i32).prop_map(|(who, count)| Action::Freeze(who, count)),
+        4 => task.clone().prop_map(Action::Join),
+        1 => task.clone().prop_map(Action::Leave),
+        1 => task.clone().prop_map(Action::LeaveAll),
+        1 => task.clone().prop_map(Action::End),
+        6 => (task.clone(), prop_oneof![Just(ALL_MEMBERS), 1..5i32]).prop_map(|(task, count)| Action::Barrier(task, count)),
+        1 => (task, 2..4i32).prop_map(|(task, count)| Action::Freeze(task, count)),
     ]
 }
 
-/// Asserts the invariants that must hold between any two requests.
+/// Asserts the invariants of the service between two requests.
 fn assert_invariants(groups: &Groups) {
-    let mut memberships = 0;
+    let mut membership_count = 0;
     for (name, group) in &groups.groups {
-        memberships += group.instances.len();
+        membership_count += group.instances.len();
         assert!(!group.instances.is_empty(), "an empty group does not exist");
         for (tid, instance) in &group.instances {
             assert_eq!(group.members[*instance], *tid);
             assert!(groups.groups_of_task[tid].contains(name));
         }
-        let holes = group
+        let has_holes = group
             .members
             .iter()
             .enumerate()
             .filter(|(_, tid)| **tid == Tid::NONE)
             .map(|(i, _)| i);
-        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free_instances);
+        assert_eq!(has_holes.collect::<BTreeSet<_>>(), group.free_instances);
         assert_eq!(
             group.members.len(),
             group.instances.len() + group.free_instances.len()
         );
-        for meeting in [&group.barrier, &group.freeze].into_iter().flatten() {
-            assert!(!meeting.waiting.is_empty(), "a meeting of nobody is none");
+        for waiting_call in [&group.barrier, &group.freeze].into_iter().flatten() {
             assert!(
-                meeting.waiting.len() < meeting.required,
+                !waiting_call.waiting_requests.is_empty(),
+                "a meeting of nobody is none"
+            );
+            assert!(
+                waiting_call.waiting_requests.len() < waiting_call.required_count,
                 "who is complete does not wait"
             );
             assert!(
-                meeting
-                    .waiting
+                waiting_call
+                    .waiting_requests
                     .keys()
                     .all(|tid| group.instances.contains_key(tid)),
                 "only members wait"
@@ -383,44 +387,44 @@ fn assert_invariants(groups: &Groups) {
             .values()
             .map(BTreeSet::len)
             .sum::<usize>(),
-        memberships
+        membership_count
     );
-    assert_eq!(groups.memberships, memberships);
+    assert_eq!(groups.membership_count, membership_count);
 }
 
 proptest! {
     /// Every request of a living task gets exactly one answer, unless the task still waits.
     #[test]
-    fn every_request_gets_exactly_one_answer(acts in proptest::collection::vec(action(), 1..80)) {
+    fn every_request_gets_exactly_one_answer(actions in proptest::collection::vec(action_strategy(), 1..80)) {
         let mut s = GroupClient::default();
-        let mut open: BTreeMap<RequestId, Tid> = BTreeMap::new();
-        let group = || NAME.to_vec();
-        for act in acts {
-            let (who, request) = match act {
-                Action::Join(who) => (who, GroupRequest::Join { group: group() }),
-                Action::Leave(who) => (who, GroupRequest::Leave { group: group() }),
-                Action::LeaveAll(who) => (who, GroupRequest::LeaveAll),
-                Action::Barrier(who, count) => (who, GroupRequest::Barrier { group: group(), count }),
-                Action::Freeze(who, count) => (who, GroupRequest::Freeze { group: group(), count }),
-                Action::End(who) => {
-                    s.groups.remove_ended_task(tid(who));
-                    open.retain(|_, asker| *asker != tid(who));
+        let mut open_requests: BTreeMap<RequestId, Tid> = BTreeMap::new();
+        let group = || GROUP_NAME.to_vec();
+        for chosen_action in actions {
+            let (task, request) = match chosen_action {
+                Action::Join(task) => (task, GroupRequest::Join { group: group() }),
+                Action::Leave(task) => (task, GroupRequest::Leave { group: group() }),
+                Action::LeaveAll(task) => (task, GroupRequest::LeaveAll),
+                Action::Barrier(task, count) => (task, GroupRequest::Barrier { group: group(), required_members: count }),
+                Action::Freeze(task, count) => (task, GroupRequest::Freeze { group: group(), required_members: count }),
+                Action::End(task) => {
+                    s.groups.remove_ended_task(tid(task));
+                    open_requests.retain(|_, waiting_task| *waiting_task != tid(task));
                     (99, GroupRequest::List)
                 }
             };
-            // A task that waits sends no other request, but it may end.
-            if open.values().any(|asker| *asker == tid(who)) {
+            // A waiting task sends no other request, but it may end.
+            if open_requests.values().any(|waiting_task| *waiting_task == tid(task)) {
                 continue;
             }
-            let id = s.send(who, request);
-            open.insert(id, tid(who));
-            while let Some(answer) = s.groups.poll() {
-                prop_assert_eq!(open.remove(&answer.id), Some(answer.tid), "{:?}", answer);
+            let id = s.send(task, request);
+            open_requests.insert(id, tid(task));
+            while let Some(answer) = s.groups.next_reply() {
+                prop_assert_eq!(open_requests.remove(&answer.id), Some(answer.tid), "{:?}", answer);
             }
             assert_invariants(&s.groups);
         }
-        let waiting = s.groups.groups.values().flat_map(|g| [&g.barrier, &g.freeze]).flatten();
-        let waiting: BTreeMap<RequestId, Tid> = waiting.flat_map(|m| &m.waiting).map(|(tid, id)| (*id, *tid)).collect();
-        prop_assert_eq!(open, waiting, "exactly those that wait have no answer");
+        let waiting_tasks = s.groups.groups.values().flat_map(|g| [&g.barrier, &g.freeze]).flatten();
+        let waiting_tasks: BTreeMap<RequestId, Tid> = waiting_tasks.flat_map(|m| &m.waiting_requests).map(|(tid, id)| (*id, *tid)).collect();
+        prop_assert_eq!(open_requests, waiting_tasks, "exactly those that wait have no answer");
     }
 }

@@ -1,18 +1,18 @@
-//! Processes that exit to be restarted on another host: their messages and notifications, and
-//! faults and requests during the restart.
+//! Restarts of tasks on other hosts by exit: messages and notifications of the old and the new
+//! process, and faults and requests during the restart.
 
 use super::restart_engine::{
     OWN_ENGINE, assert_reachable, await_migration, begin_migration, list_task, migrate,
-    notify_exit, received_numbers, request, spawn,
+    received_numbers, request_exit_notification, spawn, spawn_request,
 };
-use super::scenario::{stop_guests, welcome_guests};
+use super::scenario::{stop_guests_request, welcome_guests_request};
 use super::sim::{EXIT_REQUEST_TAG, Received, Sim, host, seeds};
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// Wait status of a program that exits as requested.
+/// Wait status of a program that exits with the agreed exit status 85.
 const REQUESTED_EXIT_STATUS: i32 = 85 << 8;
 
 fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
@@ -21,43 +21,44 @@ fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
         .collect()
 }
 
-/// Returns the numbers that all processes of a task have received, in order.
-fn all_received(sim: &Sim, tid: Tid) -> Vec<i32> {
+/// Returns the numbers that all processes of a task have received, from the oldest process to the
+/// newest.
+fn all_received_numbers(sim: &Sim, tid: Tid) -> Vec<i32> {
     procs_of(sim, tid)
         .into_iter()
         .flat_map(|proc| received_numbers(sim, proc))
         .collect()
 }
 
-/// Sends a number from the newest process of a task to another task, if the process is connected.
-/// True if the number was sent.
+/// Sends a number from the newest process of a task to another task, if the process is connected
+/// and runs. Returns true if the number was sent.
 fn send_if_connected(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
     let proc = sim.proc_of(tid);
     let p = &sim.procs[proc];
-    let can = p.welcome.is_some() && p.conn.is_some() && !p.exited && !p.is_frozen();
-    if can {
+    let can_send = p.welcome.is_some() && p.conn.is_some() && !p.exited && !p.is_frozen();
+    if can_send {
         sim.send_message(proc, to, &n.to_be_bytes());
     }
-    can
+    can_send
 }
 
-fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
-    let what = NotifySubjects::TaskExit(vec![tid]);
+fn subscribe_to_exit(sim: &mut Sim, proc: usize, tid: Tid) {
+    let subjects = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         proc,
         Request::Notify(NotifyRequest {
-            subjects: what,
+            subjects,
             ctx: 0,
             tag: 9,
-            cancel: false,
+            is_cancellation: false,
         }),
     );
 }
 
-/// Two tasks that exchange messages and are restarted at the same time lose and repeat no message.
+/// Two tasks exchange messages and are restarted at the same time. No message is lost or repeated.
 #[test]
 fn concurrent_restarts_lose_and_repeat_nothing() {
-    let mut both = 0;
+    let mut both_count = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let engine = if seed % 2 == 0 {
@@ -65,258 +66,314 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
         } else {
             "restart:wait=3"
         };
-        let a = spawn(&mut sim, console, request("child", engine, "h2"));
-        let near = if seed % 3 == 0 { "h2" } else { "h3" };
-        let b = spawn(&mut sim, console, request("child", engine, near));
-        let (mut from_a, mut from_b) = (0, 0);
+        let first_tid = spawn(&mut sim, console, spawn_request("child", engine, "h2"));
+        let other_host = if seed % 3 == 0 { "h2" } else { "h3" };
+        let second_tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", engine, other_host),
+        );
+        let (mut first_sent_count, mut second_sent_count) = (0, 0);
         for round in 0..3 {
             let targets = if round % 2 == 0 {
                 ["h4", "h1"]
             } else {
                 ["h2", "h3"]
             };
-            let moving = [a, b].map(|tid| (tid, sim.rng.below(30_000)));
-            let mut open = Vec::new();
-            let begun = sim.now;
-            while open.len() < 2
-                || open
+            let start_delays = [first_tid, second_tid].map(|tid| (tid, sim.rng.below(30_000)));
+            let mut open_requests = Vec::new();
+            let start_time = sim.now;
+            while open_requests.len() < 2
+                || open_requests
                     .iter()
                     .any(|id| !sim.procs[console].replies.contains_key(id))
             {
-                for (n, (tid, at)) in moving.into_iter().enumerate() {
-                    if open.len() == n && sim.now.since(begun) >= Micros(at) {
-                        open.push(begin_migration(&mut sim, console, tid, targets[n]));
+                for (n, (tid, start_delay)) in start_delays.into_iter().enumerate() {
+                    if open_requests.len() == n && sim.now.since(start_time) >= Micros(start_delay)
+                    {
+                        open_requests.push(begin_migration(&mut sim, console, tid, targets[n]));
                     }
                 }
-                from_a += i32::from(send_if_connected(&mut sim, a, b, from_a));
-                from_b += i32::from(send_if_connected(&mut sim, b, a, from_b));
-                let wait = Micros(sim.rng.below(1_500));
-                sim.advance(wait);
+                first_sent_count += i32::from(send_if_connected(
+                    &mut sim,
+                    first_tid,
+                    second_tid,
+                    first_sent_count,
+                ));
+                second_sent_count += i32::from(send_if_connected(
+                    &mut sim,
+                    second_tid,
+                    first_tid,
+                    second_sent_count,
+                ));
+                let delay = Micros(sim.rng.below(1_500));
+                sim.advance(delay);
             }
-            let moved = open
+            let migrated_count = open_requests
                 .into_iter()
                 .filter(|id| await_migration(&mut sim, console, *id).is_ok())
                 .count();
-            both += usize::from(moved == 2);
+            both_count += usize::from(migrated_count == 2);
         }
-        for tid in [a, b] {
+        for tid in [first_tid, second_tid] {
             sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         }
-        from_a += i32::from(send_if_connected(&mut sim, a, b, from_a));
-        from_b += i32::from(send_if_connected(&mut sim, b, a, from_b));
+        first_sent_count += i32::from(send_if_connected(
+            &mut sim,
+            first_tid,
+            second_tid,
+            first_sent_count,
+        ));
+        second_sent_count += i32::from(send_if_connected(
+            &mut sim,
+            second_tid,
+            first_tid,
+            second_sent_count,
+        ));
         sim.run_until("all that a said", |s| {
-            all_received(s, b).last() == Some(&(from_a - 1))
+            all_received_numbers(s, second_tid).last() == Some(&(first_sent_count - 1))
         });
         sim.run_until("all that b said", |s| {
-            all_received(s, a).last() == Some(&(from_b - 1))
+            all_received_numbers(s, first_tid).last() == Some(&(second_sent_count - 1))
         });
         assert_eq!(
-            all_received(&sim, b),
-            (0..from_a).collect::<Vec<i32>>(),
+            all_received_numbers(&sim, second_tid),
+            (0..first_sent_count).collect::<Vec<i32>>(),
             "seed {seed}"
         );
         assert_eq!(
-            all_received(&sim, a),
-            (0..from_b).collect::<Vec<i32>>(),
+            all_received_numbers(&sim, first_tid),
+            (0..second_sent_count).collect::<Vec<i32>>(),
             "seed {seed}"
         );
     }
-    assert!(both > 100, "{both}");
+    assert!(both_count > 100, "{both_count}");
 }
 
-/// Spawns a task on h2 that is slow to exit, and begins its migration. Returns the task, the
-/// process that was asked to exit, and the request.
+/// Spawns a task on h2 that ignores requests to exit, and begins its migration. Returns the task,
+/// the process that was asked to exit, and the migration request.
 fn begin_exit(sim: &mut Sim, console: usize, to: &str) -> (Tid, usize, sempa_proto::RequestId) {
-    let tid = spawn(sim, console, request("deaf", "own:wait=3", "h2"));
+    let tid = spawn(sim, console, spawn_request("deaf", "own:wait=3", "h2"));
     let old_proc = sim.proc_of(tid);
-    let moving = begin_migration(sim, console, tid, to);
-    sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old_proc));
-    (tid, old_proc, moving)
+    let migration_request = begin_migration(sim, console, tid, to);
+    sim.run_until("it is asked", |s| s.exit_ignoring_procs.contains(&old_proc));
+    (tid, old_proc, migration_request)
 }
 
-/// Messages of a task that ends while its peer is restarted reach the peer's new process.
+/// A task ends while its peer is restarted. Its messages reach the peer's new process.
 #[test]
 fn new_process_gets_messages_of_ended_sender() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let from = if seed % 2 == 0 { "h2" } else { "h3" };
-        let talker = spawn(&mut sim, console, request("child", "own:wait=3", from));
-        let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
-        let said = sim.proc_of(talker);
-        (0..5i32).for_each(|n| sim.send_message(said, tid, &n.to_be_bytes()));
-        let again = seed % 3 == 0;
-        if again {
+        let sender_tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", from),
+        );
+        let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
+        let sender_proc = sim.proc_of(sender_tid);
+        (0..5i32).for_each(|n| sim.send_message(sender_proc, tid, &n.to_be_bytes()));
+        let restarts_sender = seed % 3 == 0;
+        if restarts_sender {
             // The sender is restarted, too.
             let to = if from == "h2" { "h1" } else { "h2" };
-            assert_eq!(migrate(&mut sim, console, talker, to), Ok(OWN_ENGINE));
+            assert_eq!(migrate(&mut sim, console, sender_tid, to), Ok(OWN_ENGINE));
         } else {
-            sim.exit_gracefully(said, 0);
+            sim.exit_gracefully(sender_proc, 0);
             sim.advance(Micros::from_millis(200));
         }
         assert_eq!(
-            received_numbers(&sim, old),
+            received_numbers(&sim, old_proc),
             [] as [i32; 0],
             "it is for the next one"
         );
-        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
-        assert_eq!(await_migration(&mut sim, console, moving), Ok(OWN_ENGINE));
-        sim.run_until("all of it", |s| all_received(s, tid).len() == 5);
+        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
+        assert_eq!(
+            await_migration(&mut sim, console, migration_request),
+            Ok(OWN_ENGINE)
+        );
+        sim.run_until("all of it", |s| all_received_numbers(s, tid).len() == 5);
         assert_reachable(&mut sim, console, tid);
         assert_eq!(
-            all_received(&sim, tid),
+            all_received_numbers(&sim, tid),
             [0, 1, 2, 3, 4, 4711],
             "seed {seed}"
         );
     }
 }
 
-/// A notification of an exit during a restart reaches the new process after the last messages of
-/// the exited task.
+/// A task exits during the restart of its peer. The peer's new process receives the notification
+/// after the last messages of the exited task.
 #[test]
 fn exit_notification_follows_last_messages() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let dying = spawn(
+        let ending_tid = spawn(
             &mut sim,
             console,
-            request("child", "own", if seed % 2 == 0 { "h3" } else { "h1" }),
+            spawn_request("child", "own", if seed % 2 == 0 { "h3" } else { "h1" }),
         );
-        let last = sim.proc_of(dying);
-        let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
-        let old = sim.proc_of(tid);
-        notify(&mut sim, old, dying);
-        sim.send_message(last, tid, &7i32.to_be_bytes());
+        let ending_proc = sim.proc_of(ending_tid);
+        let tid = spawn(&mut sim, console, spawn_request("deaf", "own:wait=3", "h2"));
+        let old_proc = sim.proc_of(tid);
+        subscribe_to_exit(&mut sim, old_proc, ending_tid);
+        sim.send_message(ending_proc, tid, &7i32.to_be_bytes());
         if seed % 3 == 0 {
-            sim.run_until("it hears", |s| received_numbers(s, old) == [7]);
+            sim.run_until("it hears", |s| received_numbers(s, old_proc) == [7]);
         }
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(40_000));
-        sim.advance(wait);
-        (0..3i32).for_each(|n| sim.send_message(last, tid, &n.to_be_bytes()));
-        sim.exit_gracefully(last, 0);
-        sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old));
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(40_000));
+        sim.advance(delay);
+        (0..3i32).for_each(|n| sim.send_message(ending_proc, tid, &n.to_be_bytes()));
+        sim.exit_gracefully(ending_proc, 0);
+        sim.run_until("it is asked", |s| s.exit_ignoring_procs.contains(&old_proc));
         sim.advance(Micros::from_millis(200));
-        let noted = sim.procs[old].notifications(9).len();
-        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
-        assert_eq!(await_migration(&mut sim, console, moving), Ok(OWN_ENGINE));
+        let notification_count = sim.procs[old_proc].notifications(9).len();
+        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
+        assert_eq!(
+            await_migration(&mut sim, console, migration_request),
+            Ok(OWN_ENGINE)
+        );
         sim.run_until("it has gone on", |s| {
             s.procs[s.proc_of(tid)].welcome.is_some()
         });
-        let new = sim.proc_of(tid);
+        let new_proc = sim.proc_of(tid);
         sim.run_until("it is told", |s| {
-            noted + s.procs[new].notifications(9).len() == 1
+            notification_count + s.procs[new_proc].notifications(9).len() == 1
         });
-        assert_eq!(all_received(&sim, tid), [7, 0, 1, 2], "seed {seed}");
-        let seen = &sim.procs[if noted == 1 { old } else { new }].received;
+        assert_eq!(all_received_numbers(&sim, tid), [7, 0, 1, 2], "seed {seed}");
+        let received = &sim.procs[if notification_count == 1 {
+            old_proc
+        } else {
+            new_proc
+        }]
+        .received;
         assert!(
-            matches!(seen.last(), Some(Received::Notification(_))),
-            "{seen:?} (seed {seed})"
+            matches!(received.last(), Some(Received::Notification(_))),
+            "{received:?} (seed {seed})"
         );
     }
 }
 
-/// A process that is killed while it sends has delivered exactly the messages that its successor
+/// A process is killed while it sends. The receiver gets exactly the messages that the successor
 /// counts as sent.
 #[test]
 fn killed_process_and_successor_agree_on_messages() {
     for seed in seeds(80) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
-        let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let mut n = 0;
-        while !sim.procs[old].exited {
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("deaf", "restart:wait=3", "h2"),
+        );
+        let (old_proc, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let mut sent_count = 0;
+        while !sim.procs[old_proc].exited {
             let mut body = vec![0; 4 + sim.rng.below(200_000) as usize];
-            body[..4].copy_from_slice(&i32::to_be_bytes(n));
-            sim.send_message(old, to, &body);
-            n += 1;
-            let wait = Micros(sim.rng.below(300_000));
-            sim.advance(wait);
+            body[..4].copy_from_slice(&i32::to_be_bytes(sent_count));
+            sim.send_message(old_proc, to, &body);
+            sent_count += 1;
+            let delay = Micros(sim.rng.below(300_000));
+            sim.advance(delay);
         }
-        await_migration(&mut sim, console, moving).expect("moved");
+        await_migration(&mut sim, console, migration_request).expect("moved");
         sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
-        let new = sim.proc_of(tid);
-        (1000..1003).for_each(|n: i32| sim.send_message(new, to, &n.to_be_bytes()));
+        let new_proc = sim.proc_of(tid);
+        (1000..1003)
+            .for_each(|sent_count: i32| sim.send_message(new_proc, to, &sent_count.to_be_bytes()));
         sim.run_until("the last word", |s| {
             received_numbers(s, console).last() == Some(&1002)
         });
-        let got = received_numbers(&sim, console);
-        let before = got.len() as i32 - 3;
-        assert!(before >= n - 1, "{before} of {n} (seed {seed})");
+        let numbers = received_numbers(&sim, console);
+        let old_count = numbers.len() as i32 - 3;
+        assert!(
+            old_count >= sent_count - 1,
+            "{old_count} of {sent_count} (seed {seed})"
+        );
         assert_eq!(
-            got,
-            (0..before).chain(1000..1003).collect::<Vec<i32>>(),
+            numbers,
+            (0..old_count).chain(1000..1003).collect::<Vec<i32>>(),
             "seed {seed}"
         );
     }
 }
 
-/// An owner may arrive and leave at any moment: the task migrates, or resumes when the owner has
-/// left.
+/// An owner may arrive and leave at any time of a restart. The task migrates, or resumes when the
+/// owner has left.
 #[test]
 fn owner_changes_do_not_break_restart() {
-    let mut moved = 0;
+    let mut migrated_count = 0;
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let deaf = seed % 2 == 0;
+        let ignores_exit = seed % 2 == 0;
         let tid = spawn(
             &mut sim,
             console,
-            request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
+            spawn_request(
+                if ignores_exit { "deaf" } else { "child" },
+                "own:wait=1",
+                "h2",
+            ),
         );
-        let speaker = sim.enrol(host(2));
+        let owner_agent = sim.enrol(host(2));
         if seed % 3 > 0 {
-            sim.ask(speaker, stop_guests());
-            let wait = Micros(sim.rng.below(60_000));
-            sim.advance(wait);
+            sim.ask(owner_agent, stop_guests_request());
+            let delay = Micros(sim.rng.below(60_000));
+            sim.advance(delay);
         }
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(if deaf { 1_500_000 } else { 30_000 }));
-        sim.advance(wait);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(if ignores_exit { 1_500_000 } else { 30_000 }));
+        sim.advance(delay);
         sim.request(
-            speaker,
+            owner_agent,
             if seed % 3 == 1 {
-                welcome_guests()
+                welcome_guests_request()
             } else {
-                stop_guests()
+                stop_guests_request()
             },
         );
-        let result = await_migration(&mut sim, console, moving);
-        assert_eq!(result.is_ok(), !deaf, "{result:?} (seed {seed})");
-        moved += u32::from(!deaf);
+        let result = await_migration(&mut sim, console, migration_request);
+        assert_eq!(result.is_ok(), !ignores_exit, "{result:?} (seed {seed})");
+        migrated_count += u32::from(!ignores_exit);
         sim.advance(Micros::from_secs(2));
-        if deaf && seed % 3 != 1 {
+        if ignores_exit && seed % 3 != 1 {
             let proc = sim.proc_of(tid);
             assert!(
                 sim.procs[proc].is_frozen(),
                 "the owner is present (seed {seed})"
             );
         }
-        sim.ask(speaker, welcome_guests());
+        sim.ask(owner_agent, welcome_guests_request());
         assert_reachable(&mut sim, console, tid);
         assert_eq!(
             list_task(&mut sim, console, tid)[0].host,
-            if deaf { host(2) } else { host(3) }
+            if ignores_exit { host(2) } else { host(3) }
         );
     }
-    assert!(moved > 50);
+    assert!(migrated_count > 50);
 }
 
-/// A task that is suspended while it is asked to exit stays suspended, whether it migrates or not.
+/// A task that is suspended during a request to exit stays suspended, with or without a migration.
 #[test]
 fn suspension_during_exit_request_takes_effect() {
     for seed in seeds(100) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let deaf = seed % 2 == 0;
+        let ignores_exit = seed % 2 == 0;
         let tid = spawn(
             &mut sim,
             console,
-            request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
+            spawn_request(
+                if ignores_exit { "deaf" } else { "child" },
+                "own:wait=1",
+                "h2",
+            ),
         );
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(if deaf { 1_500_000 } else { 20_000 }));
-        sim.advance(wait);
-        let suspended = sim.request(
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(if ignores_exit { 1_500_000 } else { 20_000 }));
+        sim.advance(delay);
+        let suspend_request = sim.request(
             console,
             Request::Suspend {
                 tid,
@@ -324,9 +381,9 @@ fn suspension_during_exit_request_takes_effect() {
                 cause: None,
             },
         );
-        let _ = await_migration(&mut sim, console, moving);
+        let _ = await_migration(&mut sim, console, migration_request);
         sim.run_until("it is suspended", |s| {
-            s.procs[console].replies.contains_key(&suspended)
+            s.procs[console].replies.contains_key(&suspend_request)
         });
         sim.advance(Micros::from_secs(3));
         assert!(
@@ -350,47 +407,49 @@ fn suspension_during_exit_request_takes_effect() {
     }
 }
 
-/// A program that ignored a request to exit can leave the virtual machine normally later.
+/// A program that ignored an expired request to exit can leave the virtual machine normally.
 #[test]
 fn expired_exit_request_has_no_effect() {
     let (mut sim, console) = Sim::cluster(3, 3);
-    let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
-    notify_exit(&mut sim, console, tid);
-    assert!(await_migration(&mut sim, console, moving).is_err());
+    let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
+    request_exit_notification(&mut sim, console, tid);
+    assert!(await_migration(&mut sim, console, migration_request).is_err());
     sim.advance(Micros::from_secs(120));
-    sim.ask(old, Request::Exit { watermarks: vec![] });
-    sim.exit(old, REQUESTED_EXIT_STATUS);
+    sim.ask(old_proc, Request::Exit { watermarks: vec![] });
+    sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
     sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
     sim.advance(Micros::from_secs(2));
     assert_eq!(
         (sim.proc_of(tid), list_task(&mut sim, console, tid).len()),
-        (old, 0)
+        (old_proc, 0)
     );
 }
 
 /// A program that disconnects on request and exits late with the agreed status is restarted.
 #[test]
 fn disconnected_program_is_restarted_after_late_exit() {
-    for (seed, again) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
+    for (seed, sends_message) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
-        notify_exit(&mut sim, console, tid);
+        let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
+        request_exit_notification(&mut sim, console, tid);
         sim.send_message(console, tid, &5i32.to_be_bytes());
-        sim.ask(old, Request::Exit { watermarks: vec![] });
-        sim.close(old);
+        sim.ask(old_proc, Request::Exit { watermarks: vec![] });
+        sim.close_connection(old_proc);
         assert!(
-            await_migration(&mut sim, console, moving).is_err(),
+            await_migration(&mut sim, console, migration_request).is_err(),
             "it has not ended in its time"
         );
         sim.advance(Micros::from_secs(1));
-        if again {
-            sim.exit(old, REQUESTED_EXIT_STATUS);
+        if sends_message {
+            sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
             sim.run_until("it is back", |s| {
-                s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+                s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
             });
-            sim.run_until("what came meanwhile", |s| all_received(s, tid) == [5]);
+            sim.run_until("what came meanwhile", |s| {
+                all_received_numbers(s, tid) == [5]
+            });
             assert_reachable(&mut sim, console, tid);
-            assert_eq!(all_received(&sim, tid), [5, 4711]);
+            assert_eq!(all_received_numbers(&sim, tid), [5, 4711]);
         } else {
             sim.advance(Micros::from_secs(120));
             assert_eq!(
@@ -398,7 +457,7 @@ fn disconnected_program_is_restarted_after_late_exit() {
                 0,
                 "its end is told when its process has ended"
             );
-            sim.exit(old, 0);
+            sim.exit_proc(old_proc, 0);
             sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
         }
     }
@@ -407,30 +466,34 @@ fn disconnected_program_is_restarted_after_late_exit() {
 /// No program is asked to exit after its migration has failed.
 #[test]
 fn failed_migration_withdraws_exit_request() {
-    let (mut before, mut after) = (0, 0);
+    let (mut unasked_count, mut asked_count) = (0, 0);
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(12_000));
-        sim.advance(wait);
+        let tid = spawn(&mut sim, console, spawn_request("deaf", "own:wait=3", "h2"));
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(12_000));
+        sim.advance(delay);
         sim.kill_host(host(3));
-        assert!(await_migration(&mut sim, console, moving).is_err());
+        assert!(await_migration(&mut sim, console, migration_request).is_err());
         sim.advance(Micros::from_millis(20));
-        let asked = sim.exit_ignored_by.len();
+        let ignored_count = sim.exit_ignoring_procs.len();
         sim.advance(Micros::from_secs(20));
-        assert_eq!(sim.exit_ignored_by.len(), asked, "seed {seed}");
-        *if asked == 0 { &mut before } else { &mut after } += 1;
+        assert_eq!(sim.exit_ignoring_procs.len(), ignored_count, "seed {seed}");
+        *if ignored_count == 0 {
+            &mut unasked_count
+        } else {
+            &mut asked_count
+        } += 1;
         assert_reachable(&mut sim, console, tid);
-        // The task can still be asked to migrate elsewhere.
+        // Another migration can still ask the task to exit.
         let Err((Step::Quiesce, Failure::Engine(_))) = migrate(&mut sim, console, tid, "h4") else {
             panic!("it is deaf (seed {seed})")
         };
         assert_reachable(&mut sim, console, tid);
     }
     assert!(
-        before > 5 && after > 5,
-        "{before} were not asked, {after} were"
+        unasked_count > 5 && asked_count > 5,
+        "{unasked_count} were not asked, {asked_count} were"
     );
 }
 
@@ -439,23 +502,29 @@ fn failed_migration_withdraws_exit_request() {
 fn lost_target_restarts_program_at_source() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old));
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("deaf", "restart:wait=3", "h2"),
+        );
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        sim.run_until("it is asked", |s| s.exit_ignoring_procs.contains(&old_proc));
         sim.send_message(console, tid, &1i32.to_be_bytes());
         sim.kill_host(host(3));
-        assert!(await_migration(&mut sim, console, moving).is_err());
+        assert!(await_migration(&mut sim, console, migration_request).is_err());
         if seed % 2 == 0 {
-            sim.exit(old, 15);
+            sim.exit_proc(old_proc, 15);
         }
         sim.run_until("it is back", |s| {
-            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
         });
-        sim.run_until("what came meanwhile", |s| all_received(s, tid) == [1]);
+        sim.run_until("what came meanwhile", |s| {
+            all_received_numbers(s, tid) == [1]
+        });
         assert_reachable(&mut sim, console, tid);
-        assert_eq!(all_received(&sim, tid), [1, 4711], "seed {seed}");
+        assert_eq!(all_received_numbers(&sim, tid), [1, 4711], "seed {seed}");
         assert_eq!(
             (
                 sim.procs[sim.proc_of(tid)].host,
@@ -472,10 +541,10 @@ fn lost_target_restarts_program_at_source() {
     }
 }
 
-/// A task that exits before it is asked to exit has ended, with any status.
+/// A task that exits before it is asked to exit has ended, even with the agreed status.
 #[test]
 fn exit_before_request_ends_task() {
-    let mut ended = 0;
+    let mut ended_count = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let engine = if seed % 2 == 0 {
@@ -483,29 +552,29 @@ fn exit_before_request_ends_task() {
         } else {
             "restart"
         };
-        let tid = spawn(&mut sim, console, request("deaf", engine, "h2"));
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(12_000));
-        sim.advance(wait);
-        let asked = sim.handed_off_links(old);
-        sim.exit(old, REQUESTED_EXIT_STATUS);
-        let moved = await_migration(&mut sim, console, moving);
-        if !asked {
-            ended += 1;
-            assert!(moved.is_err());
+        let tid = spawn(&mut sim, console, spawn_request("deaf", engine, "h2"));
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(12_000));
+        sim.advance(delay);
+        let was_asked = sim.has_handed_off_links(old_proc);
+        sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
+        let result = await_migration(&mut sim, console, migration_request);
+        if !was_asked {
+            ended_count += 1;
+            assert!(result.is_err());
             sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
-            assert_eq!(sim.proc_of(tid), old, "seed {seed}");
+            assert_eq!(sim.proc_of(tid), old_proc, "seed {seed}");
         }
     }
-    assert!(ended > 20, "{ended}");
+    assert!(ended_count > 20, "{ended_count}");
 }
 
 /// A reset also ends a task that is being restarted.
 #[test]
 fn reset_ends_task_during_restart() {
-    let mut away = 0;
+    let mut restarting_count = 0;
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let engine = if seed % 2 == 0 {
@@ -513,27 +582,28 @@ fn reset_ends_task_during_restart() {
         } else {
             "restart"
         };
-        let tid = spawn(&mut sim, console, request("child", engine, "h2"));
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(20_000));
-        sim.advance(wait);
-        let gone = sim.procs[old].exited;
-        sim.ask(console, Request::Reset { kill: true });
-        let moved = await_migration(&mut sim, console, moving);
+        let tid = spawn(&mut sim, console, spawn_request("child", engine, "h2"));
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(20_000));
+        sim.advance(delay);
+        let old_exited = sim.procs[old_proc].exited;
+        sim.ask(console, Request::Reset { kill_tasks: true });
+        let result = await_migration(&mut sim, console, migration_request);
         sim.advance(Micros::from_secs(3));
         if !list_task(&mut sim, console, tid).is_empty() {
-            // The task had just migrated, as a task that migrates by CRIU may have.
-            assert!(moved.is_ok(), "{moved:?} (seed {seed})");
-            sim.ask(console, Request::Reset { kill: true });
+            // The migration had succeeded before the reset, so the reset may not have ended the
+            // task. The reset is repeated.
+            assert!(result.is_ok(), "{result:?} (seed {seed})");
+            sim.ask(console, Request::Reset { kill_tasks: true });
         } else {
-            away += u32::from(gone && moved.is_err());
+            restarting_count += u32::from(old_exited && result.is_err());
         }
         sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
         assert_eq!(list_task(&mut sim, console, tid), []);
     }
-    assert!(away > 5, "{away} were away");
+    assert!(restarting_count > 5, "{restarting_count} were away");
 }
 
 /// A session that breaks while a task is restarted loses no messages.
@@ -541,38 +611,43 @@ fn reset_ends_task_during_restart() {
 fn broken_session_during_restart_loses_no_messages() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
         let peer = sim.enrol(host(3 + (seed % 2) as u16));
-        let (old, to) = (sim.proc_of(tid), sim.procs[peer].tid());
+        let (old_proc, to) = (sim.proc_of(tid), sim.procs[peer].tid());
         let mut sent_count = 0;
-        let moving = begin_migration(&mut sim, console, tid, "h3");
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
         (0..20i32).for_each(|n| sim.send_message(peer, tid, &n.to_be_bytes()));
-        let until = Micros(sim.rng.below(12_000));
-        let begun = sim.now;
-        while sim.now.since(begun) < until && !sim.procs[old].exited {
-            sim.send_message(old, to, &i32::to_be_bytes(sent_count));
+        let send_duration = Micros(sim.rng.below(12_000));
+        let start_time = sim.now;
+        while sim.now.since(start_time) < send_duration && !sim.procs[old_proc].exited {
+            sim.send_message(old_proc, to, &i32::to_be_bytes(sent_count));
             sent_count += 1;
             sim.advance(Micros(500));
         }
-        let long = Micros(1_000 + sim.rng.below(400_000));
-        sim.separate(host(2), host(3 + (seed % 3 == 0) as u16), long);
-        let _ = await_migration(&mut sim, console, moving);
-        // A migration that fails late restarts the program shortly after the failure is reported.
-        let is_back = |s: &Sim| {
+        let outage = Micros(1_000 + sim.rng.below(400_000));
+        sim.separate_hosts(host(2), host(3 + (seed % 3 == 0) as u16), outage);
+        let _ = await_migration(&mut sim, console, migration_request);
+        // After a late failure of the migration, the program is restarted shortly after the report
+        // of the failure.
+        let is_connected = |s: &Sim| {
             Some(&s.procs[s.proc_of(tid)]).is_some_and(|p| p.welcome.is_some() && !p.exited)
         };
-        sim.run_until("it is back", is_back);
-        let new = sim.proc_of(tid);
+        sim.run_until("it is back", is_connected);
+        let new_proc = sim.proc_of(tid);
         while sent_count < 25 {
-            sim.send_message(new, to, &i32::to_be_bytes(sent_count));
+            sim.send_message(new_proc, to, &i32::to_be_bytes(sent_count));
             sent_count += 1;
         }
         sim.run_until("all of it", |s| {
-            all_received(s, tid).len() >= 20
+            all_received_numbers(s, tid).len() >= 20
                 && received_numbers(s, peer).len() >= sent_count as usize
         });
         assert_eq!(
-            all_received(&sim, tid),
+            all_received_numbers(&sim, tid),
             (0..20).collect::<Vec<i32>>(),
             "seed {seed}"
         );
@@ -584,15 +659,19 @@ fn broken_session_during_restart_loses_no_messages() {
     }
 }
 
-/// After the loss of a host during a restart, the messages of the old and the new process arrive
-/// without a gap.
+/// A host is lost during a restart. The messages of the old and the new process arrive without a
+/// gap.
 #[test]
 fn lost_host_during_restart_leaves_no_message_gap() {
-    let (mut went_on, mut of_source) = (0, 0);
+    let (mut survival_count, mut source_lost_count) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let to = sim.procs[console].tid();
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
         let mut sent_count = 0;
         let mut send_numbers = |sim: &mut Sim, count: i32| {
             for _ in 0..count {
@@ -601,36 +680,36 @@ fn lost_host_during_restart_leaves_no_message_gap() {
             sent_count
         };
         send_numbers(&mut sim, 5);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
         for _ in 0..8 {
-            let (wait, count) = (Micros(sim.rng.below(4_000)), sim.rng.below(3) as i32);
-            sim.advance(wait);
+            let (delay, count) = (Micros(sim.rng.below(4_000)), sim.rng.below(3) as i32);
+            sim.advance(delay);
             send_numbers(&mut sim, count);
         }
-        let lost = host(2 + sim.rng.below(2) as u16);
-        sim.kill_host(lost);
-        let moved = await_migration(&mut sim, console, moving).is_ok();
+        let lost_host = host(2 + sim.rng.below(2) as u16);
+        sim.kill_host(lost_host);
+        let has_migrated = await_migration(&mut sim, console, migration_request).is_ok();
         sim.advance(Micros::from_secs(10));
         if list_task(&mut sim, console, tid).is_empty() {
             continue;
         }
-        went_on += 1;
-        of_source += u32::from(moved && lost == host(2));
+        survival_count += 1;
+        source_lost_count += u32::from(has_migrated && lost_host == host(2));
         assert_reachable(&mut sim, console, tid);
-        let before = send_numbers(&mut sim, 1) - 1;
+        let last_number = send_numbers(&mut sim, 1) - 1;
         sim.run_until("it is heard", |s| {
-            received_numbers(s, console).last() == Some(&before)
+            received_numbers(s, console).last() == Some(&last_number)
         });
-        let heard = received_numbers(&sim, console);
+        let numbers = received_numbers(&sim, console);
         assert_eq!(
-            heard,
-            (0..=before).collect::<Vec<i32>>(),
-            "moved {moved}, lost {lost} (seed {seed})"
+            numbers,
+            (0..=last_number).collect::<Vec<i32>>(),
+            "moved {has_migrated}, lost {lost_host} (seed {seed})"
         );
     }
     assert!(
-        went_on > 100 && of_source > 20,
-        "{went_on} went on, {of_source} without their source"
+        survival_count > 100 && source_lost_count > 20,
+        "{survival_count} went on, {source_lost_count} without their source"
     );
 }
 
@@ -642,104 +721,108 @@ fn terminated_task_is_not_restarted() {
         let tid = spawn(
             &mut sim,
             console,
-            request("deaf and stubborn", "restart:wait=1", "h2"),
+            spawn_request("deaf and stubborn", "restart:wait=1", "h2"),
         );
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old));
-        let wait = Micros(sim.rng.below(900_000));
-        sim.advance(wait);
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        sim.run_until("it is asked", |s| s.exit_ignoring_procs.contains(&old_proc));
+        let delay = Micros(sim.rng.below(900_000));
+        sim.advance(delay);
         sim.ask(console, Request::Signal { tid, signal: 15 });
-        assert!(await_migration(&mut sim, console, moving).is_err());
+        assert!(await_migration(&mut sim, console, migration_request).is_err());
         sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
         assert_eq!(
             (sim.proc_of(tid), list_task(&mut sim, console, tid).len()),
-            (old, 0),
+            (old_proc, 0),
             "seed {seed}"
         );
     }
 }
 
-/// A program that exits because of a first request is restarted, although a second migration failed
-/// before it asked the program to exit.
+/// A first request asks a program to exit. A second migration fails before it asks the program.
+/// When the program exits because of the first request, it is restarted.
 #[test]
 fn first_exit_request_survives_failed_second_one() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
-        notify_exit(&mut sim, console, tid);
+        let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
+        request_exit_notification(&mut sim, console, tid);
         assert!(
-            await_migration(&mut sim, console, moving).is_err(),
+            await_migration(&mut sim, console, migration_request).is_err(),
             "it has not ended in its time"
         );
-        let again = begin_migration(&mut sim, console, tid, "h4");
-        let wait = Micros(sim.rng.below(12_000));
-        sim.advance(wait);
+        let second_request = begin_migration(&mut sim, console, tid, "h4");
+        let delay = Micros(sim.rng.below(12_000));
+        sim.advance(delay);
         sim.kill_host(host(4));
-        assert!(await_migration(&mut sim, console, again).is_err());
+        assert!(await_migration(&mut sim, console, second_request).is_err());
         sim.advance(Micros::from_secs(1));
-        let asked = sim.exit_ignored_by.len();
-        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
+        let ignored_count = sim.exit_ignoring_procs.len();
+        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
         assert_eq!(
-            sim.exit_ignored_by.len(),
-            asked,
+            sim.exit_ignoring_procs.len(),
+            ignored_count,
             "an exiting program is not asked to exit (seed {seed})"
         );
         sim.run_until("it is back", |s| {
-            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
         });
         assert_reachable(&mut sim, console, tid);
         assert_eq!(sim.procs[console].notifications(1).len(), 0, "seed {seed}");
     }
 }
 
-/// The window for a late exit counts only the time in which the program runs.
+/// Only the time in which the program runs counts for the timeout of a late exit.
 #[test]
 fn late_exit_window_excludes_paused_time() {
     let (mut sim, console) = Sim::cluster(5, 3);
-    let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
-    assert!(await_migration(&mut sim, console, moving).is_err());
-    let speaker = sim.enrol(host(2));
-    sim.ask(speaker, stop_guests());
+    let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
+    assert!(await_migration(&mut sim, console, migration_request).is_err());
+    let owner_agent = sim.enrol(host(2));
+    sim.ask(owner_agent, stop_guests_request());
     sim.advance(Micros::from_secs(600));
-    sim.ask(speaker, welcome_guests());
+    sim.ask(owner_agent, welcome_guests_request());
     assert_reachable(&mut sim, console, tid);
     sim.advance(Micros::from_secs(50));
-    sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
+    sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
     sim.run_until("it is back", |s| {
-        s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+        s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
     });
     assert_reachable(&mut sim, console, tid);
 }
 
-/// A program that is restarted on a host whose owner has just arrived can migrate again
-/// immediately.
+/// A task is restarted on a host whose owner has just arrived. It can immediately migrate again.
 #[test]
 fn restarted_program_can_leave_arriving_owner() {
-    let (mut arrived, mut spared) = (0, 0);
+    let (mut arrival_count, mut survival_count) = (0, 0);
     for seed in seeds(100) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("child", "restart:wait=3", "h2"));
-        let speaker = sim.enrol(host(3));
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(15_000));
-        sim.advance(wait);
-        sim.request(speaker, stop_guests());
-        if await_migration(&mut sim, console, moving).is_err() {
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "restart:wait=3", "h2"),
+        );
+        let owner_agent = sim.enrol(host(3));
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(15_000));
+        sim.advance(delay);
+        sim.request(owner_agent, stop_guests_request());
+        if await_migration(&mut sim, console, migration_request).is_err() {
             continue;
         }
-        arrived += 1;
+        arrival_count += 1;
         if sim.procs[sim.proc_of(tid)].welcome.is_none() {
-            // The new process cannot have installed a signal handler yet.
-            let begins = sim.proc_of(tid);
+            // The new process cannot have installed a signal handler yet, so the signal must not
+            // reach it.
+            let starting_proc = sim.proc_of(tid);
             sim.ask(console, Request::Signal { tid, signal: 10 });
-            if sim.procs[begins].exited {
-                // The process had started before the signal arrived.
-                assert!(sim.procs[begins].welcome.is_some(), "seed {seed}");
+            if sim.procs[starting_proc].exited {
+                // The process connected before the signal arrived, so the signal could end it.
+                assert!(sim.procs[starting_proc].welcome.is_some(), "seed {seed}");
                 continue;
             }
-            spared += 1;
+            survival_count += 1;
         }
         assert_eq!(
             migrate(&mut sim, console, tid, "h4").map(|_| ()),
@@ -754,12 +837,13 @@ fn restarted_program_can_leave_arriving_owner() {
         );
     }
     assert!(
-        arrived > 20 && spared > 5,
-        "{arrived} arrived, {spared} were spared a signal"
+        arrival_count > 20 && survival_count > 5,
+        "{arrival_count} arrived, {survival_count} were spared a signal"
     );
 }
 
-/// A program that is asked by a message receives it once; its successor does not receive it.
+/// A program that is asked to exit by a message receives the message once. Its successor does not
+/// receive it.
 #[test]
 fn exit_request_message_is_delivered_once() {
     for seed in seeds(60) {
@@ -767,34 +851,34 @@ fn exit_request_message_is_delivered_once() {
         let tid = spawn(
             &mut sim,
             console,
-            request("child", "own:message=77:wait=3", "h2"),
+            spawn_request("child", "own:message=77:wait=3", "h2"),
         );
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let moved = migrate(&mut sim, console, tid, "h3");
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let result = migrate(&mut sim, console, tid, "h3");
         assert!(
             matches!(
-                moved,
+                result,
                 Ok(Engine::SelfCheckpoint {
                     ask_method: AskMethod::Message(EXIT_REQUEST_TAG),
                     ..
                 })
             ),
-            "{moved:?}"
+            "{result:?}"
         );
         sim.run_until("it is there", |s| {
-            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
         });
         assert_reachable(&mut sim, console, tid);
-        let asked = procs_of(&sim, tid)
+        let request_count = procs_of(&sim, tid)
             .into_iter()
             .map(|proc| sim.procs[proc].notifications(EXIT_REQUEST_TAG).len());
-        assert_eq!(asked.collect::<Vec<usize>>(), [1, 0], "seed {seed}");
+        assert_eq!(request_count.collect::<Vec<usize>>(), [1, 0], "seed {seed}");
         assert_eq!(sim.procs[console].notifications(1).len(), 0);
     }
 }
 
-/// A request message that a program left unread does not reach its successor.
+/// A program's unread request message is not passed on to its successor.
 #[test]
 fn unread_exit_request_is_not_passed_on() {
     for seed in seeds(60) {
@@ -802,23 +886,26 @@ fn unread_exit_request_is_not_passed_on() {
         let tid = spawn(
             &mut sim,
             console,
-            request("deaf", "own:message=77:wait=3", "h2"),
+            spawn_request("deaf", "own:message=77:wait=3", "h2"),
         );
-        notify_exit(&mut sim, console, tid);
-        let old = sim.proc_of(tid);
-        let times = 1 + seed as usize % 2;
-        for _ in 0..times {
-            let moving = begin_migration(&mut sim, console, tid, "h3");
+        request_exit_notification(&mut sim, console, tid);
+        let old_proc = sim.proc_of(tid);
+        let request_count = 1 + seed as usize % 2;
+        for _ in 0..request_count {
+            let migration_request = begin_migration(&mut sim, console, tid, "h3");
             assert!(
-                await_migration(&mut sim, console, moving).is_err(),
+                await_migration(&mut sim, console, migration_request).is_err(),
                 "it has not ended in its time"
             );
         }
         sim.advance(Micros::from_millis(100));
-        assert_eq!(sim.procs[old].notifications(EXIT_REQUEST_TAG).len(), times);
-        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
+        assert_eq!(
+            sim.procs[old_proc].notifications(EXIT_REQUEST_TAG).len(),
+            request_count
+        );
+        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
         sim.run_until("it is back", |s| {
-            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
         });
         assert_reachable(&mut sim, console, tid);
         assert_eq!(

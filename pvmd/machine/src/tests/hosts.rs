@@ -1,4 +1,4 @@
-//! Hosts join, leave and are lost; the virtual machine halts.
+//! Hosts join, leave and are lost. The virtual machine halts.
 
 use super::sim::{Sim, host, seeds};
 use crate::{Event, HostId};
@@ -11,7 +11,7 @@ use sempa_proto::{Epoch, Micros, PvmError, Tid};
 
 pub(super) fn add_results(reply: Reply) -> Vec<Result<String, PvmError>> {
     match reply {
-        Reply::HostsAdded(added) => added
+        Reply::HostsAdded(results) => results
             .into_iter()
             .map(|a| a.result.map(|e| e.name))
             .collect(),
@@ -21,18 +21,19 @@ pub(super) fn add_results(reply: Reply) -> Vec<Result<String, PvmError>> {
 
 fn add_request(names: &[&str]) -> Request {
     Request::AddHosts {
-        lines: names.iter().map(|n| n.to_string()).collect(),
+        host_file_lines: names.iter().map(|n| n.to_string()).collect(),
     }
 }
 
-/// Asserts that all live daemons have this host table.
+/// Asserts that the host tables of all live daemons are equal and contain exactly the hosts
+/// `names`.
 fn assert_tables_agree(sim: &Sim, names: &[&str]) {
-    let table = sim.nodes[&HostId::MASTER].machine.table().clone();
-    let known: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
-    assert_eq!(known, names, "seed {}", sim.seed);
+    let table = sim.nodes[&HostId::MASTER].machine.host_table().clone();
+    let table_names: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
+    assert_eq!(table_names, names, "seed {}", sim.seed);
     for (id, node) in sim.nodes.iter().filter(|(_, n)| n.is_alive) {
         assert_eq!(
-            node.machine.table(),
+            node.machine.host_table(),
             &table,
             "{id} knows another table (seed {})",
             sim.seed
@@ -40,38 +41,38 @@ fn assert_tables_agree(sim: &Sim, names: &[&str]) {
     }
 }
 
-/// Hosts that several tasks add at the same time all join.
+/// Hosts that two tasks add at the same time all join.
 #[test]
 fn concurrently_added_hosts_all_join() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let other = sim.enrol(host(2));
-        let first = sim.request(console, add_request(&["h3", "bad4", "h5"]));
-        let second = sim.request(other, add_request(&["h6", "h3", "h2", "-x"]));
+        let other_proc = sim.enrol(host(2));
+        let first_reply = sim.request(console, add_request(&["h3", "bad4", "h5"]));
+        let second_reply = sim.request(other_proc, add_request(&["h6", "h3", "h2", "-x"]));
         sim.run_until("both replies", |s| {
-            s.procs[console].replies.contains_key(&first)
-                && s.procs[other].replies.contains_key(&second)
+            s.procs[console].replies.contains_key(&first_reply)
+                && s.procs[other_proc].replies.contains_key(&second_reply)
         });
-        let first = add_results(sim.procs[console].replies[&first].clone());
-        let second = add_results(sim.procs[other].replies[&second].clone());
-        assert_eq!(first[1], Err(PvmError::CantStart));
-        assert_eq!(first[2], Ok("h5".into()));
+        let first_reply = add_results(sim.procs[console].replies[&first_reply].clone());
+        let second_reply = add_results(sim.procs[other_proc].replies[&second_reply].clone());
+        assert_eq!(first_reply[1], Err(PvmError::CantStart));
+        assert_eq!(first_reply[2], Ok("h5".into()));
         assert_eq!(
-            (&second[0], &second[2], &second[3]),
+            (&second_reply[0], &second_reply[2], &second_reply[3]),
             (
                 &Ok("h6".into()),
                 &Err(PvmError::DupHost),
                 &Err(PvmError::BadParam)
             )
         );
-        let h3 = [&first[0], &second[1]];
+        let h3_results = [&first_reply[0], &second_reply[1]];
         assert!(
-            h3.contains(&&Ok("h3".into())) && h3.contains(&&Err(PvmError::DupHost)),
-            "{h3:?} (seed {seed})"
+            h3_results.contains(&&Ok("h3".into())) && h3_results.contains(&&Err(PvmError::DupHost)),
+            "{h3_results:?} (seed {seed})"
         );
         let mut names: Vec<String> = sim.nodes[&HostId::MASTER]
             .machine
-            .table()
+            .host_table()
             .hosts
             .iter()
             .map(|h| h.name.clone())
@@ -82,25 +83,25 @@ fn concurrently_added_hosts_all_join() {
     }
 }
 
-/// A host that is lost while it joins is left out, and the others join.
+/// A host that is lost while it joins is not added; the other new host joins.
 #[test]
 fn host_lost_while_joining_is_left_out() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let id = sim.request(console, add_request(&["h3", "h4"]));
+        let add_id = sim.request(console, add_request(&["h3", "h4"]));
         sim.run_until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
-        let wait = Micros(sim.rng.below(400_000));
-        sim.advance(wait);
+        let delay = Micros(sim.rng.below(400_000));
+        sim.advance(delay);
         sim.kill_host(host(3));
-        sim.run_until("reply", |s| s.procs[console].replies.contains_key(&id));
-        let added = add_results(sim.procs[console].replies[&id].clone());
-        assert_eq!(added[1], Ok("h4".into()), "seed {seed}");
+        sim.run_until("reply", |s| s.procs[console].replies.contains_key(&add_id));
+        let results = add_results(sim.procs[console].replies[&add_id].clone());
+        assert_eq!(results[1], Ok("h4".into()), "seed {seed}");
         sim.advance(Micros::from_secs(2));
         assert_tables_agree(&sim, &["h1", "h2", "h4"]);
     }
 }
 
-/// The start of a daemon that never connects is abandoned.
+/// The start of a host is abandoned if the host's daemon never connects.
 #[test]
 fn unconnected_daemon_start_is_abandoned() {
     let (mut sim, console) = Sim::cluster(3, 1);
@@ -111,22 +112,22 @@ fn unconnected_daemon_start_is_abandoned() {
     assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
-/// A deleted host has ended its tasks and shut down before the reply.
+/// Before the reply to its deletion, a host has ended its tasks and shut down.
 #[test]
 fn deleted_host_leaves_before_reply() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let spawned = sim.ask(
+        let spawn_reply = sim.ask(
             console,
             Request::Spawn(SpawnRequest {
-                file: "stubborn".into(),
-                count: 3,
+                program: "stubborn".into(),
+                task_count: 3,
                 ..SpawnRequest::default()
             }),
         );
-        assert!(matches!(spawned, Reply::Spawned(_)));
-        let names = ["h3", "h9", "h1", "h3"].map(String::from).to_vec();
-        let reply = sim.ask(console, Request::DelHosts { names });
+        assert!(matches!(spawn_reply, Reply::Spawned(_)));
+        let host_names = ["h3", "h9", "h1", "h3"].map(String::from).to_vec();
+        let reply = sim.ask(console, Request::DelHosts { host_names });
         let expected = vec![
             Ok(()),
             Err(PvmError::NoHost),
@@ -142,43 +143,49 @@ fn deleted_host_leaves_before_reply() {
     }
 }
 
-/// The notification of a lost host is sent before those of its tasks.
+/// A watcher is notified of the loss of a host before it is notified of the ends of its tasks.
 #[test]
 fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let on3 = sim.enrol(host(3));
+        let proc_on_h3 = sim.enrol(host(3));
         let watcher = sim.enrol(host(2));
-        let dead = sim.procs[on3].tid();
-        let note = |what, tag| {
+        let lost_tid = sim.procs[proc_on_h3].tid();
+        let notify_request = |subjects, tag| {
             Request::Notify(NotifyRequest {
-                subjects: what,
+                subjects,
                 ctx: 5,
                 tag,
-                cancel: false,
+                is_cancellation: false,
             })
         };
-        sim.ask(watcher, note(NotifySubjects::TaskExit(vec![dead, dead]), 1));
         sim.ask(
             watcher,
-            note(NotifySubjects::HostDelete(vec![host(3).tid()]), 1),
+            notify_request(NotifySubjects::TaskExit(vec![lost_tid, lost_tid]), 1),
         );
-        sim.ask(watcher, note(NotifySubjects::HostAdd { count: 1 }, 2));
+        sim.ask(
+            watcher,
+            notify_request(NotifySubjects::HostDelete(vec![host(3).tid()]), 1),
+        );
+        sim.ask(
+            watcher,
+            notify_request(NotifySubjects::HostAdd { messages_max: 1 }, 2),
+        );
         sim.kill_host(host(3));
         sim.run_until("three notes", |s| {
             s.procs[watcher].notifications(1).len() == 3
         });
-        let bodies: Vec<Vec<u8>> = sim.procs[watcher]
+        let notification_bodies: Vec<Vec<u8>> = sim.procs[watcher]
             .notifications(1)
             .iter()
             .map(|n| n.body.to_vec())
             .collect();
-        assert_eq!(bodies[0], host(3).tid().raw().to_be_bytes());
+        assert_eq!(notification_bodies[0], host(3).tid().raw().to_be_bytes());
         assert_eq!(
-            (&bodies[1], &bodies[2]),
+            (&notification_bodies[1], &notification_bodies[2]),
             (
-                &dead.raw().to_be_bytes().to_vec(),
-                &dead.raw().to_be_bytes().to_vec()
+                &lost_tid.raw().to_be_bytes().to_vec(),
+                &lost_tid.raw().to_be_bytes().to_vec()
             )
         );
         assert!(
@@ -190,13 +197,17 @@ fn host_notification_precedes_task_notifications() {
         sim.ask(console, add_request(&["h4"]));
         sim.ask(console, add_request(&["h5"]));
         sim.advance(Micros::from_millis(100));
-        let added = sim.procs[watcher].notifications(2);
-        assert_eq!(added.len(), 1, "one was asked for (seed {seed})");
-        assert_eq!(added[0].body[..4], 1i32.to_be_bytes());
+        let added_notifications = sim.procs[watcher].notifications(2);
+        assert_eq!(
+            added_notifications.len(),
+            1,
+            "one was asked for (seed {seed})"
+        );
+        assert_eq!(added_notifications[0].body[..4], 1i32.to_be_bytes());
     }
 }
 
-/// A halt ends every task and daemon and does not wait for dead hosts.
+/// A halt ends all tasks and daemons. It does not wait for dead hosts.
 #[test]
 fn halt_ends_all_without_waiting_for_dead_hosts() {
     for seed in seeds(20) {
@@ -205,8 +216,8 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
             sim.ask(
                 console,
                 Request::Spawn(SpawnRequest {
-                    file: file.into(),
-                    count: 8,
+                    program: file.into(),
+                    task_count: 8,
                     ..SpawnRequest::default()
                 }),
             );
@@ -214,16 +225,19 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
         if seed % 2 == 0 {
             sim.kill_host(host(4));
         }
-        let from = sim.enrol(host(2));
+        let halting_proc = sim.enrol(host(2));
         // `mute9` does not answer, so this request is still open when the machine halts.
         sim.request(console, add_request(&["mute9"]));
         sim.advance(Micros::from_millis(5));
-        let started = sim.now;
-        assert_eq!(sim.ask(from, Request::Halt), Reply::Done);
+        let halt_time = sim.now;
+        assert_eq!(sim.ask(halting_proc, Request::Halt), Reply::Done);
         sim.run_until("the end", |s| {
             s.nodes.iter().all(|(id, n)| !n.is_alive || *id == host(5))
         });
-        assert!(sim.now.since(started) < Micros::from_secs(8), "seed {seed}");
+        assert!(
+            sim.now.since(halt_time) < Micros::from_secs(8),
+            "seed {seed}"
+        );
         assert!(
             sim.procs
                 .iter()
@@ -233,24 +247,24 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
     }
 }
 
-/// Returns the signals that command-line programs have got, in order of `programs`.
+/// Returns the signals that each of these command-line programs has received.
 fn signals_of(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
-    let of = |proc: &usize| {
-        sim.signalled
+    let signals_of_proc = |proc: &usize| {
+        sim.sent_signals
             .iter()
             .filter(|(p, _)| p == proc)
             .map(|(_, signal)| *signal)
             .collect()
     };
-    programs.iter().map(of).collect()
+    programs.iter().map(signals_of_proc).collect()
 }
 
-/// Command-line programs get one SIGTERM when their daemon ends, unless they chose a message
-/// instead.
+/// When their daemon ends, command-line programs get one SIGTERM. Programs that chose
+/// [`OnDaemonExit::FailCalls`] get none.
 #[test]
 fn command_line_programs_get_one_sigterm() {
     for seed in seeds(5) {
-        let ends: [fn(&mut Sim, usize); 3] = [
+        let end_methods: [fn(&mut Sim, usize); 3] = [
             |sim, console| assert_eq!(sim.ask(console, Request::Halt), Reply::Done),
             |sim, _| {
                 sim.schedule_event(
@@ -263,7 +277,7 @@ fn command_line_programs_get_one_sigterm() {
             },
             |sim, _| sim.kill_host(HostId::MASTER),
         ];
-        for (way, end) in ends.into_iter().enumerate() {
+        for (method_index, end_daemon) in end_methods.into_iter().enumerate() {
             let (mut sim, _) = Sim::cluster(seed, 3);
             let console = sim.enrol_with(HostId::MASTER, OnDaemonExit::FailCalls);
             let programs = [
@@ -271,19 +285,19 @@ fn command_line_programs_get_one_sigterm() {
                 sim.enrol(host(2)),
                 sim.enrol(host(2)),
             ];
-            let told = sim.enrol_with(host(2), OnDaemonExit::FailCalls);
+            let notified_program = sim.enrol_with(host(2), OnDaemonExit::FailCalls);
             sim.ask(programs[2], Request::Exit { watermarks: vec![] });
-            end(&mut sim, console);
+            end_daemon(&mut sim, console);
             sim.run_until("the end", |s| s.nodes.values().all(|n| !n.is_alive));
-            let at_master = if way == 2 { vec![] } else { vec![15] };
-            let case = format!("seed {seed}, way {way}");
+            let master_signals = if method_index == 2 { vec![] } else { vec![15] };
+            let case = format!("seed {seed}, way {method_index}");
             assert_eq!(
                 signals_of(&sim, &programs),
-                [at_master, vec![15], vec![]],
+                [master_signals, vec![15], vec![]],
                 "{case}"
             );
             assert_eq!(
-                signals_of(&sim, &[console, told]),
+                signals_of(&sim, &[console, notified_program]),
                 [vec![], vec![]] as [Vec<i32>; 2],
                 "{case}"
             );
@@ -291,7 +305,7 @@ fn command_line_programs_get_one_sigterm() {
     }
 }
 
-/// The program that requests a halt gets SIGTERM, too.
+/// The command-line program that requests a halt gets SIGTERM, too.
 #[test]
 fn halt_signals_its_requester() {
     let mut sim = Sim::new(1);
@@ -301,7 +315,7 @@ fn halt_signals_its_requester() {
     assert_eq!(signals_of(&sim, &[program]), [[15]]);
 }
 
-/// Command-line programs on a deleted host get SIGTERM, and others do not.
+/// The command-line programs on a deleted host get SIGTERM; those on other hosts do not.
 #[test]
 fn only_programs_on_deleted_host_get_sigterm() {
     let (mut sim, console) = Sim::cluster(1, 3);
@@ -309,7 +323,7 @@ fn only_programs_on_deleted_host_get_sigterm() {
     sim.ask(
         console,
         Request::DelHosts {
-            names: vec!["h2".into()],
+            host_names: vec!["h2".into()],
         },
     );
     sim.run_until("it is gone", |s| !s.nodes[&host(2)].is_alive);
@@ -326,8 +340,8 @@ fn slave_ends_with_its_master() {
     sim.ask(
         console,
         Request::Spawn(SpawnRequest {
-            file: "stubborn".into(),
-            count: 6,
+            program: "stubborn".into(),
+            task_count: 6,
             ..SpawnRequest::default()
         }),
     );
@@ -340,7 +354,7 @@ fn slave_ends_with_its_master() {
     );
 }
 
-/// A slave that is ordered to stop is removed from the host tables of all other daemons.
+/// When a slave is ordered to stop, all other daemons remove it from their host tables.
 #[test]
 fn stopped_slave_leaves_the_table() {
     let (mut sim, _) = Sim::cluster(1, 3);
@@ -352,33 +366,33 @@ fn stopped_slave_leaves_the_table() {
         host(2),
     );
     sim.run_until("it is gone", |s| {
-        !s.nodes[&host(2)].is_alive && s.nodes[&host(3)].machine.table().hosts.len() == 2
+        !s.nodes[&host(2)].is_alive && s.nodes[&host(3)].machine.host_table().hosts.len() == 2
     });
     assert_tables_agree(&sim, &["h1", "h3"]);
 }
 
-/// Table changes of an older epoch or of another slave are refused.
+/// A slave refuses changes of the host table with an older epoch or from another slave.
 #[test]
 fn stale_or_foreign_table_changes_are_refused() {
     let (mut sim, _) = Sim::cluster(1, 3);
-    let table = sim.nodes[&host(2)].machine.table().clone();
-    let mut stale = table.clone();
-    stale.hosts.truncate(1);
-    let order = |epoch: u64| HostMsg::PrepareTable {
+    let table = sim.nodes[&host(2)].machine.host_table().clone();
+    let mut stale_table = table.clone();
+    stale_table.hosts.truncate(1);
+    let prepare_order = |epoch: u64| HostMsg::PrepareTable {
         table: sempa_proto::table::HostTable {
             epoch: Epoch(epoch),
-            ..stale.clone()
+            ..stale_table.clone()
         },
         locations: vec![],
         rm: None,
-        reserved_ids_max: 0,
+        reserved_local_max: 0,
     };
-    let prepare = |sim: &mut Sim, from: HostId, epoch: u64| {
+    let send_changes = |sim: &mut Sim, from: HostId, epoch: u64| {
         sim.handle(
             host(2),
             Event::HostControl {
                 host: from,
-                message: order(epoch),
+                message: prepare_order(epoch),
             },
         );
         let message = HostMsg::CommitTable {
@@ -392,10 +406,10 @@ fn stale_or_foreign_table_changes_are_refused() {
             },
         );
     };
-    prepare(&mut sim, HostId::MASTER, table.epoch.0);
-    prepare(&mut sim, HostId::MASTER, 1);
-    prepare(&mut sim, host(3), 100);
-    assert_eq!(sim.nodes[&host(2)].machine.table(), &table);
+    send_changes(&mut sim, HostId::MASTER, table.epoch.0);
+    send_changes(&mut sim, HostId::MASTER, 1);
+    send_changes(&mut sim, host(3), 100);
+    assert_eq!(sim.nodes[&host(2)].machine.host_table(), &table);
     let log = sim.nodes[&host(2)].log.join("\n");
     assert!(
         log.contains("older") && log.contains("only the master"),
@@ -403,17 +417,18 @@ fn stale_or_foreign_table_changes_are_refused() {
     );
 }
 
-/// The hosts of the host file are added at the start, and its options apply to hosts added later.
+/// The hosts in the host file are added at the start. The options in the host file also apply to
+/// hosts that are added later.
 #[test]
 fn host_file_applies_to_later_hosts() {
-    let mut sim = Sim::with(4, |c| {
-        c.hostfile = ["* sp=7", "h1 sp=3", "h2", "&h3 sp=9", "bad4"]
+    let mut sim = Sim::with_config(4, |c| {
+        c.hostfile_lines = ["* sp=7", "h1 sp=3", "h2", "&h3 sp=9", "bad4"]
             .map(String::from)
             .to_vec()
     });
     let console = sim.enrol(HostId::MASTER);
     sim.run_until("h2 is in", |s| {
-        s.nodes[&HostId::MASTER].machine.table().hosts.len() == 2
+        s.nodes[&HostId::MASTER].machine.host_table().hosts.len() == 2
     });
     sim.ask(console, add_request(&["h3"]));
     sim.ask(console, add_request(&["h5"]));
@@ -430,7 +445,7 @@ fn host_file_applies_to_later_hosts() {
         console,
         Request::Events {
             first_number: 0,
-            limit: 100,
+            events_max: 100,
         },
     ) else {
         panic!("no events")
@@ -450,23 +465,25 @@ fn joining_slave_refuses_tasks() {
     let console = sim.enrol(HostId::MASTER);
     sim.request(console, add_request(&["mute2"]));
     sim.run_until("its daemon runs", |s| s.nodes.contains_key(&host(2)));
-    let early = sim.claim(host(2), Claim::New);
-    sim.run_until("refused", |s| s.procs[early].refused.is_some());
+    let early_proc = sim.start_with_claim(host(2), Claim::NotSpawned);
+    sim.run_until("refused", |s| s.procs[early_proc].refusal_reason.is_some());
     assert!(
-        sim.procs[early]
-            .refused
+        sim.procs[early_proc]
+            .refusal_reason
             .as_ref()
             .is_some_and(|r| r.contains("joining"))
     );
 }
 
-/// A process that only probes a daemon becomes no task; a daemon that is ending does not answer the
-/// probe.
+/// A process that only probes a daemon does not become a task. A daemon that is shutting down does
+/// not answer the probe.
 #[test]
 fn liveness_probe_creates_no_task() {
     let (mut sim, console) = Sim::cluster(6, 2);
-    let first = sim.claim(HostId::MASTER, Claim::Probe);
-    sim.run_until("it is at work", |s| s.procs[first].refused.is_some());
+    let first_probe = sim.start_with_claim(HostId::MASTER, Claim::DaemonTest);
+    sim.run_until("it is at work", |s| {
+        s.procs[first_probe].refusal_reason.is_some()
+    });
     let Reply::Tasks(tasks) = sim.ask(
         console,
         Request::Tasks {
@@ -480,7 +497,7 @@ fn liveness_probe_creates_no_task() {
     sim.run_until("it ends", |s| {
         s.nodes[&HostId::MASTER].machine.shutdown.is_some()
     });
-    let second = sim.claim(HostId::MASTER, Claim::Probe);
-    sim.run_until("it has hung up", |s| s.procs[second].conn.is_none());
-    assert_eq!(sim.procs[second].refused, None);
+    let second_probe = sim.start_with_claim(HostId::MASTER, Claim::DaemonTest);
+    sim.run_until("it has hung up", |s| s.procs[second_probe].conn.is_none());
+    assert_eq!(sim.procs[second_probe].refusal_reason, None);
 }

@@ -1,9 +1,9 @@
-//! Deaths of owner agents. While an owner is present, the death of an agent must not resume guests
-//! on the owner's host.
+//! Deaths of owner agents. The death of an agent must not resume guests while the owner of their
+//! host is present.
 
 use super::scenario::{
-    GUEST_PAUSE_MAX, Scenario, list_events, spawn, spawn_on, stop_guests, welcome_guests,
-    welcome_guests_with,
+    GUEST_PAUSE_MAX, Scenario, limit_guests_request, list_events, spawn, spawn_on,
+    stop_guests_request, welcome_guests_request,
 };
 use super::sim::{Sim, host, seeds};
 use crate::HostId;
@@ -17,7 +17,7 @@ const SIGTERM: i32 = 15;
 /// Longer than every timeout of the daemon.
 const LONG_WAIT: Micros = Micros::from_secs(120);
 
-/// A host with a load watcher and two guests, which are paused by the watcher's directive.
+/// A host with a load watcher and two guests. The watcher's directive pauses the guests.
 struct WatchedHost {
     sim: Sim,
     console: usize,
@@ -38,24 +38,27 @@ fn running_watcher(sim: &Sim) -> Option<usize> {
 }
 
 impl WatchedHost {
-    fn new(seed: u64) -> WatchedHost {
-        let mut sim = Sim::with(seed, |c| {
+    fn new(seed: u64) -> Self {
+        let mut sim = Sim::with_config(seed, |c| {
             c.rm_command = Some(vec![LOAD_WATCHER_PROGRAM.into()])
         });
         sim.run_until("it runs", |s| running_watcher(s).is_some());
         let watcher = running_watcher(&sim).expect("it runs");
         let console = sim.enrol(HostId::MASTER);
         let guests = spawn(&mut sim, console, spawn_on("h1", "child", 2));
-        let mut guarded = WatchedHost {
+        let mut watched_host = Self {
             sim,
             console,
             watcher,
             guests,
         };
-        assert_eq!(guarded.sim.ask(watcher, stop_guests()), Reply::Done);
-        guarded.sim.advance(GUEST_PAUSE_MAX);
-        guarded.assert_paused();
-        guarded
+        assert_eq!(
+            watched_host.sim.ask(watcher, stop_guests_request()),
+            Reply::Done
+        );
+        watched_host.sim.advance(GUEST_PAUSE_MAX);
+        watched_host.assert_paused();
+        watched_host
     }
 
     fn assert_paused(&self) {
@@ -68,183 +71,217 @@ impl WatchedHost {
 
     fn run_until_guests_resume(&mut self) {
         let guests = self.guests.clone();
-        let all_run = |s: &Sim| {
+        let are_all_running = |s: &Sim| {
             guests
                 .iter()
                 .all(|p| !s.procs[*p].is_frozen() && s.procs[*p].conn.is_some())
         };
-        self.sim.run_until("they go on", all_run);
+        self.sim.run_until("they go on", are_all_running);
     }
 
-    fn count_notes(&mut self, what: &str) -> usize {
-        let is_match =
-            |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(what));
+    fn count_notes(&mut self, pattern: &str) -> usize {
+        let is_matching_note =
+            |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(pattern));
         list_events(&mut self.sim, self.console)
             .iter()
-            .filter(|kind| is_match(kind))
+            .filter(|kind| is_matching_note(kind))
             .count()
     }
 }
 
-/// Guests stay paused when the load watcher dies, until the watcher that the daemon has started
-/// resumes them.
+/// When the load watcher dies, guests stay paused. They resume on a directive of the new watcher
+/// that the daemon has started.
 #[test]
 fn guests_stay_paused_until_new_watcher_resumes_them() {
     for seed in seeds(20) {
-        let mut guarded = WatchedHost::new(seed);
-        let dead = guarded.watcher;
-        guarded.sim.exit(dead, SIGTERM);
-        guarded.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
+        let mut watched_host = WatchedHost::new(seed);
+        let old_watcher = watched_host.watcher;
+        watched_host.sim.exit_proc(old_watcher, SIGTERM);
+        watched_host
+            .sim
+            .advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
         assert_eq!(
-            running_watcher(&guarded.sim),
+            running_watcher(&watched_host.sim),
             None,
             "its starter may start it again first"
         );
-        guarded.assert_paused();
-        guarded
+        watched_host.assert_paused();
+        watched_host
             .sim
             .run_until("another one runs", |s| running_watcher(s).is_some());
-        guarded.sim.advance(LONG_WAIT);
-        guarded.assert_paused();
-        let next = running_watcher(&guarded.sim).expect("it runs");
-        assert_eq!(guarded.sim.ask(next, stop_guests()), Reply::Done);
-        guarded.sim.advance(LONG_WAIT);
-        guarded.assert_paused();
-        assert_eq!(guarded.sim.ask(next, welcome_guests()), Reply::Done);
-        guarded.run_until_guests_resume();
-        assert_eq!(guarded.count_notes("starts another one"), 1);
+        watched_host.sim.advance(LONG_WAIT);
+        watched_host.assert_paused();
+        let new_watcher = running_watcher(&watched_host.sim).expect("it runs");
+        assert_eq!(
+            watched_host.sim.ask(new_watcher, stop_guests_request()),
+            Reply::Done
+        );
+        watched_host.sim.advance(LONG_WAIT);
+        watched_host.assert_paused();
+        assert_eq!(
+            watched_host.sim.ask(new_watcher, welcome_guests_request()),
+            Reply::Done
+        );
+        watched_host.run_until_guests_resume();
+        assert_eq!(watched_host.count_notes("starts another one"), 1);
     }
 }
 
-/// A load watcher that dies while the owner is away is started again; one that exits successfully
-/// is not.
+/// A load watcher that dies while the owner is away is started again. A load watcher that exits
+/// successfully is not started again.
 #[test]
-fn dead_watcher_is_restarted_unless_it_exited_well() {
-    let mut guarded = WatchedHost::new(2);
-    let first = guarded.watcher;
-    assert_eq!(guarded.sim.ask(first, welcome_guests()), Reply::Done);
-    guarded.run_until_guests_resume();
-    guarded.sim.exit(first, SIGTERM);
-    guarded
+fn watcher_is_restarted_unless_it_exits_successfully() {
+    let mut watched_host = WatchedHost::new(2);
+    let first_watcher = watched_host.watcher;
+    assert_eq!(
+        watched_host
+            .sim
+            .ask(first_watcher, welcome_guests_request()),
+        Reply::Done
+    );
+    watched_host.run_until_guests_resume();
+    watched_host.sim.exit_proc(first_watcher, SIGTERM);
+    watched_host
         .sim
         .run_until("another one runs", |s| running_watcher(s).is_some());
-    let second = running_watcher(&guarded.sim).expect("it runs");
-    assert_eq!(guarded.sim.ask(second, stop_guests()), Reply::Done);
-    guarded.sim.advance(GUEST_PAUSE_MAX);
-    guarded.assert_paused();
-    guarded.sim.exit(second, 0);
-    guarded.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
-    guarded.assert_paused();
-    guarded.run_until_guests_resume();
-    guarded.sim.advance(LONG_WAIT);
-    assert_eq!(running_watcher(&guarded.sim), None);
+    let second_watcher = running_watcher(&watched_host.sim).expect("it runs");
+    assert_eq!(
+        watched_host.sim.ask(second_watcher, stop_guests_request()),
+        Reply::Done
+    );
+    watched_host.sim.advance(GUEST_PAUSE_MAX);
+    watched_host.assert_paused();
+    watched_host.sim.exit_proc(second_watcher, 0);
+    watched_host
+        .sim
+        .advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
+    watched_host.assert_paused();
+    watched_host.run_until_guests_resume();
+    watched_host.sim.advance(LONG_WAIT);
+    assert_eq!(running_watcher(&watched_host.sim), None);
 }
 
-/// Guests stay paused while no load watcher can be started, and the log reports that once.
+/// Guests stay paused while no load watcher can be started. The log reports the failure once.
 #[test]
 fn guests_stay_paused_without_a_watcher() {
-    let mut guarded = WatchedHost::new(3);
-    guarded
+    let mut watched_host = WatchedHost::new(3);
+    watched_host
         .sim
         .remove_program(HostId::MASTER, LOAD_WATCHER_PROGRAM);
-    let dead = guarded.watcher;
-    guarded.sim.exit(dead, SIGTERM);
-    guarded.sim.advance(LONG_WAIT);
-    guarded.assert_paused();
-    let says = format!(
+    let old_watcher = watched_host.watcher;
+    watched_host.sim.exit_proc(old_watcher, SIGTERM);
+    watched_host.sim.advance(LONG_WAIT);
+    watched_host.assert_paused();
+    let expected_note = format!(
         "could not be started on h1: {}; its owner is not protected; guests stay paused",
         PvmError::NoFile
     );
-    assert_eq!(guarded.count_notes(&says), 1);
-    // The user's own program may send a directive in this case.
-    let program = guarded.sim.enrol(HostId::MASTER);
-    assert_eq!(guarded.sim.ask(program, welcome_guests()), Reply::Done);
-    guarded.run_until_guests_resume();
+    assert_eq!(watched_host.count_notes(&expected_note), 1);
+    // Without a load watcher, another program of the user may send a directive.
+    let program = watched_host.sim.enrol(HostId::MASTER);
+    assert_eq!(
+        watched_host.sim.ask(program, welcome_guests_request()),
+        Reply::Done
+    );
+    watched_host.run_until_guests_resume();
 }
 
-/// An owner's limits apply until a load watcher sends a new directive; other programs cannot cancel
-/// them.
+/// The limits of a dead load watcher apply until a new load watcher sends a directive. Other
+/// programs cannot cancel the limits.
 #[test]
 fn watcher_limits_outlive_the_watcher() {
-    let mut guarded = WatchedHost::new(4);
-    let allows = |most| {
-        welcome_guests_with(GuestLimits {
-            guests_max: Some(most),
+    let mut watched_host = WatchedHost::new(4);
+    let limit_directive = |guests_max| {
+        limit_guests_request(GuestLimits {
+            guests_max: Some(guests_max),
             ..GuestLimits::default()
         })
     };
-    let may_start = |guarded: &mut WatchedHost| {
-        let reply = guarded
-            .sim
-            .ask(guarded.console, Request::Spawn(spawn_on("h1", "child", 1)));
+    let may_start_guest = |watched_host: &mut WatchedHost| {
+        let reply = watched_host.sim.ask(
+            watched_host.console,
+            Request::Spawn(spawn_on("h1", "child", 1)),
+        );
         let Reply::Spawned(results) = reply else {
             panic!("{reply:?}")
         };
         results[0].is_ok()
     };
-    let first = guarded.watcher;
-    assert_eq!(guarded.sim.ask(first, allows(2)), Reply::Done);
-    assert!(!may_start(&mut guarded), "two are there");
-    let program = guarded.sim.enrol(HostId::MASTER);
-    assert_eq!(guarded.sim.ask(program, welcome_guests()), Reply::Done);
+    let first_watcher = watched_host.watcher;
+    assert_eq!(
+        watched_host.sim.ask(first_watcher, limit_directive(2)),
+        Reply::Done
+    );
+    assert!(!may_start_guest(&mut watched_host), "two are there");
+    let program = watched_host.sim.enrol(HostId::MASTER);
+    assert_eq!(
+        watched_host.sim.ask(program, welcome_guests_request()),
+        Reply::Done
+    );
     assert!(
-        !may_start(&mut guarded),
+        !may_start_guest(&mut watched_host),
         "a directive without limits lifts none"
     );
-    guarded.sim.exit(program, 0);
-    guarded.sim.advance(LONG_WAIT);
-    assert!(!may_start(&mut guarded));
-    guarded.sim.exit(first, SIGTERM);
-    guarded.sim.run_until("another one runs", |s| {
-        running_watcher(s).is_some_and(|next| next != first)
+    watched_host.sim.exit_proc(program, 0);
+    watched_host.sim.advance(LONG_WAIT);
+    assert!(!may_start_guest(&mut watched_host));
+    watched_host.sim.exit_proc(first_watcher, SIGTERM);
+    watched_host.sim.run_until("another one runs", |s| {
+        running_watcher(s).is_some_and(|new_watcher| new_watcher != first_watcher)
     });
-    guarded.sim.advance(LONG_WAIT);
-    assert!(!may_start(&mut guarded), "the next one has not spoken");
-    let next = running_watcher(&guarded.sim).expect("it runs");
-    assert_eq!(guarded.sim.ask(next, allows(3)), Reply::Done);
-    assert!(may_start(&mut guarded));
-    assert!(!may_start(&mut guarded), "three are there");
-    // The watcher exits successfully, and no other agent will cancel the limit.
-    guarded.sim.exit(next, 0);
-    guarded.sim.advance(LONG_WAIT);
-    assert!(may_start(&mut guarded));
+    watched_host.sim.advance(LONG_WAIT);
+    assert!(
+        !may_start_guest(&mut watched_host),
+        "the next one has not spoken"
+    );
+    let new_watcher = running_watcher(&watched_host.sim).expect("it runs");
+    assert_eq!(
+        watched_host.sim.ask(new_watcher, limit_directive(3)),
+        Reply::Done
+    );
+    assert!(may_start_guest(&mut watched_host));
+    assert!(!may_start_guest(&mut watched_host), "three are there");
+    // The watcher exits successfully. No new watcher is started that could cancel the limit.
+    watched_host.sim.exit_proc(new_watcher, 0);
+    watched_host.sim.advance(LONG_WAIT);
+    assert!(may_start_guest(&mut watched_host));
 }
 
-/// The last directive of a program applies for a grace period after the program's exit.
+/// When a program has sent a directive and exits, its directive applies for a grace period.
 #[test]
-fn directive_outlives_its_program_for_a_while() {
-    let mut scene = Scenario::new(4);
-    scene.send_directive(1, stop_guests());
-    scene.sim.advance(GUEST_PAUSE_MAX);
-    scene.assert_paused();
-    let speaker = scene.owner_agents[1];
-    scene.sim.close(speaker);
-    scene.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
-    scene.assert_paused();
-    let theirs = scene.procs[2..4].to_vec();
-    scene.sim.run_until("they go on", |s| {
-        theirs
+fn directive_applies_for_grace_period_after_exit() {
+    let mut scenario = Scenario::new(4);
+    scenario.send_directive(1, stop_guests_request());
+    scenario.sim.advance(GUEST_PAUSE_MAX);
+    scenario.assert_paused();
+    let owner_agent = scenario.owner_agents[1];
+    scenario.sim.close_connection(owner_agent);
+    scenario.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
+    scenario.assert_paused();
+    let guest_procs = scenario.procs[2..4].to_vec();
+    scenario.sim.run_until("they go on", |s| {
+        guest_procs
             .iter()
             .all(|p| !s.procs[*p].is_frozen() && s.procs[*p].conn.is_some())
     });
-    scene.owner_agents[1] = scene.sim.enrol(host(2));
-    scene.stopped_at.clear();
-    scene.finish();
+    scenario.owner_agents[1] = scenario.sim.enrol(host(2));
+    scenario.guest_stop_times.clear();
+    scenario.resume_all_and_check();
 }
 
-/// When an owner agent exits, the directive of another agent still applies.
+/// When an owner agent exits, the directives of all other agents still apply.
 #[test]
 fn other_agents_directive_remains() {
-    let mut scene = Scenario::new(5);
-    scene.send_directive(1, stop_guests());
-    let first = scene.owner_agents[1];
-    scene.owner_agents[1] = scene.sim.enrol(host(2));
-    scene.send_directive(1, stop_guests());
-    let second = scene.owner_agents[1];
-    scene.sim.close(second);
-    scene.sim.advance(LONG_WAIT);
-    scene.assert_paused();
-    scene.owner_agents[1] = first;
-    scene.send_directive(1, welcome_guests());
-    scene.finish();
+    let mut scenario = Scenario::new(5);
+    scenario.send_directive(1, stop_guests_request());
+    let first_agent = scenario.owner_agents[1];
+    scenario.owner_agents[1] = scenario.sim.enrol(host(2));
+    scenario.send_directive(1, stop_guests_request());
+    let second_agent = scenario.owner_agents[1];
+    scenario.sim.close_connection(second_agent);
+    scenario.sim.advance(LONG_WAIT);
+    scenario.assert_paused();
+    scenario.owner_agents[1] = first_agent;
+    scenario.send_directive(1, welcome_guests_request());
+    scenario.resume_all_and_check();
 }

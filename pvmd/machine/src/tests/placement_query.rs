@@ -1,25 +1,25 @@
-//! Placement queries: which hosts would accept a task. Nothing changes on any host.
+//! Placement queries: which hosts would accept a task. A query changes nothing on any host.
 
-use super::scenario::{Scenario, migrate_request, stop_guests};
+use super::scenario::{Scenario, migrate_request, stop_guests_request};
 use super::sim::{Sim, host, seeds};
 use sempa_proto::migration::{MigrationTargets, Refusal, Verdict};
 use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
-fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
+fn placement_query_request(tid: Tid, to: Option<&str>) -> Request {
     Request::FindMigrationTargets {
         tid,
-        to: to.map(String::from),
+        target: to.map(String::from),
     }
 }
 
-fn query(
+fn query_placement(
     sim: &mut Sim,
     console: usize,
     tid: Tid,
     to: Option<&str>,
 ) -> Result<MigrationTargets, Refusal> {
-    match sim.ask(console, can_migrate(tid, to)) {
+    match sim.ask(console, placement_query_request(tid, to)) {
         Reply::MigrationTargets(result) => result,
         other => panic!("{other:?}"),
     }
@@ -28,9 +28,9 @@ fn query(
 /// Spawns a task on h2 and waits until it has enrolled.
 fn spawn_child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
     let request = SpawnRequest {
-        file: "child".into(),
-        count: 1,
-        place: "h2".into(),
+        program: "child".into(),
+        task_count: 1,
+        where_arg: "h2".into(),
         flags: 1 | flags,
         ..Default::default()
     };
@@ -42,136 +42,152 @@ fn spawn_child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
     tid
 }
 
-fn missing_file(path: &str) -> Refusal {
+fn missing_file_refusal(path: &str) -> Refusal {
     Refusal::File {
         path: path.into(),
         why: "it does not exist on the target".into(),
     }
 }
 
-/// A placement query returns the refusals of every host and the nearest host that accepts the task.
+/// A placement query returns the refusals of every host, and the nearest host that accepts the
+/// task.
 #[test]
 fn query_lists_refusals_and_nearest_host() {
     let (mut sim, console) = Sim::cluster(1, 5);
     let tid = spawn_child(&mut sim, console, 0);
-    let against: Verdict = vec![missing_file("/a"), Refusal::Memory { need: 2, have: 1 }];
+    let verdict: Verdict = vec![
+        missing_file_refusal("/a"),
+        Refusal::Memory { need: 2, have: 1 },
+    ];
     let no_engine = |host| Refusal::NoEngine {
         host,
         why: "none".into(),
     };
-    sim.verdicts.insert(HostId::MASTER, against.clone());
-    // A tasker does not know the host it runs on.
+    sim.verdicts.insert(HostId::MASTER, verdict.clone());
+    // A tasker does not know its own host, so it reports any host.
     sim.verdicts
         .insert(host(4), vec![no_engine(HostId::MASTER)]);
-    let targets = query(&mut sim, console, tid, None).expect("it could move");
+    let targets = query_placement(&mut sim, console, tid, None).expect("it could move");
     assert_eq!(
-        (targets.tid, targets.from, targets.resident_bytes),
+        (targets.tid, targets.from, targets.memory_bytes),
         (tid, host(2), 4096)
     );
     let expected = [
-        (HostId::MASTER, against.clone()),
+        (HostId::MASTER, verdict.clone()),
         (host(3), vec![]),
         (host(4), vec![no_engine(host(4))]),
         (host(5), vec![]),
     ];
     assert_eq!(targets.verdicts, expected);
-    assert_eq!(targets.nearest(), Some(host(3)));
-    for (to, takes) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
-        let one = query(&mut sim, console, tid, Some(to)).expect("it could move");
+    assert_eq!(targets.nearest_host(), Some(host(3)));
+    for (to, is_accepted) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
+        let single_targets =
+            query_placement(&mut sim, console, tid, Some(to)).expect("it could move");
         assert_eq!(
-            (one.verdicts.len(), one.nearest().is_some()),
-            (1, takes),
+            (
+                single_targets.verdicts.len(),
+                single_targets.nearest_host().is_some()
+            ),
+            (1, is_accepted),
             "{to}"
         );
-        let moved = sim.ask(console, migrate_request(tid, to));
+        let migration_reply = sim.ask(console, migrate_request(tid, to));
         assert_eq!(
-            matches!(moved, Reply::Migrated(Ok(_))),
-            takes,
-            "{to}: {moved:?}"
+            matches!(migration_reply, Reply::Migrated(Ok(_))),
+            is_accepted,
+            "{to}: {migration_reply:?}"
         );
         sim.ask(console, migrate_request(tid, "h2"));
     }
     assert_eq!(
-        query(&mut sim, console, tid, Some("h2"))
+        query_placement(&mut sim, console, tid, Some("h2"))
             .expect("it is there")
             .verdicts,
         []
     );
-    // The order of the hosts after the task has migrated to the other network.
+    // The task has migrated to the other network, so the hosts are listed in another order.
     sim.ask(console, migrate_request(tid, "h5"));
-    let targets = query(&mut sim, console, tid, None).expect("it could move");
-    let order: Vec<HostId> = targets.verdicts.iter().map(|(host, _)| *host).collect();
-    assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
+    let targets = query_placement(&mut sim, console, tid, None).expect("it could move");
+    let host_order: Vec<HostId> = targets.verdicts.iter().map(|(host, _)| *host).collect();
+    assert_eq!(host_order, [host(4), HostId::MASTER, host(2), host(3)]);
 }
 
 #[test]
 fn owner_presence_is_listed_as_refusal() {
-    let mut scene = Scenario::new(5);
-    scene.sim.verdicts.insert(host(2), vec![missing_file("/a")]);
-    scene.send_directive(1, stop_guests());
-    let (console, tid) = (scene.console, scene.tids[0]);
-    let targets = query(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
-    let owner = Refusal::OwnerPresent {
+    let mut scenario = Scenario::new(5);
+    scenario
+        .sim
+        .verdicts
+        .insert(host(2), vec![missing_file_refusal("/a")]);
+    scenario.send_directive(1, stop_guests_request());
+    let (console, tid) = (scenario.console, scenario.tids[0]);
+    let targets =
+        query_placement(&mut scenario.sim, console, tid, Some("h2")).expect("it could move");
+    let owner_refusal = Refusal::OwnerPresent {
         host: host(2),
         why: "olga is there".into(),
     };
     assert_eq!(
         targets.verdicts,
-        [(host(2), vec![owner, missing_file("/a")])]
+        [(host(2), vec![owner_refusal, missing_file_refusal("/a")])]
     );
 }
 
-/// A task that cannot migrate at all is refused by its own host.
+/// If a task cannot migrate to any host, the host of the task refuses the query.
 #[test]
 fn immovable_task_is_refused_by_its_host() {
     let (mut sim, console) = Sim::cluster(2, 3);
-    let pinned = spawn_child(&mut sim, console, SPAWN_PINNED);
-    let shell = sim.procs[console].tid();
+    let pinned_tid = spawn_child(&mut sim, console, SPAWN_PINNED);
+    let console_tid = sim.procs[console].tid();
     assert_eq!(
-        query(&mut sim, console, shell, None),
+        query_placement(&mut sim, console, console_tid, None),
         Err(Refusal::NotSpawned)
     );
-    assert_eq!(query(&mut sim, console, pinned, None), Err(Refusal::Pinned));
-    let debugged = spawn_child(&mut sim, console, SPAWN_DEBUG);
     assert_eq!(
-        query(&mut sim, console, debugged, None),
+        query_placement(&mut sim, console, pinned_tid, None),
+        Err(Refusal::Pinned)
+    );
+    let debugged_tid = spawn_child(&mut sim, console, SPAWN_DEBUG);
+    assert_eq!(
+        query_placement(&mut sim, console, debugged_tid, None),
         Err(Refusal::Debugged)
     );
     assert_eq!(
-        query(&mut sim, console, Tid::from_raw(0x40999), None),
+        query_placement(&mut sim, console, Tid::from_raw(0x40999), None),
         Err(Refusal::NoSuchTask)
     );
     assert_eq!(
-        query(&mut sim, console, host(2).tid(), None),
+        query_placement(&mut sim, console, host(2).tid(), None),
         Err(Refusal::NoSuchTask)
     );
-    let nowhere = sim.ask(console, can_migrate(pinned, Some("h7")));
+    let unknown_host_reply = sim.ask(console, placement_query_request(pinned_tid, Some("h7")));
     assert!(
         matches!(
-            nowhere,
+            unknown_host_reply,
             Reply::Failed {
                 error: PvmError::NoHost,
                 ..
             }
         ),
-        "{nowhere:?}"
+        "{unknown_host_reply:?}"
     );
 }
 
-/// The loss of a candidate host counts as its refusal; the loss of the task's host fails the query.
+/// If a candidate host is lost, the query lists it with a refusal. If the task's host is lost, the
+/// query fails.
 #[test]
 fn lost_host_refuses_or_fails_the_query() {
     let (mut sim, console) = Sim::cluster(3, 4);
     let tid = spawn_child(&mut sim, console, 0);
-    let with_dead = |sim: &mut Sim, dead: u16| {
-        let asking = sim.request(console, can_migrate(tid, None));
-        sim.kill_host(host(dead));
+    let query_with_lost_host = |sim: &mut Sim, lost_number: u16| {
+        let query_request = sim.request(console, placement_query_request(tid, None));
+        sim.kill_host(host(lost_number));
         sim.run_until("an answer", |s| {
-            s.procs[console].replies.contains_key(&asking)
+            s.procs[console].replies.contains_key(&query_request)
         });
-        sim.procs[console].replies[&asking].clone()
+        sim.procs[console].replies[&query_request].clone()
     };
-    let Reply::MigrationTargets(Ok(targets)) = with_dead(&mut sim, 3) else {
+    let Reply::MigrationTargets(Ok(targets)) = query_with_lost_host(&mut sim, 3) else {
         panic!("it could move")
     };
     assert_eq!(
@@ -182,46 +198,46 @@ fn lost_host_refuses_or_fails_the_query() {
             (host(4), vec![])
         ]
     );
-    let all = with_dead(&mut sim, 2);
+    let query_reply = query_with_lost_host(&mut sim, 2);
     assert!(
-        matches!(all, Reply::MigrationTargets(Err(Refusal::HostLost(lost))) if lost == host(2)),
-        "{all:?}"
+        matches!(query_reply, Reply::MigrationTargets(Err(Refusal::HostLost(refusing_host))) if refusing_host == host(2)),
+        "{query_reply:?}"
     );
 }
 
-/// Every placement query is answered, even if a host or a tasker dies or the task migrates
-/// meanwhile.
+/// Every placement query is answered, even if a host or a tasker dies or the task migrates during
+/// the query.
 #[test]
 fn every_query_is_answered() {
-    let (mut answered, mut refused) = (0, 0);
+    let (mut success_count, mut refusal_count) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn_child(&mut sim, console, 0);
         let from = host(1 + sim.rng.below(4) as u16);
-        let asker = sim.enrol(from);
-        let asking = sim.request(asker, can_migrate(tid, None));
-        let wait = Micros(sim.rng.below(3_000));
-        sim.advance(wait);
+        let asking_proc = sim.enrol(from);
+        let query_request = sim.request(asking_proc, placement_query_request(tid, None));
+        let delay = Micros(sim.rng.below(3_000));
+        sim.advance(delay);
         let victim = host(2 + sim.rng.below(3) as u16);
         match sim.rng.below(3) {
-            0 if sim.procs[asker].host != victim => sim.kill_host(victim),
+            0 if sim.procs[asking_proc].host != victim => sim.kill_host(victim),
             1 => sim.kill_tasker(victim),
             _ => drop(sim.request(console, migrate_request(tid, "h3"))),
         }
         sim.run_until("an answer", |s| {
-            s.procs[asker].replies.contains_key(&asking)
+            s.procs[asking_proc].replies.contains_key(&query_request)
         });
-        match &sim.procs[asker].replies[&asking] {
-            Reply::MigrationTargets(Ok(survey)) => {
-                assert!(survey.verdicts.len() >= 2, "seed {seed}: {survey:?}");
-                answered += 1;
+        match &sim.procs[asking_proc].replies[&query_request] {
+            Reply::MigrationTargets(Ok(targets)) => {
+                assert!(targets.verdicts.len() >= 2, "seed {seed}: {targets:?}");
+                success_count += 1;
             }
-            Reply::MigrationTargets(Err(_)) => refused += 1,
+            Reply::MigrationTargets(Err(_)) => refusal_count += 1,
             other => panic!("{other:?} (seed {seed})"),
         }
     }
     assert!(
-        answered > 100 && refused > 20,
-        "{answered} answered, {refused} refused"
+        success_count > 100 && refusal_count > 20,
+        "{success_count} answered, {refusal_count} refused"
     );
 }

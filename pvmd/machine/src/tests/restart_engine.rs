@@ -1,6 +1,6 @@
-//! Tasks that migrate by restarting their programs at the target.
+//! Migrations of tasks whose programs are restarted at the target.
 
-use super::scenario::stop_guests;
+use super::scenario::stop_guests_request;
 use super::sim::{Received, Sim, host, seeds};
 use crate::HostId;
 use sempa_proto::checkpoint::CheckpointFailure;
@@ -17,18 +17,18 @@ pub(super) const OWN_ENGINE: Engine = Engine::SelfCheckpoint {
     timeout_s: 3,
 };
 
-pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
+pub(super) fn spawn_request(program: &str, engine: &str, host_name: &str) -> SpawnRequest {
     let env = vec![
         format!("SEMPA_ENGINE={engine}").into_bytes(),
         b"COLOUR=blue".to_vec(),
     ];
     SpawnRequest {
-        file: program.into(),
+        program: program.into(),
         args: vec![b"7".to_vec()],
         env,
-        place: place.into(),
+        where_arg: host_name.into(),
         flags: 1,
-        count: 1,
+        task_count: 1,
         ..SpawnRequest::default()
     }
 }
@@ -43,15 +43,15 @@ pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid
     tid
 }
 
-pub(super) fn notify_exit(sim: &mut Sim, console: usize, tid: Tid) {
-    let what = NotifySubjects::TaskExit(vec![tid]);
+pub(super) fn request_exit_notification(sim: &mut Sim, console: usize, tid: Tid) {
+    let subjects = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            subjects: what,
+            subjects,
             ctx: 0,
             tag: 1,
-            cancel: false,
+            is_cancellation: false,
         }),
     );
 }
@@ -61,9 +61,9 @@ pub(super) fn begin_migration(sim: &mut Sim, console: usize, tid: Tid, to: &str)
         console,
         Request::Migrate {
             tid,
-            to: to.into(),
+            target: to.into(),
             cause: None,
-            wait: true,
+            wait_for_end: true,
         },
     )
 }
@@ -71,14 +71,14 @@ pub(super) fn begin_migration(sim: &mut Sim, console: usize, tid: Tid, to: &str)
 pub(super) fn await_migration(
     sim: &mut Sim,
     console: usize,
-    moving: RequestId,
+    migration_request: RequestId,
 ) -> Result<Engine, (Step, Failure)> {
     sim.run_until("the end of the move", |s| {
-        s.procs[console].replies.contains_key(&moving)
+        s.procs[console].replies.contains_key(&migration_request)
     });
-    match sim.procs[console].replies[&moving].clone() {
+    match sim.procs[console].replies[&migration_request].clone() {
         Reply::Migrated(Ok(report)) => Ok(report.engine),
-        Reply::Migrated(Err(error)) => Err((error.step, error.why)),
+        Reply::Migrated(Err(error)) => Err((error.step, error.failure)),
         other => panic!("{other:?}"),
     }
 }
@@ -89,14 +89,14 @@ pub(super) fn migrate(
     tid: Tid,
     to: &str,
 ) -> Result<Engine, (Step, Failure)> {
-    let moving = begin_migration(sim, console, tid, to);
-    await_migration(sim, console, moving)
+    let migration_request = begin_migration(sim, console, tid, to);
+    await_migration(sim, console, migration_request)
 }
 
 pub(super) fn list_task(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
     match sim.ask(console, Request::Tasks { selector: tid }) {
-        Reply::Tasks(list) => list,
-        // The host is lost, and the task with it.
+        Reply::Tasks(tasks) => tasks,
+        // The task was on a host that is lost.
         Reply::Failed {
             error: PvmError::NoHost,
             ..
@@ -107,7 +107,7 @@ pub(super) fn list_task(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo
 
 /// Returns the numbers in the messages that a process has received.
 pub(super) fn received_numbers(sim: &Sim, proc: usize) -> Vec<i32> {
-    let number = |seen: &Received| match seen {
+    let number = |item: &Received| match item {
         Received::Message(_, body) => Some(i32::from_be_bytes(
             body[..4].try_into().expect("four bytes"),
         )),
@@ -116,15 +116,17 @@ pub(super) fn received_numbers(sim: &Sim, proc: usize) -> Vec<i32> {
     sim.procs[proc].received.iter().filter_map(number).collect()
 }
 
-/// Asserts that the newest process of the task receives a message.
+/// Asserts that the newest process of the task receives a message from the console.
 pub(super) fn assert_reachable(sim: &mut Sim, console: usize, tid: Tid) {
     sim.run_until("it is connected", |s| {
         s.procs[s.proc_of(tid)].welcome.is_some()
     });
     let proc = sim.proc_of(tid);
-    let before = received_numbers(sim, proc).len();
+    let message_count = received_numbers(sim, proc).len();
     sim.send_message(console, tid, &4711i32.to_be_bytes());
-    sim.run_until("it hears", |s| received_numbers(s, proc).len() > before);
+    sim.run_until("it hears", |s| {
+        received_numbers(s, proc).len() > message_count
+    });
     assert_eq!(
         received_numbers(sim, proc).last(),
         Some(&4711),
@@ -133,51 +135,57 @@ pub(super) fn assert_reachable(sim: &mut Sim, console: usize, tid: Tid) {
     );
 }
 
-/// A program that is restarted on another host has its tid, arguments and environment, and the
-/// messages sent meanwhile.
+/// A program that is restarted on another host keeps its tid, arguments and environment. It
+/// receives the messages that were sent during the restart.
 #[test]
 fn restarted_program_keeps_tid_env_and_messages() {
-    for (engine, by) in [
+    for (engine, expected_engine) in [
         ("own:wait=3", OWN_ENGINE),
         ("restart", Engine::Restart { timeout_s: 5 }),
     ] {
         for seed in seeds(60) {
             let (mut sim, console) = Sim::cluster(seed, 3);
-            let tid = spawn(&mut sim, console, request("child", engine, "h2"));
-            notify_exit(&mut sim, console, tid);
-            let old = sim.proc_of(tid);
-            let (first, count) = (sim.rng.below(5) as i32, 25);
-            (0..first).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
+            let tid = spawn(&mut sim, console, spawn_request("child", engine, "h2"));
+            request_exit_notification(&mut sim, console, tid);
+            let old_proc = sim.proc_of(tid);
+            let (first_number, count) = (sim.rng.below(5) as i32, 25);
+            (0..first_number).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
             sim.run_until("what came before", |s| {
-                received_numbers(s, old).len() == first as usize
+                received_numbers(s, old_proc).len() == first_number as usize
             });
             sim.advance(Micros::from_millis(30));
-            let moving = begin_migration(&mut sim, console, tid, "h3");
-            for n in first..first + count {
-                let wait = Micros(sim.rng.below(4_000));
-                sim.advance(wait);
+            let migration_request = begin_migration(&mut sim, console, tid, "h3");
+            for n in first_number..first_number + count {
+                let delay = Micros(sim.rng.below(4_000));
+                sim.advance(delay);
                 sim.send_message(console, tid, &n.to_be_bytes());
             }
             assert_eq!(
-                await_migration(&mut sim, console, moving),
-                Ok(by),
+                await_migration(&mut sim, console, migration_request),
+                Ok(expected_engine),
                 "seed {seed}"
             );
-            let new = sim.proc_of(tid);
-            assert_ne!(old, new);
+            let new_proc = sim.proc_of(tid);
+            assert_ne!(old_proc, new_proc);
             sim.run_until("all of it", |s| {
-                received_numbers(s, new).last() == Some(&(first + count - 1))
+                received_numbers(s, new_proc).last() == Some(&(first_number + count - 1))
             });
-            // The new process receives the messages that the old process had not received, once and
+            // The new process receives the messages that the old process has not received, once and
             // in order.
-            let (had, has) = (received_numbers(&sim, old), received_numbers(&sim, new));
-            let both = had.into_iter().chain(has).collect::<Vec<i32>>();
+            let (old_numbers, new_numbers) = (
+                received_numbers(&sim, old_proc),
+                received_numbers(&sim, new_proc),
+            );
+            let all_numbers = old_numbers
+                .into_iter()
+                .chain(new_numbers)
+                .collect::<Vec<i32>>();
             assert_eq!(
-                both,
-                (0..first + count).collect::<Vec<i32>>(),
+                all_numbers,
+                (0..first_number + count).collect::<Vec<i32>>(),
                 "seed {seed}"
             );
-            let p = &sim.procs[new];
+            let p = &sim.procs[new_proc];
             assert_eq!((p.tid(), p.host), (tid, host(3)));
             assert!(
                 p.env.contains(&"SEMPA_AGAIN=1".into()) && p.env.contains(&"COLOUR=blue".into()),
@@ -191,8 +199,8 @@ fn restarted_program_keeps_tid_env_and_messages() {
                 ),
                 (0, 1)
             );
-            // The task migrates back and is restarted once more.
-            assert_eq!(migrate(&mut sim, console, tid, "h2"), Ok(by));
+            // The task migrates back to h2, so it is restarted a second time.
+            assert_eq!(migrate(&mut sim, console, tid, "h2"), Ok(expected_engine));
             assert_reachable(&mut sim, console, tid);
             assert!(
                 sim.procs[sim.proc_of(tid)]
@@ -203,22 +211,27 @@ fn restarted_program_keeps_tid_env_and_messages() {
     }
 }
 
-/// Messages of the old process arrive before those of the new one, however long they are in flight.
+/// Messages of the old process arrive before messages of the new process, whatever their delays
+/// are.
 #[test]
 fn old_process_messages_arrive_before_new_ones() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
-        // The console must know the task's first incarnation.
-        sim.send_message(old, to, &0i32.to_be_bytes());
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        let (old_proc, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        // The console must accept the task's first incarnation before the restart.
+        sim.send_message(old_proc, to, &0i32.to_be_bytes());
         sim.run_until("a first word", |s| received_numbers(s, console).len() == 1);
-        (1..10i32).for_each(|n| sim.send_message(old, to, &n.to_be_bytes()));
+        (1..10i32).for_each(|n| sim.send_message(old_proc, to, &n.to_be_bytes()));
         sim.delay_data(host(2), HostId::MASTER, Micros::from_millis(400));
         assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
         sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
-        let new = sim.proc_of(tid);
-        (10..20i32).for_each(|n| sim.send_message(new, to, &n.to_be_bytes()));
+        let new_proc = sim.proc_of(tid);
+        (10..20i32).for_each(|n| sim.send_message(new_proc, to, &n.to_be_bytes()));
         sim.run_until("all", |s| received_numbers(s, console).len() >= 20);
         assert_eq!(
             received_numbers(&sim, console),
@@ -228,44 +241,55 @@ fn old_process_messages_arrive_before_new_ones() {
     }
 }
 
-/// Replies to requests of the old process do not affect the new one.
+/// The new process receives no replies to requests of the old process.
 #[test]
 fn new_process_gets_no_replies_to_old_requests() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        let old = sim.proc_of(tid);
-        let open = sim.request(
-            old,
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        let old_proc = sim.proc_of(tid);
+        let old_request = sim.request(
+            old_proc,
             Request::AddHosts {
-                lines: vec!["h4".into()],
+                host_file_lines: vec!["h4".into()],
             },
         );
-        let wait = Micros(sim.rng.below(40_000));
-        sim.advance(wait);
+        let delay = Micros(sim.rng.below(40_000));
+        sim.advance(delay);
         assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
         assert_reachable(&mut sim, console, tid);
-        let new = sim.proc_of(tid);
+        let new_proc = sim.proc_of(tid);
         assert!(
             matches!(
-                sim.ask(new, Request::Tasks { selector: tid }),
+                sim.ask(new_proc, Request::Tasks { selector: tid }),
                 Reply::Tasks(_)
             ),
             "seed {seed}"
         );
         sim.advance(Micros::from_secs(2));
-        let late = sim.procs[new].replies.keys().all(|id| *id == open);
-        assert!(late, "{:?} (seed {seed})", sim.procs[new].replies);
+        let only_old_replies = sim.procs[new_proc]
+            .replies
+            .keys()
+            .all(|id| *id == old_request);
+        assert!(
+            only_old_replies,
+            "{:?} (seed {seed})",
+            sim.procs[new_proc].replies
+        );
     }
 }
 
-/// A program that does not exit within its timeout continues; if it exits later as requested, it is
-/// restarted at the source.
+/// A program that does not exit within its timeout continues. If it later exits with the agreed
+/// status, it is restarted at the source.
 #[test]
 fn late_exit_restarts_program_at_source() {
     let (mut sim, console) = Sim::cluster(5, 3);
-    let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
-    notify_exit(&mut sim, console, tid);
+    let tid = spawn(&mut sim, console, spawn_request("deaf", "own:wait=3", "h2"));
+    request_exit_notification(&mut sim, console, tid);
     let Err((Step::Quiesce, Failure::Engine(why))) = migrate(&mut sim, console, tid, "h3") else {
         panic!("it moved")
     };
@@ -273,12 +297,12 @@ fn late_exit_restarts_program_at_source() {
         why.contains("asked by signal 10") && why.contains("within 3 s"),
         "{why}"
     );
-    let old = sim.proc_of(tid);
-    assert_eq!(sim.exit_ignored_by, [old]);
+    let old_proc = sim.proc_of(tid);
+    assert_eq!(sim.exit_ignoring_procs, [old_proc]);
     assert_reachable(&mut sim, console, tid);
-    sim.exit_gracefully(old, 85 << 8);
+    sim.exit_gracefully(old_proc, 85 << 8);
     sim.run_until("it is back", |s| {
-        s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some()
+        s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].conn.is_some()
     });
     assert_reachable(&mut sim, console, tid);
     assert_eq!(
@@ -288,17 +312,17 @@ fn late_exit_restarts_program_at_source() {
         ),
         (host(2), 0)
     );
-    // The request to exit is fulfilled: the next exit ends the task.
-    let again = sim.proc_of(tid);
-    sim.exit(again, 85 << 8);
+    // The program has exited because of the request, so its next exit ends the task.
+    let new_proc = sim.proc_of(tid);
+    sim.exit_proc(new_proc, 85 << 8);
     sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
 }
 
-/// A program that may still exit because of an earlier request is not checkpointed.
+/// A program is not checkpointed while it may still exit because of an earlier request.
 #[test]
 fn program_with_open_exit_request_is_not_checkpointed() {
     let (mut sim, console) = Sim::cluster(5, 3);
-    let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+    let tid = spawn(&mut sim, console, spawn_request("deaf", "own:wait=3", "h2"));
     assert!(
         migrate(&mut sim, console, tid, "h3").is_err(),
         "it does not end"
@@ -309,27 +333,29 @@ fn program_with_open_exit_request_is_not_checkpointed() {
             job: tid,
             schedule: None,
             end_job: false,
-            wait: true,
+            wait_for_end: true,
         },
     );
-    let why = Failure::Refused(vec![Refusal::SelfCheckpointPending]);
+    let expected_failure = Failure::Refused(vec![Refusal::SelfCheckpointPending]);
     let Reply::Checkpointed(Err(CheckpointFailure::Task {
-        tid: of, why: told, ..
+        tid: failed_tid,
+        failure: reported_failure,
+        ..
     })) = reply
     else {
         panic!("{reply:?}")
     };
-    assert_eq!((of, told), (tid, why));
+    assert_eq!((failed_tid, reported_failure), (tid, expected_failure));
     assert_reachable(&mut sim, console, tid);
 }
 
-/// A program that exits with another status than the requested one has ended.
+/// If a program exits with another status than the agreed one, the task has ended.
 #[test]
 fn unagreed_exit_status_ends_task() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("done", "own:wait=3", "h2"));
-        notify_exit(&mut sim, console, tid);
+        let tid = spawn(&mut sim, console, spawn_request("done", "own:wait=3", "h2"));
+        request_exit_notification(&mut sim, console, tid);
         assert_eq!(
             migrate(&mut sim, console, tid, "h3"),
             Err((Step::Quiesce, Failure::TaskEnded))
@@ -339,7 +365,7 @@ fn unagreed_exit_status_ends_task() {
     }
 }
 
-/// The first engine that both hosts support is chosen and is named by a placement query.
+/// The first engine that both hosts support is chosen. A placement query names the same engine.
 #[test]
 fn first_engine_usable_by_both_hosts_is_chosen() {
     let (mut sim, console) = Sim::cluster(7, 3);
@@ -349,18 +375,18 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
     }];
     sim.verdicts.insert(host(3), no_engine);
     let restart = Engine::Restart { timeout_s: 5 };
-    for (list, taken) in [
+    for (engine_list, expected_engine) in [
         ("criu,own:wait=3", OWN_ENGINE),
         ("own:wait=3,criu", OWN_ENGINE),
         ("restart", restart),
         ("criu,restart,own", restart),
     ] {
-        let tid = spawn(&mut sim, console, request("child", list, "h2"));
+        let tid = spawn(&mut sim, console, spawn_request("child", engine_list, "h2"));
         let Reply::MigrationTargets(Ok(targets)) = sim.ask(
             console,
             Request::FindMigrationTargets {
                 tid,
-                to: Some("h3".into()),
+                target: Some("h3".into()),
             },
         ) else {
             panic!("no survey")
@@ -368,15 +394,19 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         assert_eq!(
             (
                 targets.verdicts.len(),
-                targets.nearest(),
+                targets.nearest_host(),
                 targets.engine(host(3))
             ),
-            (1, Some(host(3)), taken),
-            "{list}"
+            (1, Some(host(3)), expected_engine),
+            "{engine_list}"
         );
-        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(taken), "{list}");
+        assert_eq!(
+            migrate(&mut sim, console, tid, "h3"),
+            Ok(expected_engine),
+            "{engine_list}"
+        );
     }
-    let tid = spawn(&mut sim, console, request("child", "criu,own", "h2"));
+    let tid = spawn(&mut sim, console, spawn_request("child", "criu,own", "h2"));
     assert_eq!(
         migrate(&mut sim, console, tid, "h1"),
         Ok(Engine::Criu),
@@ -386,46 +416,50 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         console,
         Request::Events {
             first_number: 0,
-            limit: 1000,
+            events_max: 1000,
         },
     ) else {
         panic!("no events")
     };
-    let said = events
+    let engine_events = events
         .iter()
         .filter(|e| matches!(e.kind, EventKind::MigrationEngine { .. }))
         .count();
-    assert_eq!(said, 4, "by CRIU nothing is said");
+    assert_eq!(engine_events, 4, "by CRIU nothing is said");
 }
 
-/// A guest that is paused for an owner can leave by its own checkpoint.
+/// A guest that is paused for an owner can migrate by its own checkpoint.
 #[test]
 fn paused_guest_leaves_by_own_checkpoint() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        let speaker = sim.enrol(host(2));
-        sim.ask(speaker, stop_guests());
-        let wait = Micros(sim.rng.below(60_000));
-        sim.advance(wait);
-        let old = sim.proc_of(tid);
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        let owner_agent = sim.enrol(host(2));
+        sim.ask(owner_agent, stop_guests_request());
+        let delay = Micros(sim.rng.below(60_000));
+        sim.advance(delay);
+        let old_proc = sim.proc_of(tid);
         (0..5i32).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
         assert_eq!(
             migrate(&mut sim, console, tid, "h3"),
             Ok(OWN_ENGINE),
             "seed {seed}"
         );
-        let new = sim.proc_of(tid);
+        let new_proc = sim.proc_of(tid);
         sim.run_until("all of it", |s| {
-            received_numbers(s, old).len() + received_numbers(s, new).len() >= 5
+            received_numbers(s, old_proc).len() + received_numbers(s, new_proc).len() >= 5
         });
-        let both: Vec<i32> = received_numbers(&sim, old)
+        let all_numbers: Vec<i32> = received_numbers(&sim, old_proc)
             .into_iter()
-            .chain(received_numbers(&sim, new))
+            .chain(received_numbers(&sim, new_proc))
             .collect();
-        assert_eq!(both, (0..5).collect::<Vec<i32>>(), "seed {seed}");
+        assert_eq!(all_numbers, (0..5).collect::<Vec<i32>>(), "seed {seed}");
         assert_reachable(&mut sim, console, tid);
-        assert_eq!(sim.procs[new].host, host(3));
+        assert_eq!(sim.procs[new_proc].host, host(3));
     }
 }
 
@@ -435,9 +469,17 @@ fn paused_guest_leaves_by_own_checkpoint() {
 fn suspended_task_is_restarted_suspended() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let own = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        let other = spawn(&mut sim, console, request("child", "own,restart", "h2"));
-        for tid in [own, other] {
+        let own_engine_tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        let restart_tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own,restart", "h2"),
+        );
+        for tid in [own_engine_tid, restart_tid] {
             assert_eq!(
                 sim.ask(
                     console,
@@ -451,39 +493,42 @@ fn suspended_task_is_restarted_suspended() {
             );
         }
         sim.advance(Micros::from_secs(1));
-        let refused = Err((Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
-        assert_eq!(migrate(&mut sim, console, own, "h3"), refused);
+        let expected_refusal = Err((Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
         assert_eq!(
-            migrate(&mut sim, console, other, "h3"),
+            migrate(&mut sim, console, own_engine_tid, "h3"),
+            expected_refusal
+        );
+        assert_eq!(
+            migrate(&mut sim, console, restart_tid, "h3"),
             Ok(Engine::Restart { timeout_s: 5 })
         );
         sim.advance(Micros::from_secs(5));
-        let list = list_task(&mut sim, console, other);
-        assert!(list[0].suspended && list[0].host == host(3), "{list:?}");
+        let tasks = list_task(&mut sim, console, restart_tid);
+        assert!(tasks[0].suspended && tasks[0].host == host(3), "{tasks:?}");
         assert!(
-            sim.procs[sim.proc_of(other)].conn.is_none(),
+            sim.procs[sim.proc_of(restart_tid)].conn.is_none(),
             "it has not run (seed {seed})"
         );
         sim.ask(
             console,
             Request::Suspend {
-                tid: other,
+                tid: restart_tid,
                 suspend: false,
                 cause: None,
             },
         );
-        assert_reachable(&mut sim, console, other);
+        assert_reachable(&mut sim, console, restart_tid);
     }
 }
 
 #[test]
 fn invalid_engine_list_fails_spawn() {
     let (mut sim, console) = Sim::cluster(8, 2);
-    let bad = request("child", "own:exit=300", "h2");
+    let invalid_request = spawn_request("child", "own:exit=300", "h2");
     let Reply::Failed {
         error: PvmError::BadParam,
         reason,
-    } = sim.ask(console, Request::Spawn(bad))
+    } = sim.ask(console, Request::Spawn(invalid_request))
     else {
         panic!("it began")
     };
@@ -493,60 +538,65 @@ fn invalid_engine_list_fails_spawn() {
     );
 }
 
-/// Index of the outcome "dead" in the results of [`outcome`].
+/// Index of the outcome "dead" among the values of [`outcome`].
 const DEAD_OUTCOME: usize = 2;
 
 /// Returns 0 if the task has migrated, 1 if it has stayed at the source, and [`DEAD_OUTCOME`] if it
-/// is dead. Asserts that the task exists at most once, and that it answers if it lives.
-fn outcome(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
-    let (list, dead) = (
+/// is dead. `has_migrated` is the result of the migration. Asserts that the task exists at most once, and
+/// that a live task receives messages.
+fn outcome_index(sim: &mut Sim, console: usize, tid: Tid, has_migrated: bool) -> usize {
+    let (tasks, exit_count) = (
         list_task(sim, console, tid),
         sim.procs[console].notifications(1).len(),
     );
     assert_eq!(
-        list.len() + dead,
+        tasks.len() + exit_count,
         1,
-        "listed {list:?}, {dead} notes, moved {moved} (seed {})",
+        "listed {tasks:?}, {exit_count} notes, moved {has_migrated} (seed {})",
         sim.seed
     );
-    if dead > 0 {
+    if exit_count > 0 {
         return DEAD_OUTCOME;
     }
     assert_reachable(sim, console, tid);
-    usize::from(!moved)
+    usize::from(!has_migrated)
 }
 
-/// When a host is lost during a restart, the task runs once or is reported dead.
+/// If a host is lost during a restart, the task runs once or is reported dead.
 #[test]
 fn lost_host_during_restart_never_doubles_task() {
-    let mut counts = [0; 3];
+    let mut outcome_counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        notify_exit(&mut sim, console, tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(40_000));
-        sim.advance(wait);
-        let lost = host(2 + sim.rng.below(3) as u16);
-        sim.kill_host(lost);
-        let moved = await_migration(&mut sim, console, moving).is_ok();
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        request_exit_notification(&mut sim, console, tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(40_000));
+        sim.advance(delay);
+        let lost_host = host(2 + sim.rng.below(3) as u16);
+        sim.kill_host(lost_host);
+        let has_migrated = await_migration(&mut sim, console, migration_request).is_ok();
         sim.advance(Micros::from_secs(10));
-        let fate = outcome(&mut sim, console, tid, moved);
-        counts[fate] += 1;
-        if fate != DEAD_OUTCOME {
-            assert_ne!(list_task(&mut sim, console, tid)[0].host, lost);
+        let index = outcome_index(&mut sim, console, tid, has_migrated);
+        outcome_counts[index] += 1;
+        if index != DEAD_OUTCOME {
+            assert_ne!(list_task(&mut sim, console, tid)[0].host, lost_host);
         }
     }
     assert!(
-        counts.iter().all(|count| *count > 20),
-        "{counts:?} moved, stayed, died"
+        outcome_counts.iter().all(|count| *count > 20),
+        "{outcome_counts:?} moved, stayed, died"
     );
 }
 
-/// When a tasker dies or a step fails during a restart, the task runs once or is reported dead.
+/// If a tasker dies or a step fails during a restart, the task runs once or is reported dead.
 #[test]
 fn tasker_death_during_restart_never_doubles_task() {
-    let mut counts = [0; 3];
+    let mut outcome_counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let engine = if seed % 3 == 0 {
@@ -554,23 +604,23 @@ fn tasker_death_during_restart_never_doubles_task() {
         } else {
             "own:wait=3"
         };
-        let tid = spawn(&mut sim, console, request("child", engine, "h2"));
-        notify_exit(&mut sim, console, tid);
+        let tid = spawn(&mut sim, console, spawn_request("child", engine, "h2"));
+        request_exit_notification(&mut sim, console, tid);
         sim.random_faults.failed_steps_percent = if seed % 2 == 0 { 40 } else { 0 };
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(25_000));
-        sim.advance(wait);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(25_000));
+        sim.advance(delay);
         if seed % 2 == 1 {
             let victim = host(2 + sim.rng.below(2) as u16);
             sim.kill_tasker(victim);
         }
-        let moved = await_migration(&mut sim, console, moving).is_ok();
+        let has_migrated = await_migration(&mut sim, console, migration_request).is_ok();
         sim.advance(Micros::from_secs(10));
-        counts[outcome(&mut sim, console, tid, moved)] += 1;
+        outcome_counts[outcome_index(&mut sim, console, tid, has_migrated)] += 1;
     }
     assert!(
-        counts.iter().all(|count| *count > 20),
-        "{counts:?} moved, stayed, died"
+        outcome_counts.iter().all(|count| *count > 20),
+        "{outcome_counts:?} moved, stayed, died"
     );
 }
 
@@ -578,16 +628,21 @@ fn tasker_death_during_restart_never_doubles_task() {
 fn killed_task_during_restart_ends_once() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        notify_exit(&mut sim, console, tid);
-        let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(25_000));
-        sim.advance(wait);
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
+        request_exit_notification(&mut sim, console, tid);
+        let migration_request = begin_migration(&mut sim, console, tid, "h3");
+        let delay = Micros(sim.rng.below(25_000));
+        sim.advance(delay);
         sim.ask(console, Request::Signal { tid, signal: 9 });
-        let _ = await_migration(&mut sim, console, moving);
+        let _ = await_migration(&mut sim, console, migration_request);
         sim.advance(Micros::from_secs(5));
         if !list_task(&mut sim, console, tid).is_empty() {
-            // The task had just migrated, as a task that migrates by CRIU may have.
+            // The migration had ended before the signal was sent, so the signal may not have ended
+            // the task. The signal is repeated.
             sim.ask(console, Request::Signal { tid, signal: 9 });
         }
         sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
@@ -608,15 +663,22 @@ fn killed_task_during_restart_ends_once() {
 fn halt_completes_during_restart() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            spawn_request("child", "own:wait=3", "h2"),
+        );
         begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.below(25_000));
-        sim.advance(wait);
-        let begun = sim.now;
+        let delay = Micros(sim.rng.below(25_000));
+        sim.advance(delay);
+        let halt_time = sim.now;
         sim.request(console, Request::Halt);
         sim.run_until("all have ended", |s| {
             s.nodes.values().all(|node| !node.is_alive)
         });
-        assert!(sim.now.since(begun) < Micros::from_secs(4), "seed {seed}");
+        assert!(
+            sim.now.since(halt_time) < Micros::from_secs(4),
+            "seed {seed}"
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Tasks that exchange messages and migrate while the owners of their hosts arrive and leave and a
-//! user suspends some of the tasks.
+//! A common scenario: tasks exchange messages and migrate, owners of their hosts arrive and leave,
+//! and a user suspends some tasks.
 
 use super::sim::{Received, Sim, host};
 use crate::HostId;
@@ -11,35 +11,32 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, SpawnRequ
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Time after which every guest must be paused in the simulation. The simulated taskers take up to
-/// 2 ms to receive an order.
+/// Time after which every guest must be paused in the simulation. It includes up to 2 ms until a
+/// simulated tasker receives an order.
 pub(super) const GUEST_PAUSE_MAX: Micros = Micros::from_millis(50);
-/// Time after which a suspended task must be paused. Longer than [`GUEST_PAUSE_MAX`], because no
-/// owner waits for it.
+/// Time after which a suspended task must be paused. It is longer than [`GUEST_PAUSE_MAX`], because
+/// a suspension has no owner who waits.
 const SUSPEND_PAUSE_MAX: Micros = Micros::from_millis(220);
 
-pub(super) fn stop_guests() -> Request {
-    stop_guests_until(None, EvictionMode::Move)
+pub(super) fn stop_guests_request() -> Request {
+    evict_guests_request(None, EvictionMode::Move)
 }
 
-pub(super) fn stop_guests_until(leave_at: Option<Micros>, then: EvictionMode) -> Request {
-    let guests = GuestAccess::Paused {
-        evict_at: leave_at,
-        eviction: then,
-    };
+pub(super) fn evict_guests_request(evict_at: Option<Micros>, eviction: EvictionMode) -> Request {
+    let access = GuestAccess::Paused { evict_at, eviction };
     Request::SetGuestDirective(GuestDirective {
-        access: guests,
+        access,
         reason: "olga is there".into(),
         limits: GuestLimits::default(),
     })
 }
 
-pub(super) fn welcome_guests() -> Request {
-    welcome_guests_with(GuestLimits::default())
+pub(super) fn welcome_guests_request() -> Request {
+    limit_guests_request(GuestLimits::default())
 }
 
-/// Returns the directive of an owner who has left and sets these limits for guests.
-pub(super) fn welcome_guests_with(limits: GuestLimits) -> Request {
+/// Returns a request of an owner agent: the owner has left and sets these limits for guests.
+pub(super) fn limit_guests_request(limits: GuestLimits) -> Request {
     Request::SetGuestDirective(GuestDirective {
         access: GuestAccess::Welcome,
         reason: "olga has left".into(),
@@ -50,17 +47,17 @@ pub(super) fn welcome_guests_with(limits: GuestLimits) -> Request {
 pub(super) fn migrate_request(tid: Tid, to: &str) -> Request {
     Request::Migrate {
         tid,
-        to: to.into(),
+        target: to.into(),
         cause: None,
-        wait: true,
+        wait_for_end: true,
     }
 }
 
-pub(super) fn spawn_on(place: &str, file: &str, count: u32) -> SpawnRequest {
+pub(super) fn spawn_on(host_name: &str, file: &str, count: u32) -> SpawnRequest {
     SpawnRequest {
-        file: file.into(),
-        count,
-        place: place.into(),
+        program: file.into(),
+        task_count: count,
+        where_arg: host_name.into(),
         flags: 1,
         ..SpawnRequest::default()
     }
@@ -85,7 +82,7 @@ pub(super) fn list_tasks(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
             selector: Tid::NONE,
         },
     ) {
-        Reply::Tasks(list) => list,
+        Reply::Tasks(tasks) => tasks,
         reply => panic!("no list: {reply:?}"),
     }
 }
@@ -95,7 +92,7 @@ pub(super) fn list_events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
         console,
         Request::Events {
             first_number: 0,
-            limit: 1000,
+            events_max: 1000,
         },
     ) {
         Reply::Events(events) => events.into_iter().map(|event| event.kind).collect(),
@@ -103,42 +100,43 @@ pub(super) fn list_events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
     }
 }
 
-/// Sends a numbered message from one process to another, if its program runs.
-pub(super) fn send_numbered(
+/// Sends the next number of this pair from one process to a task, if the sending program runs.
+pub(super) fn send_number_if_running(
     sim: &mut Sim,
-    sent: &mut BTreeMap<(usize, Tid), u32>,
+    sent_counts: &mut BTreeMap<(usize, Tid), u32>,
     from: usize,
     to: Tid,
 ) {
     if sim.procs[from].is_frozen() || sim.procs[from].exited {
         return;
     }
-    let number = sent.entry((from, to)).or_default();
+    let number = sent_counts.entry((from, to)).or_default();
     sim.send_message(from, to, &number.to_be_bytes());
     *number += 1;
 }
 
-/// Asserts that every message arrived once and in order. Returns the number of messages.
+/// Asserts that the messages of every sender to every receiver arrived once and in order. Returns
+/// the number of messages.
 pub(super) fn assert_in_order(sim: &Sim, procs: &[usize]) -> u32 {
-    let mut total = 0;
+    let mut message_count = 0;
     for p in procs {
-        let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
+        let mut next_numbers: BTreeMap<Tid, u32> = BTreeMap::new();
         for (src, body) in sim.procs[*p].received.iter().filter_map(|s| match s {
             Received::Message(src, body) => Some((*src, body)),
             Received::Notification(_) => None,
         }) {
-            let expected = next.entry(src).or_default();
+            let next_number = next_numbers.entry(src).or_default();
             assert_eq!(
                 body[..],
-                expected.to_be_bytes(),
+                next_number.to_be_bytes(),
                 "from {src} (seed {})",
                 sim.seed
             );
-            *expected += 1;
-            total += 1;
+            *next_number += 1;
+            message_count += 1;
         }
     }
-    total
+    message_count
 }
 
 /// A simulation with two tasks on each of three hosts, and an owner agent on each host.
@@ -149,15 +147,16 @@ pub(super) struct Scenario {
     pub(super) tids: Vec<Tid>,
     pub(super) owner_agents: Vec<usize>,
     pub(super) sent_counts: BTreeMap<(usize, Tid), u32>,
-    /// Time since when the guests of a host must be paused, by host.
-    pub(super) stopped_at: BTreeMap<HostId, Micros>,
-    /// Time since when a task is suspended, by task.
-    pub(super) suspended_at: BTreeMap<Tid, Micros>,
+    /// Times from which the guests of a host must be paused, by host. Hosts that welcome guests
+    /// have no entry.
+    pub(super) guest_stop_times: BTreeMap<HostId, Micros>,
+    /// Times from which a task is suspended, by task. Other tasks have no entry.
+    pub(super) suspend_times: BTreeMap<Tid, Micros>,
     pub(super) open_migrations: Vec<(Tid, RequestId)>,
 }
 
 impl Scenario {
-    pub(super) fn new(seed: u64) -> Scenario {
+    pub(super) fn new(seed: u64) -> Self {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs: Vec<usize> = (1..=3)
             .flat_map(|n| spawn(&mut sim, console, spawn_on(&format!("h{n}"), "child", 2)))
@@ -165,26 +164,27 @@ impl Scenario {
         let tids = procs.iter().map(|p| sim.procs[*p].tid()).collect();
         let owner_agents = (1..=3).map(|n| sim.enrol(host(n))).collect();
         let (sent_counts, stopped_at, suspended_at, open_migrations) = Default::default();
-        Scenario {
+        Self {
             sim,
             console,
             procs,
             tids,
             owner_agents,
             sent_counts,
-            stopped_at,
-            suspended_at,
+            guest_stop_times: stopped_at,
+            suspend_times: suspended_at,
             open_migrations,
         }
     }
 
-    /// Creates a scenario in which quiescing is slow; with every second seed, steps of migrations
-    /// fail.
-    pub(super) fn with_faults(seed: u64) -> Scenario {
-        let mut scene = Scenario::new(seed);
-        scene.sim.random_faults.slow_quiesce_percent = 25;
-        scene.sim.random_faults.failed_steps_percent = if seed.is_multiple_of(2) { 8 } else { 0 };
-        scene
+    /// Creates a scenario in which quiescing is slow. With every second seed, steps of migrations
+    /// may fail.
+    pub(super) fn with_faults(seed: u64) -> Self {
+        let mut scenario = Self::new(seed);
+        scenario.sim.random_faults.slow_quiesce_percent = 25;
+        scenario.sim.random_faults.failed_steps_percent =
+            if seed.is_multiple_of(2) { 8 } else { 0 };
+        scenario
     }
 
     pub(super) fn send_directive(&mut self, n: usize, directive: Request) {
@@ -193,14 +193,14 @@ impl Scenario {
             Request::SetGuestDirective(GuestDirective {
                 access: GuestAccess::Welcome,
                 ..
-            }) => drop(self.stopped_at.remove(&host_id)),
-            _ => drop(self.stopped_at.entry(host_id).or_insert(sim.now)),
+            }) => drop(self.guest_stop_times.remove(&host_id)),
+            _ => drop(self.guest_stop_times.entry(host_id).or_insert(sim.now)),
         }
         assert_eq!(sim.ask(self.owner_agents[n], directive), Reply::Done);
     }
 
-    pub(super) fn suspend(&mut self, tid: Tid, suspend: bool) {
-        let done = self.sim.ask(
+    pub(super) fn set_suspended(&mut self, tid: Tid, suspend: bool) {
+        let reply = self.sim.ask(
             self.console,
             Request::Suspend {
                 tid,
@@ -208,78 +208,79 @@ impl Scenario {
                 cause: None,
             },
         );
-        assert_eq!(done, Reply::Done, "{tid} (seed {})", self.sim.seed);
+        assert_eq!(reply, Reply::Done, "{tid} (seed {})", self.sim.seed);
         if suspend {
-            self.suspended_at.entry(tid).or_insert(self.sim.now);
+            self.suspend_times.entry(tid).or_insert(self.sim.now);
         } else {
-            self.suspended_at.remove(&tid);
+            self.suspend_times.remove(&tid);
         }
     }
 
-    /// Sends some messages and lets some time pass.
+    /// Sends five messages between random tasks, then advances the time by less than 10 ms.
     pub(super) fn exchange_messages(&mut self) {
         for _ in 0..5 {
             let (from, to) = (
                 self.sim.rng.below(6) as usize,
                 self.sim.rng.below(6) as usize,
             );
-            send_numbered(
+            send_number_if_running(
                 &mut self.sim,
                 &mut self.sent_counts,
                 self.procs[from],
                 self.tids[to],
             );
         }
-        let wait = Micros(self.sim.rng.below(10_000));
-        self.sim.advance(wait);
+        let delay = Micros(self.sim.rng.below(10_000));
+        self.sim.advance(delay);
     }
 
-    /// Creates a scenario in which the console is notified when tasks of h2 exit, and exchanges
-    /// some messages.
-    pub(super) fn with_exit_notification(seed: u64) -> Scenario {
-        let mut scene = Scenario::new(seed);
-        scene.sim.random_faults.slow_quiesce_percent = 25;
-        let what = NotifySubjects::TaskExit(scene.tids[2..4].to_vec());
-        scene.sim.ask(
-            scene.console,
+    /// Creates a scenario in which the console is notified of exits of the tasks of h2 with tag 1.
+    /// The tasks have exchanged some messages.
+    pub(super) fn with_exit_notification(seed: u64) -> Self {
+        let mut scenario = Self::new(seed);
+        scenario.sim.random_faults.slow_quiesce_percent = 25;
+        let subjects = NotifySubjects::TaskExit(scenario.tids[2..4].to_vec());
+        scenario.sim.ask(
+            scenario.console,
             Request::Notify(NotifyRequest {
-                subjects: what,
+                subjects,
                 ctx: 0,
                 tag: 1,
-                cancel: false,
+                is_cancellation: false,
             }),
         );
-        scene.exchange_messages();
-        scene
+        scenario.exchange_messages();
+        scenario
     }
 
-    /// Waits a random time and, with every second seed, starts a migration.
-    pub(super) fn wait_randomly(&mut self, max_micros: u64) {
-        let wait = Micros(self.sim.rng.below(max_micros));
-        self.sim.advance(wait);
+    /// Advances the time by less than `delay_max_us` microseconds. With every second seed, also
+    /// requests a migration.
+    pub(super) fn wait_and_maybe_migrate(&mut self, delay_max_us: u64) {
+        let delay = Micros(self.sim.rng.below(delay_max_us));
+        self.sim.advance(delay);
         if self.sim.seed.is_multiple_of(2) {
-            self.migrate_one();
+            self.request_random_migration();
         }
     }
 
-    /// Waits and asserts that each task of h2 is either listed or reported dead, exactly once.
-    /// Returns the list of tasks.
+    /// Waits 20 s and asserts that each task of h2 is either listed or reported dead, exactly once.
+    /// Returns the task list.
     pub(super) fn assert_exits_reported_once(&mut self) -> Vec<TaskInfo> {
         self.sim.advance(Micros::from_secs(20));
-        let list = list_tasks(&mut self.sim, self.console);
+        let tasks = list_tasks(&mut self.sim, self.console);
         for tid in &self.tids[2..4] {
-            let alive = list.iter().filter(|t| t.tid == *tid).count();
-            let dead = self.sim.procs[self.console].notifications(1);
-            let dead = dead
+            let list_count = tasks.iter().filter(|t| t.tid == *tid).count();
+            let exit_count = self.sim.procs[self.console].notifications(1);
+            let exit_count = exit_count
                 .iter()
                 .filter(|m| m.body[..4] == tid.raw().to_be_bytes())
                 .count();
-            assert_eq!(alive + dead, 1, "{tid} (seed {})", self.sim.seed);
+            assert_eq!(list_count + exit_count, 1, "{tid} (seed {})", self.sim.seed);
         }
-        list
+        tasks
     }
 
-    /// Waits and asserts that every task that has not exited runs.
+    /// Waits 3 s and asserts that every process of a task that has not exited runs.
     pub(super) fn assert_all_run(&mut self) {
         self.sim.advance(Micros::from_secs(3));
         for p in &self.procs {
@@ -292,7 +293,7 @@ impl Scenario {
         }
     }
 
-    pub(super) fn migrate_one(&mut self) {
+    pub(super) fn request_random_migration(&mut self) {
         let (tid, to) = (
             self.tids[self.sim.rng.below(6) as usize],
             1 + self.sim.rng.below(3),
@@ -303,11 +304,11 @@ impl Scenario {
         self.open_migrations.push((tid, id));
     }
 
-    /// Asserts that each task that is not migrating is paused if the owner of its host or a
-    /// suspension requires that.
+    /// Asserts that a task is paused if the owner of its host or a suspension requires that and its
+    /// time limit has passed. Migrating tasks are excluded.
     pub(super) fn assert_paused(&mut self) {
         let replies = &self.sim.procs[self.console].replies;
-        let moving: Vec<Tid> = self
+        let migrating_tids: Vec<Tid> = self
             .open_migrations
             .iter()
             .filter(|(_, id)| !replies.contains_key(id))
@@ -317,18 +318,18 @@ impl Scenario {
             .procs
             .iter()
             .zip(&self.tids)
-            .filter(|(_, tid)| !moving.contains(tid))
+            .filter(|(_, tid)| !migrating_tids.contains(tid))
         {
             let proc = &self.sim.procs[*p];
-            let since = self
-                .stopped_at
+            let guest_stop_time = self
+                .guest_stop_times
                 .get(&proc.host)
-                .filter(|since| **since + GUEST_PAUSE_MAX < self.sim.now);
-            let suspended = self
-                .suspended_at
+                .filter(|guest_stop_time| **guest_stop_time + GUEST_PAUSE_MAX < self.sim.now);
+            let suspend_time = self
+                .suspend_times
                 .get(tid)
-                .filter(|since| **since + SUSPEND_PAUSE_MAX < self.sim.now);
-            let may_run = since.is_none() && suspended.is_none();
+                .filter(|guest_stop_time| **guest_stop_time + SUSPEND_PAUSE_MAX < self.sim.now);
+            let may_run = guest_stop_time.is_none() && suspend_time.is_none();
             assert!(
                 may_run || proc.is_frozen() || proc.exited,
                 "{tid} runs (seed {})",
@@ -337,17 +338,18 @@ impl Scenario {
         }
     }
 
-    /// Lets all owners leave, checks that suspended tasks stay paused, and resumes them. Then
+    /// Makes all owners leave, asserts that suspended tasks stay paused, and resumes them. Then
     /// asserts that all tasks run and that no message was lost. Returns the number of successful
     /// migrations.
-    pub(super) fn finish(&mut self) -> usize {
-        let (console, open) = (self.console, std::mem::take(&mut self.open_migrations));
+    pub(super) fn resume_all_and_check(&mut self) -> usize {
+        let (console, migrations) = (self.console, std::mem::take(&mut self.open_migrations));
         self.sim.run_until("all moves", |s| {
-            open.iter()
+            migrations
+                .iter()
                 .all(|(_, id)| s.procs[console].replies.contains_key(id))
         });
         for n in 0..3 {
-            self.send_directive(n, welcome_guests());
+            self.send_directive(n, welcome_guests_request());
         }
         self.sim.advance(Micros::from_secs(1));
         self.assert_paused();
@@ -355,24 +357,25 @@ impl Scenario {
             .iter()
             .filter(|t| self.tids.contains(&t.tid))
         {
-            let suspended = self.suspended_at.contains_key(&task.tid);
+            let is_suspended = self.suspend_times.contains_key(&task.tid);
             assert_eq!(
-                task.suspended, suspended,
+                task.suspended, is_suspended,
                 "{} (seed {})",
                 task.tid, self.sim.seed
             );
         }
-        while let Some(tid) = self.suspended_at.keys().next().copied() {
-            self.suspend(tid, false);
+        while let Some(tid) = self.suspend_times.keys().next().copied() {
+            self.set_suspended(tid, false);
         }
-        let (procs, total) = (self.procs.clone(), self.sent_counts.values().sum::<u32>());
+        let (procs, message_count) = (self.procs.clone(), self.sent_counts.values().sum::<u32>());
         self.sim.run_until("everybody", |s| {
             procs.iter().all(|p| s.procs[*p].conn.is_some())
         });
-        self.sim
-            .run_until("all messages", |s| assert_in_order(s, &procs) == total);
+        self.sim.run_until("all messages", |s| {
+            assert_in_order(s, &procs) == message_count
+        });
         self.sim.advance(Micros::from_secs(3));
-        let list = list_tasks(&mut self.sim, console);
+        let tasks = list_tasks(&mut self.sim, console);
         for tid in &self.tids {
             let proc = &self.sim.procs[self.sim.proc_of(*tid)];
             assert!(
@@ -380,7 +383,7 @@ impl Scenario {
                 "{tid} (seed {})",
                 self.sim.seed
             );
-            let task = list.iter().find(|t| t.tid == *tid).expect("it is there");
+            let task = tasks.iter().find(|t| t.tid == *tid).expect("it is there");
             assert_eq!(
                 (task.host, task.migrating),
                 (proc.host, false),
@@ -393,8 +396,9 @@ impl Scenario {
                 self.sim.seed
             );
         }
-        assert_eq!(self.sim.tokens_left(), 0, "seed {}", self.sim.seed);
-        open.iter()
+        assert_eq!(self.sim.resume_token_count(), 0, "seed {}", self.sim.seed);
+        migrations
+            .iter()
             .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Migrated(Ok(_))))
             .count()
     }

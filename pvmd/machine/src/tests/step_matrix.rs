@@ -1,9 +1,9 @@
 //! Injects a fault of each kind into each party of a migration, before and after each step. The
-//! steps are those of the protocol, and the machines report where they begin and end: a new step is
+//! list of steps is [`Step::ALL`], and the machines report the edges of the steps, so a new step is
 //! covered without a change here.
 
 use super::scenario::{
-    assert_in_order, list_events, migrate_request, send_numbered, spawn, spawn_on,
+    assert_in_order, list_events, migrate_request, send_number_if_running, spawn, spawn_on,
 };
 use super::sim::fault_injection::{Fault, FaultPoint, LONG_OUTAGE, SHORT_OUTAGE, StepEdge, Victim};
 use super::sim::{Sim, host, seeds};
@@ -14,67 +14,68 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, RmService
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Number of runs per fault and point. Delays and the use of post-copy are random.
+/// Number of runs for each fault and point. Delays and the use of post-copy are random.
 const RUNS_PER_FAULT: u64 = 4;
 
-fn all_points() -> Vec<FaultPoint> {
+fn all_fault_points() -> Vec<FaultPoint> {
     Step::ALL
         .into_iter()
-        .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
+        .flat_map(|step| [(step, StepEdge::Start), (step, StepEdge::End)])
         .collect()
 }
 
-/// A task migrates from h2 to h3 while it exchanges messages with a task on h4 and with the
-/// console. The console is notified of the task's exit with tag 1. There is a resource manager.
+/// A migration from h2 to h3 of a task that exchanges messages with a task on h4 and with the
+/// console. The console is notified of the task's exit with tag 1. The virtual machine has a
+/// resource manager.
 struct Trial {
     sim: Sim,
     console: usize,
     task_proc: usize,
-    peer: usize,
+    peer_proc: usize,
     sent_counts: BTreeMap<(usize, Tid), u32>,
-    request: RequestId,
+    migration_request: RequestId,
 }
 
 impl Trial {
-    fn new(seed: u64, fault: Option<(FaultPoint, Victim, Fault)>) -> Trial {
+    fn new(seed: u64, fault: Option<(FaultPoint, Victim, Fault)>) -> Self {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let manager = spawn(&mut sim, console, spawn_on("h1", "rm", 1))[0];
+        let rm_proc = spawn(&mut sim, console, spawn_on("h1", "rm", 1))[0];
         sim.ask(
-            manager,
+            rm_proc,
             Request::RegisterRm(RmServices {
-                spawn: false,
-                other_requests: false,
+                placement: false,
+                vm_requests: false,
                 task_exits: false,
             }),
         );
-        sim.injection.resource_manager = Some(manager);
-        // Without pre-copy the step `PreCopy` would not occur.
+        sim.injection.resource_manager_proc = Some(rm_proc);
+        // The step `PreCopy` occurs only in a migration with pre-copy.
         sim.injection.always_live_copies =
             fault.is_none_or(|((step, _), ..)| step == Step::PreCopy);
-        let mover = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
+        let task_proc = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
         let peer = spawn(&mut sim, console, spawn_on("h4", "child", 1))[0];
-        let tid = sim.procs[mover].tid();
-        let what = NotifySubjects::TaskExit(vec![tid]);
+        let tid = sim.procs[task_proc].tid();
+        let subjects = NotifySubjects::TaskExit(vec![tid]);
         sim.ask(
             console,
             Request::Notify(NotifyRequest {
-                subjects: what,
+                subjects,
                 ctx: 0,
                 tag: 1,
-                cancel: false,
+                is_cancellation: false,
             }),
         );
-        if let Some((point, party, blow)) = fault {
-            sim.plan_fault(point, party, blow);
+        if let Some((point, victim, planned_fault)) = fault {
+            sim.plan_fault(point, victim, planned_fault);
         }
         let request = sim.request(console, migrate_request(tid, "h3"));
-        Trial {
+        Self {
             sim,
             console,
-            task_proc: mover,
-            peer,
+            task_proc,
+            peer_proc: peer,
             sent_counts: BTreeMap::new(),
-            request,
+            migration_request: request,
         }
     }
 
@@ -82,26 +83,28 @@ impl Trial {
         self.sim.procs[self.task_proc].tid()
     }
 
-    /// Sends a message from every process that can send to each of the other processes.
+    /// Sends a message from each of the three processes to the other two processes, if the sender
+    /// runs. Then advances the time by less than 3 ms.
     fn exchange_messages(&mut self) {
-        let all = [self.console, self.task_proc, self.peer];
-        for from in all {
-            for to in all.into_iter().filter(|to| *to != from) {
+        let all_procs = [self.console, self.task_proc, self.peer_proc];
+        for from in all_procs {
+            for to in all_procs.into_iter().filter(|to| *to != from) {
                 let to = self.sim.procs[to].tid();
-                send_numbered(&mut self.sim, &mut self.sent_counts, from, to);
+                send_number_if_running(&mut self.sim, &mut self.sent_counts, from, to);
             }
         }
-        let wait = Micros(self.sim.rng.below(3_000));
-        self.sim.advance(wait);
+        let delay = Micros(self.sim.rng.below(3_000));
+        self.sim.advance(delay);
     }
 
-    /// Runs until the fault has been injected, and for a while after that.
+    /// Exchanges messages until the fault has been injected, and for 20 rounds more. Panics if the
+    /// fault's point is not reached within 1000 rounds.
     fn run_until_fault(&mut self, case: &str) {
-        let mut after = 0;
+        let mut rounds_after_fault = 0;
         for _ in 0..1000 {
             self.exchange_messages();
-            after += u32::from(self.sim.injection.triggered);
-            if after > 20 {
+            rounds_after_fault += u32::from(self.sim.injection.has_triggered);
+            if rounds_after_fault > 20 {
                 return;
             }
         }
@@ -111,63 +114,67 @@ impl Trial {
     fn is_over(&self) -> bool {
         self.sim.procs[self.console]
             .replies
-            .contains_key(&self.request)
+            .contains_key(&self.migration_request)
     }
 
-    /// Returns the task's list entries and the number of exit notifications.
-    fn state(&mut self) -> (Vec<TaskInfo>, usize) {
-        let list = match self.sim.ask(
+    /// Returns the task's entries in the task list, and the number of exit notifications.
+    fn list_entries_and_exits(&mut self) -> (Vec<TaskInfo>, usize) {
+        let tasks = match self.sim.ask(
             self.console,
             Request::Tasks {
                 selector: self.tid(),
             },
         ) {
-            Reply::Tasks(list) => list,
-            // The host is lost, and the task with it.
+            Reply::Tasks(tasks) => tasks,
+            // The task was on a host that is lost.
             Reply::Failed {
                 error: PvmError::NoHost,
                 ..
             } => Vec::new(),
             other => panic!("no list: {other:?}"),
         };
-        (list, self.sim.procs[self.console].notifications(1).len())
+        (tasks, self.sim.procs[self.console].notifications(1).len())
     }
 
-    /// Waits until the migration has ended and its consequences are known, and checks the outcome.
-    /// True if the task lives.
-    fn check(&mut self, may_be_lost: bool, case: &str) -> bool {
-        let (console, moving) = (self.console, self.request);
-        self.sim
-            .run_until(case, |s| s.procs[console].replies.contains_key(&moving));
+    /// Waits until the migration has ended and all hosts know the result, and checks the outcome.
+    /// If `may_be_lost` is false, the task must live. Returns true if the task lives.
+    fn check_outcome(&mut self, may_be_lost: bool, case: &str) -> bool {
+        let (console, migration_request) = (self.console, self.migration_request);
+        self.sim.run_until(case, |s| {
+            s.procs[console].replies.contains_key(&migration_request)
+        });
         self.sim.advance(LONG_OUTAGE + Micros::from_secs(20));
-        let (list, dead) = self.state();
+        let (tasks, exit_count) = self.list_entries_and_exits();
         assert_eq!(
-            list.len() + dead,
+            tasks.len() + exit_count,
             1,
-            "{list:?}, told of its end {dead} times: {case}"
+            "{tasks:?}, told of its end {exit_count} times: {case}"
         );
-        let all = [self.console, self.task_proc, self.peer];
+        let all_procs = [self.console, self.task_proc, self.peer_proc];
         let tid = self.tid();
-        let ends = |event: &&EventKind| match event {
-            EventKind::Migrated { tid: of, .. } | EventKind::MigrationFailed { tid: of, .. } => {
-                *of == tid
-            }
+        let is_end_of_migration = |event: &&EventKind| match event {
+            EventKind::Migrated { tid: event_tid, .. }
+            | EventKind::MigrationFailed { tid: event_tid, .. } => *event_tid == tid,
             _ => false,
         };
         let event_log = list_events(&mut self.sim, console);
         assert_eq!(
-            event_log.iter().filter(ends).count(),
+            event_log.iter().filter(is_end_of_migration).count(),
             1,
             "the log says how the move ended: {case}"
         );
-        if dead > 0 {
-            assert!(may_be_lost, "it is lost: {case}\n{}", self.sim.history());
-            let why = |event: &EventKind| {
-                matches!(event, EventKind::TaskEnded { tid: of, .. } if *of == tid)
+        if exit_count > 0 {
+            assert!(
+                may_be_lost,
+                "it is lost: {case}\n{}",
+                self.sim.state_report()
+            );
+            let explains_loss = |event: &EventKind| {
+                matches!(event, EventKind::TaskEnded { tid: event_tid, .. } if *event_tid == tid)
                     || matches!(event, EventKind::HostGone { .. })
             };
             assert!(
-                event_log.iter().any(why),
+                event_log.iter().any(explains_loss),
                 "the log says why it is gone: {case}"
             );
             let proc = &self.sim.procs[self.task_proc];
@@ -177,42 +184,42 @@ impl Trial {
                 is_dead,
                 "the task is reported dead but a process is left: {case}"
             );
-            assert_in_order(&self.sim, &all);
+            assert_in_order(&self.sim, &all_procs);
             return false;
         }
         let proc = &self.sim.procs[self.task_proc];
         assert!(
-            !list[0].migrating && proc.conn.is_some() && !proc.is_frozen(),
+            !tasks[0].migrating && proc.conn.is_some() && !proc.is_frozen(),
             "it has not arrived: {case}"
         );
-        assert_eq!(list[0].host, proc.host, "{case}");
+        assert_eq!(tasks[0].host, proc.host, "{case}");
         self.exchange_messages();
-        let total = self.sent_counts.values().sum::<u32>();
+        let message_count = self.sent_counts.values().sum::<u32>();
         self.sim
-            .run_until(case, |s| assert_in_order(s, &all) == total);
+            .run_until(case, |s| assert_in_order(s, &all_procs) == message_count);
         self.sim.advance(Micros::from_secs(3));
-        assert_eq!(self.sim.tokens_left(), 0, "{case}");
+        assert_eq!(self.sim.resume_token_count(), 0, "{case}");
         true
     }
 
     /// Asserts that all hosts have ended with their master and that no task runs.
     fn check_without_master(&mut self, case: &str) {
         self.sim.advance(LONG_OUTAGE + Micros::from_secs(20));
-        let left: Vec<HostId> = self
+        let live_hosts: Vec<HostId> = self
             .sim
             .nodes
             .iter()
             .filter(|(_, n)| n.is_alive)
             .map(|(id, _)| *id)
             .collect();
-        assert_eq!(left, [], "{case}");
+        assert_eq!(live_hosts, [], "{case}");
         assert!(self.sim.procs[self.task_proc].exited, "{case}");
-        assert_in_order(&self.sim, &[self.console, self.task_proc, self.peer]);
+        assert_in_order(&self.sim, &[self.console, self.task_proc, self.peer_proc]);
     }
 }
 
-/// True if other hosts consider a victim of this fault lost.
-fn counts_as_lost(victim: Victim, fault: Fault) -> bool {
+/// True if other hosts consider the victim lost because of this fault.
+fn is_victim_lost(victim: Victim, fault: Fault) -> bool {
     match victim {
         Victim::Source | Victim::Target | Victim::Master => !matches!(
             fault,
@@ -223,28 +230,30 @@ fn counts_as_lost(victim: Victim, fault: Fault) -> bool {
     }
 }
 
-/// True if this fault at this point may end the task, as the table in MIGRATION.md says.
+/// True if this fault at this point may end the task, according to the table in MIGRATION.md.
 fn may_be_lost((step, edge): FaultPoint, victim: Victim, fault: Fault) -> bool {
-    let at = (step, edge);
-    // Post-copy memory may still be missing. It is complete when the last step ends.
-    let memory_incomplete = at < (Step::Arrive, StepEdge::After);
+    let point = (step, edge);
+    // Post-copy memory is complete when the step `Arrive` ends.
+    let is_memory_incomplete = point < (Step::Arrive, StepEdge::End);
     match victim {
-        Victim::Source | Victim::SourceTasker => counts_as_lost(victim, fault) && memory_incomplete,
-        Victim::Target | Victim::TargetTasker => {
-            counts_as_lost(victim, fault) && at >= (Step::Restore, StepEdge::After)
+        Victim::Source | Victim::SourceTasker => {
+            is_victim_lost(victim, fault) && is_memory_incomplete
         }
-        Victim::Master => counts_as_lost(victim, fault),
-        // The engines transfer post-copy memory.
-        Victim::SourceEngine => fault == Fault::Kill && at >= (Step::Dump, StepEdge::After),
-        Victim::TargetEngine => fault == Fault::Kill && at >= (Step::Restore, StepEdge::After),
+        Victim::Target | Victim::TargetTasker => {
+            is_victim_lost(victim, fault) && point >= (Step::Restore, StepEdge::End)
+        }
+        Victim::Master => is_victim_lost(victim, fault),
+        // The engines transfer the post-copy memory.
+        Victim::SourceEngine => fault == Fault::Kill && point >= (Step::Dump, StepEdge::End),
+        Victim::TargetEngine => fault == Fault::Kill && point >= (Step::Restore, StepEdge::End),
         Victim::Session => {
-            !matches!(fault, Fault::Stop(_)) && at >= (Step::Transfer, StepEdge::After)
+            !matches!(fault, Fault::Stop(_)) && point >= (Step::Transfer, StepEdge::End)
         }
         Victim::ResourceManager => false,
     }
 }
 
-/// Every step of a migration begins and ends once, and the machines report both.
+/// The machines report the begin and the end of every step of a migration once.
 #[test]
 fn every_step_begins_and_ends_once() {
     for seed in seeds(10) {
@@ -252,19 +261,19 @@ fn every_step_begins_and_ends_once() {
         while !trial.is_over() {
             trial.exchange_messages();
         }
-        assert!(trial.check(false, "no fault"));
-        let mut reached = trial.sim.injection.reached_points.clone();
-        reached.sort_unstable();
-        assert_eq!(reached, all_points(), "seed {seed}");
+        assert!(trial.check_outcome(false, "no fault"));
+        let mut reached_points = trial.sim.injection.reached_points.clone();
+        reached_points.sort_unstable();
+        assert_eq!(reached_points, all_fault_points(), "seed {seed}");
     }
 }
 
 /// After any fault of any victim before or after any step, the task runs once and no message is
-/// lost, except where the table allows its loss.
+/// lost. The task may be lost where the table in MIGRATION.md allows that.
 #[test]
 fn task_survives_any_fault_at_any_step() {
-    let (mut lived, mut lost) = (0, 0);
-    for (n, point) in all_points().into_iter().enumerate() {
+    let (mut survival_count, mut loss_count) = (0, 0);
+    for (n, point) in all_fault_points().into_iter().enumerate() {
         for victim in Victim::ALL {
             for fault in victim.faults() {
                 for seed in seeds(RUNS_PER_FAULT + 1) {
@@ -274,32 +283,32 @@ fn task_survives_any_fault_at_any_step() {
                     trial.run_until_fault(&case);
                     if victim == Victim::Master && fault == Fault::Kill {
                         trial.check_without_master(&case);
-                    } else if trial.check(may_be_lost(point, victim, fault), &case) {
-                        lived += 1;
+                    } else if trial.check_outcome(may_be_lost(point, victim, fault), &case) {
+                        survival_count += 1;
                     } else {
-                        lost += 1;
+                        loss_count += 1;
                     }
                 }
             }
         }
     }
     assert!(
-        lived > 1000 && lost > 300,
-        "{lived} lived, {lost} were lost"
+        survival_count > 1000 && loss_count > 300,
+        "{survival_count} lived, {loss_count} were lost"
     );
 }
 
-/// A commit that cannot be recorded leaves the task at the source.
+/// A commit that the master cannot record leaves the task at the source.
 #[test]
 fn failed_commit_leaves_task_at_source() {
-    let (mut stayed, mut moved) = (0, 0);
+    let (mut stay_count, mut migrated_count) = (0, 0);
     for seed in seeds(60) {
         let mut trial = Trial::new(seed, None);
         while !trial
             .sim
             .injection
             .reached_points
-            .contains(&(Step::Restore, StepEdge::After))
+            .contains(&(Step::Restore, StepEdge::End))
         {
             trial.sim.step();
         }
@@ -308,13 +317,16 @@ fn failed_commit_leaves_task_at_source() {
             trial.exchange_messages();
         }
         trial.sim.random_faults.failed_steps_percent = 0;
-        assert!(trial.check(false, &format!("seed {seed}")));
-        let at = trial.sim.procs[trial.task_proc].host;
-        *if at == host(2) {
-            &mut stayed
+        assert!(trial.check_outcome(false, &format!("seed {seed}")));
+        let task_host = trial.sim.procs[trial.task_proc].host;
+        *if task_host == host(2) {
+            &mut stay_count
         } else {
-            &mut moved
+            &mut migrated_count
         } += 1;
     }
-    assert!(stayed > 10 && moved > 10, "{stayed} stayed, {moved} moved");
+    assert!(
+        stay_count > 10 && migrated_count > 10,
+        "{stay_count} stayed, {migrated_count} moved"
+    );
 }

@@ -1,8 +1,8 @@
-//! Suspended tasks stay paused on every host to which they migrate.
+//! Suspensions of tasks. A suspended task stays paused on every host to which it migrates.
 
 use super::scenario::{
-    GUEST_PAUSE_MAX, Scenario, list_events, list_tasks, migrate_request, send_numbered, spawn,
-    spawn_on, stop_guests, welcome_guests,
+    GUEST_PAUSE_MAX, Scenario, list_events, list_tasks, migrate_request, send_number_if_running,
+    spawn, spawn_on, stop_guests_request, welcome_guests_request,
 };
 use super::sim::{Received, Sim, host, seeds};
 use sempa_proto::event::EventKind;
@@ -14,195 +14,213 @@ use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
 const SETTLE_TIME: Micros = Micros::from_secs(1);
 
-/// Suspended tasks stay paused and lose no messages, however requests, migrations and owners
-/// overlap.
+/// Suspended tasks stay paused, and no message is lost, even if requests, migrations and owners'
+/// visits overlap.
 #[test]
 fn suspended_tasks_stay_paused_and_lose_no_messages() {
-    let (mut moved, mut moved_suspended) = (0, 0);
-    // With seed 669 a task is resumed to quiesce for a migration, and the migration is refused
-    // meanwhile.
+    let (mut migrated_count, mut suspended_migration_count) = (0, 0);
+    // With seed 669, a task is resumed to quiesce for a migration, and the migration is refused
+    // before the task has quiesced.
     for seed in seeds(150).chain([669]) {
-        let mut scene = Scenario::with_faults(seed);
+        let mut scenario = Scenario::with_faults(seed);
         for _ in 0..60 {
-            scene.exchange_messages();
-            let n = scene.sim.rng.below(3) as usize;
-            let tid = scene.tids[scene.sim.rng.below(6) as usize];
-            match scene.sim.rng.below(12) {
-                0 => scene.send_directive(n, stop_guests()),
-                1 => scene.send_directive(n, welcome_guests()),
-                2 | 3 => scene.migrate_one(),
-                4 | 5 => scene.suspend(tid, true),
-                6 | 7 => scene.suspend(tid, false),
+            scenario.exchange_messages();
+            let n = scenario.sim.rng.below(3) as usize;
+            let tid = scenario.tids[scenario.sim.rng.below(6) as usize];
+            match scenario.sim.rng.below(12) {
+                0 => scenario.send_directive(n, stop_guests_request()),
+                1 => scenario.send_directive(n, welcome_guests_request()),
+                2 | 3 => scenario.request_random_migration(),
+                4 | 5 => scenario.set_suspended(tid, true),
+                6 | 7 => scenario.set_suspended(tid, false),
                 _ => {}
             }
-            scene.assert_paused();
+            scenario.assert_paused();
         }
-        moved_suspended += scene
-            .suspended_at
+        suspended_migration_count += scenario
+            .suspend_times
             .keys()
-            .filter(|tid| scene.open_migrations.iter().any(|(t, _)| t == *tid))
+            .filter(|tid| scenario.open_migrations.iter().any(|(t, _)| t == *tid))
             .count();
-        moved += scene.finish();
+        migrated_count += scenario.resume_all_and_check();
     }
     assert!(
-        moved > 100 && moved_suspended > 100,
-        "{moved} moves, {moved_suspended} of tasks suspended at the end"
+        migrated_count > 100 && suspended_migration_count > 100,
+        "{migrated_count} moves, {suspended_migration_count} of tasks suspended at the end"
     );
 }
 
-/// A suspended task migrates without running, stays suspended, and receives its messages when it
-/// resumes.
+/// A suspended task migrates without running. It stays suspended and receives its messages when it
+/// is resumed.
 #[test]
 fn suspended_task_migrates_without_running() {
     for seed in seeds(100) {
-        let mut scene = Scenario::new(seed);
-        scene.exchange_messages();
-        let (console, p, tid) = (scene.console, scene.procs[2], scene.tids[2]);
-        scene.suspend(tid, true);
-        scene.sim.advance(SETTLE_TIME);
-        scene.assert_paused();
+        let mut scenario = Scenario::new(seed);
+        scenario.exchange_messages();
+        let (console, p, tid) = (scenario.console, scenario.procs[2], scenario.tids[2]);
+        scenario.set_suspended(tid, true);
+        scenario.sim.advance(SETTLE_TIME);
+        scenario.assert_paused();
         for to in ["h1", "h3", "h2"] {
             for n in [0, 1, 4, 5] {
-                send_numbered(&mut scene.sim, &mut scene.sent_counts, scene.procs[n], tid);
+                send_number_if_running(
+                    &mut scenario.sim,
+                    &mut scenario.sent_counts,
+                    scenario.procs[n],
+                    tid,
+                );
             }
-            let done = scene.sim.ask(console, migrate_request(tid, to));
+            let migration_reply = scenario.sim.ask(console, migrate_request(tid, to));
             assert!(
-                matches!(done, Reply::Migrated(Ok(_))),
-                "{done:?} (seed {seed})"
+                matches!(migration_reply, Reply::Migrated(Ok(_))),
+                "{migration_reply:?} (seed {seed})"
             );
-            assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
+            assert!(scenario.sim.procs[p].is_frozen(), "seed {seed}");
             assert!(
-                list_tasks(&mut scene.sim, console)
+                list_tasks(&mut scenario.sim, console)
                     .iter()
                     .any(|t| t.tid == tid && t.suspended),
                 "seed {seed}"
             );
-            scene.sim.advance(SETTLE_TIME);
+            scenario.sim.advance(SETTLE_TIME);
             assert!(
-                list_tasks(&mut scene.sim, console)
+                list_tasks(&mut scenario.sim, console)
                     .iter()
                     .any(|t| t.tid == tid && t.suspended && !t.migrating)
             );
         }
         assert_eq!(
-            scene.sim.procs[p].quiesce_runs, 0,
+            scenario.sim.procs[p].quiesce_runs, 0,
             "it never ran (seed {seed})"
         );
-        scene.suspend(tid, false);
-        scene.sim.run_until("it goes on", |s| {
+        scenario.set_suspended(tid, false);
+        scenario.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.finish();
+        scenario.resume_all_and_check();
     }
 }
 
-/// A suspended guest runs again only when it is resumed and the owner is away, in either order.
+/// A suspended guest runs again only after it was resumed and the owner has left, in either order.
 #[test]
 fn suspended_guest_needs_resume_and_absent_owner() {
     for resume_first in [false, true] {
-        let mut scene = Scenario::new(9);
-        let (p, tid) = (scene.procs[2], scene.tids[2]);
-        scene.suspend(tid, true);
-        scene.sim.advance(SETTLE_TIME);
-        scene.send_directive(1, stop_guests());
-        scene.sim.advance(SETTLE_TIME);
+        let mut scenario = Scenario::new(9);
+        let (p, tid) = (scenario.procs[2], scenario.tids[2]);
+        scenario.set_suspended(tid, true);
+        scenario.sim.advance(SETTLE_TIME);
+        scenario.send_directive(1, stop_guests_request());
+        scenario.sim.advance(SETTLE_TIME);
         if resume_first {
-            scene.suspend(tid, false);
+            scenario.set_suspended(tid, false);
         } else {
-            scene.send_directive(1, welcome_guests());
+            scenario.send_directive(1, welcome_guests_request());
         }
-        scene.sim.advance(SETTLE_TIME);
-        assert!(scene.sim.procs[p].is_frozen());
-        let other = scene.procs[3];
+        scenario.sim.advance(SETTLE_TIME);
+        assert!(scenario.sim.procs[p].is_frozen());
+        let other_guest = scenario.procs[3];
         assert_eq!(
-            scene.sim.procs[other].is_frozen(),
+            scenario.sim.procs[other_guest].is_frozen(),
             resume_first,
             "its neighbour is not suspended"
         );
         if resume_first {
-            scene.send_directive(1, welcome_guests());
+            scenario.send_directive(1, welcome_guests_request());
         } else {
-            scene.suspend(tid, false);
+            scenario.set_suspended(tid, false);
         }
-        scene.sim.run_until("it goes on", |s| {
+        scenario.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.finish();
+        scenario.resume_all_and_check();
     }
 }
 
-/// An owner who arrives while a suspended task is quiescing waits no longer than for other guests.
+/// An owner arrives while a suspended task is quiescing. The task pauses within the same time limit
+/// as other guests.
 #[test]
 fn owner_does_not_wait_for_quiescing_suspended_task() {
     for seed in seeds(100) {
-        let mut scene = Scenario::new(seed);
-        scene.sim.random_faults.slow_quiesce_percent = 50;
-        scene.suspend(scene.tids[2], true);
-        let wait = Micros(scene.sim.rng.below(200_000));
-        scene.sim.advance(wait);
-        scene.send_directive(1, stop_guests());
-        scene.sim.advance(GUEST_PAUSE_MAX + Micros(1));
-        scene.assert_paused();
-        scene.finish();
+        let mut scenario = Scenario::new(seed);
+        scenario.sim.random_faults.slow_quiesce_percent = 50;
+        scenario.set_suspended(scenario.tids[2], true);
+        let delay = Micros(scenario.sim.rng.below(200_000));
+        scenario.sim.advance(delay);
+        scenario.send_directive(1, stop_guests_request());
+        scenario.sim.advance(GUEST_PAUSE_MAX + Micros(1));
+        scenario.assert_paused();
+        scenario.resume_all_and_check();
     }
 }
 
-/// The task list and the event log report suspended tasks and the reason.
+/// The task list and the event log report suspended tasks, and why they are suspended.
 #[test]
 fn suspension_is_visible_in_list_and_log() {
-    let mut scene = Scenario::new(3);
-    let (console, tid) = (scene.console, scene.tids[2]);
-    let by = scene.sim.procs[console].tid();
-    scene.suspend(tid, true);
-    scene.suspend(tid, true);
-    let list = list_tasks(&mut scene.sim, console);
-    let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
-    assert_eq!(still, [tid]);
-    assert!(list.iter().all(|t| !t.paused && !t.migrating));
+    let mut scenario = Scenario::new(3);
+    let (console, tid) = (scenario.console, scenario.tids[2]);
+    let requester = scenario.sim.procs[console].tid();
+    scenario.set_suspended(tid, true);
+    scenario.set_suspended(tid, true);
+    let tasks = list_tasks(&mut scenario.sim, console);
+    let suspended_tids: Vec<Tid> = tasks
+        .iter()
+        .filter(|t| t.suspended)
+        .map(|t| t.tid)
+        .collect();
+    assert_eq!(suspended_tids, [tid]);
+    assert!(tasks.iter().all(|t| !t.paused && !t.migrating));
     let cause = SuspendCause::Preempted {
         why: "there is room".into(),
     };
-    let room = Request::Suspend {
+    let resume_request = Request::Suspend {
         tid,
         suspend: false,
         cause: Some(cause),
     };
-    assert_eq!(scene.sim.ask(console, room), Reply::Done);
-    let list = list_tasks(&mut scene.sim, console);
+    assert_eq!(scenario.sim.ask(console, resume_request), Reply::Done);
+    let tasks = list_tasks(&mut scenario.sim, console);
     assert!(
-        list.iter().any(|t| t.tid == tid && t.suspended),
+        tasks.iter().any(|t| t.tid == tid && t.suspended),
         "nobody has taken back what was asked for"
     );
-    scene.suspend(tid, false);
-    scene.suspend(tid, false);
-    let told = list_events(&mut scene.sim, console);
-    let told: Vec<&EventKind> = told
+    scenario.set_suspended(tid, false);
+    scenario.set_suspended(tid, false);
+    let events = list_events(&mut scenario.sim, console);
+    let events: Vec<&EventKind> = events
         .iter()
         .filter(|e| matches!(e, EventKind::Suspended { .. } | EventKind::Resumed { .. }))
         .collect();
-    let first = EventKind::Suspended {
+    let suspended_event = EventKind::Suspended {
         tid,
-        cause: SuspendCause::Requested { requested_by: by },
+        cause: SuspendCause::Requested {
+            requested_by: requester,
+        },
     };
-    let second = EventKind::Resumed {
+    let resumed_event = EventKind::Resumed {
         tid,
-        cause: SuspendCause::Requested { requested_by: by },
+        cause: SuspendCause::Requested {
+            requested_by: requester,
+        },
     };
-    assert_eq!(told, [&first, &second], "what changes nothing is no event");
-    scene.finish();
+    assert_eq!(
+        events,
+        [&suspended_event, &resumed_event],
+        "what changes nothing is no event"
+    );
+    scenario.resume_all_and_check();
 }
 
-/// Only spawned tasks that do not serve the virtual machine can be suspended; a refusal names the
-/// reason.
+/// Only spawned tasks that do not serve the virtual machine can be suspended. A refusal contains
+/// the reason.
 #[test]
 fn only_ordinary_spawned_tasks_can_be_suspended() {
-    let mut scene = Scenario::new(5);
-    let (console, speaker) = (scene.console, scene.owner_agents[1]);
-    let from_a_command_line = scene.sim.procs[speaker].tid();
-    let unknown_tid = Tid::task(host(2), 4000).expect("an id");
-    for (tid, code, word) in [
+    let mut scenario = Scenario::new(5);
+    let (console, owner_agent) = (scenario.console, scenario.owner_agents[1]);
+    let command_line_tid = scenario.sim.procs[owner_agent].tid();
+    let unknown_tid = Tid::for_task(host(2), 4000).expect("an id");
+    for (tid, expected_error, expected_text) in [
         (
-            from_a_command_line,
+            command_line_tid,
             PvmError::Denied,
             "no daemon has started it",
         ),
@@ -210,7 +228,7 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         (host(2).tid(), PvmError::BadParam, "not the id of a task"),
     ] {
         for suspend in [true, false] {
-            let reply = scene.sim.ask(
+            let reply = scenario.sim.ask(
                 console,
                 Request::Suspend {
                     tid,
@@ -222,20 +240,20 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
                 panic!("{reply:?}")
             };
             assert!(
-                error == code && reason.contains(word),
+                error == expected_error && reason.contains(expected_text),
                 "{error:?}: {reason}"
             );
         }
     }
-    let rm = spawn(&mut scene.sim, console, spawn_on("h2", "rm", 1))[0];
-    let serves = sempa_proto::task::RmServices {
-        spawn: false,
-        other_requests: false,
+    let rm = spawn(&mut scenario.sim, console, spawn_on("h2", "rm", 1))[0];
+    let services = RmServices {
+        placement: false,
+        vm_requests: false,
         task_exits: true,
     };
-    scene.sim.ask(rm, Request::RegisterRm(serves));
-    let tid = scene.sim.procs[rm].tid();
-    let reply = scene.sim.ask(
+    scenario.sim.ask(rm, Request::RegisterRm(services));
+    let tid = scenario.sim.procs[rm].tid();
+    let reply = scenario.sim.ask(
         console,
         Request::Suspend {
             tid,
@@ -247,92 +265,98 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         matches!(&reply, Reply::Failed { error: PvmError::Denied, reason } if reason.contains("serves")),
         "{reply:?}"
     );
-    scene.finish();
+    scenario.resume_all_and_check();
 }
 
 /// The exit of a suspended task is reported once, for every cause of the exit.
 #[test]
 fn exit_of_suspended_task_is_reported_once() {
-    let (mut ends, mut taskers, mut hosts) = (0, 0, 0);
+    let (mut exit_count, mut tasker_kill_count, mut host_kill_count) = (0, 0, 0);
     for seed in seeds(200) {
-        let mut scene = Scenario::with_exit_notification(seed);
-        let console = scene.console;
-        scene.suspend(scene.tids[2], true);
-        scene.wait_randomly(300_000);
-        match scene.sim.rng.below(4) {
+        let mut scenario = Scenario::with_exit_notification(seed);
+        let console = scenario.console;
+        scenario.set_suspended(scenario.tids[2], true);
+        scenario.wait_and_maybe_migrate(300_000);
+        match scenario.sim.rng.below(4) {
             0 => {
-                let victim = scene.procs[2];
-                scene.sim.exit(victim, 9);
-                ends += 1;
+                let victim = scenario.procs[2];
+                scenario.sim.exit_proc(victim, 9);
+                exit_count += 1;
             }
             1 => {
-                scene.sim.ask(
+                scenario.sim.ask(
                     console,
                     Request::Signal {
-                        tid: scene.tids[2],
+                        tid: scenario.tids[2],
                         signal: 9,
                     },
                 );
-                ends += 1;
+                exit_count += 1;
             }
             2 => {
-                scene.sim.kill_tasker(host(2));
-                taskers += 1;
+                scenario.sim.kill_tasker(host(2));
+                tasker_kill_count += 1;
             }
             _ => {
-                scene.sim.kill_host(host(2));
-                hosts += 1;
+                scenario.sim.kill_host(host(2));
+                host_kill_count += 1;
             }
         }
-        let list = scene.assert_exits_reported_once();
-        let suspended: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
+        let tasks = scenario.assert_exits_reported_once();
+        let suspended_tids: Vec<Tid> = tasks
+            .iter()
+            .filter(|t| t.suspended)
+            .map(|t| t.tid)
+            .collect();
         assert!(
-            suspended.iter().all(|tid| *tid == scene.tids[2]),
-            "{suspended:?} (seed {seed})"
+            suspended_tids.iter().all(|tid| *tid == scenario.tids[2]),
+            "{suspended_tids:?} (seed {seed})"
         );
         for suspend in [true, false] {
-            let reply = scene.sim.ask(
+            let reply = scenario.sim.ask(
                 console,
                 Request::Suspend {
-                    tid: scene.tids[2],
+                    tid: scenario.tids[2],
                     suspend,
                     cause: None,
                 },
             );
-            let there = list.iter().any(|t| t.tid == scene.tids[2]);
-            let is_told = matches!(
+            let is_listed = tasks.iter().any(|t| t.tid == scenario.tids[2]);
+            let is_no_task_error = matches!(
                 reply,
                 Reply::Failed {
                     error: PvmError::NoTask,
                     ..
                 }
             );
-            assert_eq!(reply == Reply::Done, there, "{reply:?} (seed {seed})");
-            assert_eq!(is_told, !there, "{reply:?} (seed {seed})");
+            assert_eq!(reply == Reply::Done, is_listed, "{reply:?} (seed {seed})");
+            assert_eq!(is_no_task_error, !is_listed, "{reply:?} (seed {seed})");
         }
-        scene.assert_all_run();
+        scenario.assert_all_run();
     }
     assert!(
-        ends > 20 && taskers > 20 && hosts > 20,
-        "{ends} ends, {taskers} taskers, {hosts} hosts"
+        exit_count > 20 && tasker_kill_count > 20 && host_kill_count > 20,
+        "{exit_count} ends, {tasker_kill_count} taskers, {host_kill_count} hosts"
     );
 }
 
-/// Processes on h1 and h4 that suspend or resume a task, one request at a time.
+/// Two processes, the console on h1 and a process on h4, that suspend and resume a task with one
+/// request at a time.
 struct SuspendCaller {
     tid: Tid,
-    callers: [usize; 2],
-    /// The calling process, its open request, and true if the request suspends the task.
+    caller_procs: [usize; 2],
+    /// The calling process and its unanswered request; the flag is true if the request suspends the
+    /// task.
     open_request: Option<(usize, RequestId, bool)>,
-    /// True if the last successful request suspended the task, false if it resumed the task; `None`
-    /// while a request is open.
+    /// True if the last request suspended the task, false if it resumed the task; `None` before the
+    /// first request, while a request is unanswered, and after a failure.
     confirmed_suspended: Option<bool>,
-    /// The task's host when the last successful request was answered.
+    /// The task's host at the time of the last successful reply.
     confirmed_on_host: HostId,
 }
 
 impl SuspendCaller {
-    /// Records the reply to the open request, if it has arrived.
+    /// If the reply to the open request has arrived, records whether the task is suspended.
     fn poll_reply(&mut self, sim: &mut Sim) {
         let p = sim.proc_of(self.tid);
         if let Some((caller, id, suspend)) = self.open_request
@@ -346,7 +370,7 @@ impl SuspendCaller {
 
     fn send_request(&mut self, sim: &mut Sim) {
         if self.open_request.is_none() {
-            let caller = self.callers[sim.rng.below(2) as usize];
+            let caller = self.caller_procs[sim.rng.below(2) as usize];
             let suspend = sim.rng.below(3) > 0;
             let request = Request::Suspend {
                 tid: self.tid,
@@ -359,7 +383,8 @@ impl SuspendCaller {
     }
 }
 
-/// Kills a host. Messages in flight from it to each other host are lost with probability one half.
+/// Kills a host. With probability one half for each other host, the messages in flight from the
+/// killed host are lost.
 fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
         if sim.rng.below(2) == 0 {
@@ -369,10 +394,11 @@ fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     sim.kill_host(victim);
 }
 
-/// The event log has suspensions and resumptions in turn, and the last one is the current state.
-fn check_suspension_events(sim: &mut Sim, console: usize, suspended: bool) {
+/// Asserts that suspensions and resumptions alternate in the event log, and that the last event
+/// agrees with `is_suspended`.
+fn assert_suspension_events(sim: &mut Sim, console: usize, is_suspended: bool) {
     let seed = sim.seed;
-    let told: Vec<bool> = list_events(sim, console)
+    let transitions: Vec<bool> = list_events(sim, console)
         .iter()
         .filter_map(|event| match event {
             EventKind::Suspended { .. } => Some(true),
@@ -381,21 +407,21 @@ fn check_suspension_events(sim: &mut Sim, console: usize, suspended: bool) {
         })
         .collect();
     assert!(
-        told.windows(2).all(|two| two[0] != two[1]),
-        "{told:?} (seed {seed})"
+        transitions.windows(2).all(|pair| pair[0] != pair[1]),
+        "{transitions:?} (seed {seed})"
     );
     assert_eq!(
-        told.last().copied().unwrap_or(false),
-        suspended,
-        "{told:?} (seed {seed})"
+        transitions.last().copied().unwrap_or(false),
+        is_suspended,
+        "{transitions:?} (seed {seed})"
     );
 }
 
-/// A task whose suspension was confirmed runs on no host, even if a host is lost at any step of its
+/// A task whose suspension was confirmed never runs, even if a host is lost at any step of its
 /// migration.
 #[test]
 fn confirmed_suspension_survives_faults_in_migration() {
-    let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
+    let (mut migrated_count, mut source_lost_count, mut stay_count) = (0, 0, 0);
     for seed in seeds(1500) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let p = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
@@ -403,19 +429,19 @@ fn confirmed_suspension_survives_faults_in_migration() {
         let callers = [console, sim.enrol(host(4))];
         let mut caller = SuspendCaller {
             tid,
-            callers,
+            caller_procs: callers,
             open_request: None,
             confirmed_suspended: None,
             confirmed_on_host: host(2),
         };
-        let moving = sim.request(console, migrate_request(tid, "h3"));
+        let migration_request = sim.request(console, migrate_request(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
-        let lose_at = sim.now + Micros(sim.rng.below(60_000));
-        let mut lost = None;
+        let loss_time = sim.now + Micros(sim.rng.below(60_000));
+        let mut lost_host = None;
         while sim.now < end {
-            if sim.now >= lose_at && lost.is_none() {
+            if sim.now >= loss_time && lost_host.is_none() {
                 let victim = host(2 + sim.rng.below(2) as u16);
-                lost = Some(victim);
+                lost_host = Some(victim);
                 match sim.rng.below(4) {
                     0 => {}
                     1 => sim.kill_tasker(victim),
@@ -428,68 +454,68 @@ fn confirmed_suspension_survives_faults_in_migration() {
             sim.step();
             caller.poll_reply(&mut sim);
             let proc = &sim.procs[p];
-            let came_suspended =
+            let is_stopped_at_target =
                 caller.confirmed_suspended == Some(true) && caller.confirmed_on_host != proc.host;
             assert!(
-                !came_suspended || proc.is_frozen() || proc.exited,
+                !is_stopped_at_target || proc.is_frozen() || proc.exited,
                 "it runs (seed {seed})"
             );
         }
         sim.run_until("the end of the move", |s| {
-            s.procs[console].replies.contains_key(&moving)
+            s.procs[console].replies.contains_key(&migration_request)
         });
         sim.advance(Micros::from_secs(10));
         caller.poll_reply(&mut sim);
         assert_eq!(caller.open_request, None, "an answer (seed {seed})");
-        let list = list_tasks(&mut sim, console);
-        let (Some(task), Some(told)) = (
-            list.iter().find(|t| t.tid == tid),
+        let tasks = list_tasks(&mut sim, console);
+        let (Some(task), Some(was_suspended)) = (
+            tasks.iter().find(|t| t.tid == tid),
             caller.confirmed_suspended,
         ) else {
             continue;
         };
         assert_eq!(
             (task.suspended, sim.procs[p].is_frozen()),
-            (told, told),
+            (was_suspended, was_suspended),
             "on {} (seed {seed})",
             task.host
         );
-        let alive = sim.nodes[&host(2)].is_alive;
+        let is_source_alive = sim.nodes[&host(2)].is_alive;
         *if task.host != host(3) {
-            &mut stayed
-        } else if alive {
-            &mut moved
+            &mut stay_count
+        } else if is_source_alive {
+            &mut migrated_count
         } else {
-            &mut source_lost
-        } += u32::from(told);
-        check_suspension_events(&mut sim, console, task.suspended);
+            &mut source_lost_count
+        } += u32::from(was_suspended);
+        assert_suspension_events(&mut sim, console, task.suspended);
     }
     assert!(
-        moved > 50 && source_lost > 20 && stayed > 50,
-        "{moved} moved, {source_lost} lost sources, {stayed} stayed"
+        migrated_count > 50 && source_lost_count > 20 && stay_count > 50,
+        "{migrated_count} moved, {source_lost_count} lost sources, {stay_count} stayed"
     );
 }
 
 /// Spawns a task that registers as resource manager.
-fn spawn_resource_manager(scene: &mut Scenario) -> usize {
-    let p = spawn(&mut scene.sim, scene.console, spawn_on("h1", "rm", 1))[0];
-    scene.sim.ask(
+fn spawn_resource_manager(scenario: &mut Scenario) -> usize {
+    let p = spawn(&mut scenario.sim, scenario.console, spawn_on("h1", "rm", 1))[0];
+    scenario.sim.ask(
         p,
         Request::RegisterRm(RmServices {
-            spawn: true,
-            other_requests: false,
+            placement: true,
+            vm_requests: false,
             task_exits: true,
         }),
     );
     p
 }
 
-fn preempt(scene: &mut Scenario, rm: usize, tid: Tid) {
+fn preempt(scenario: &mut Scenario, rm: usize, tid: Tid) {
     let cause = Some(SuspendCause::Preempted {
         why: "user 7 waits".into(),
     });
     assert_eq!(
-        scene.sim.ask(
+        scenario.sim.ask(
             rm,
             Request::Suspend {
                 tid,
@@ -501,98 +527,104 @@ fn preempt(scene: &mut Scenario, rm: usize, tid: Tid) {
     );
 }
 
-/// Preempted tasks resume when there has been no resource manager for a while; tasks that a user
-/// suspended do not.
+/// Preempted tasks resume after a time without a resource manager. Tasks that a user suspended do
+/// not resume.
 #[test]
 fn preempted_tasks_resume_without_resource_manager() {
-    let mut moved = 0;
+    let mut migrated_count = 0;
     for seed in seeds(60) {
-        let mut scene = Scenario::new(seed);
-        let rm = spawn_resource_manager(&mut scene);
-        let (preempted, both, asked) = (scene.tids[2], scene.tids[3], scene.tids[4]);
-        for tid in [preempted, both] {
-            preempt(&mut scene, rm, tid);
+        let mut scenario = Scenario::new(seed);
+        let rm = spawn_resource_manager(&mut scenario);
+        let (preempted_tid, both_tid, suspended_tid) =
+            (scenario.tids[2], scenario.tids[3], scenario.tids[4]);
+        for tid in [preempted_tid, both_tid] {
+            preempt(&mut scenario, rm, tid);
         }
-        scene.suspend(both, true);
-        scene.suspend(asked, true);
-        scene.sim.advance(SETTLE_TIME);
-        scene.sim.exit(rm, 9);
-        let died = scene.sim.now;
-        // By now a host may know that there is no resource manager, and the task may migrate at any
-        // time.
-        let (console, wait) = (scene.console, Micros(scene.sim.rng.below(3_100_000)));
-        scene.sim.advance(wait);
-        let p = scene.procs[2];
-        let before = scene.sim.procs[p].is_frozen();
+        scenario.set_suspended(both_tid, true);
+        scenario.set_suspended(suspended_tid, true);
+        scenario.sim.advance(SETTLE_TIME);
+        scenario.sim.exit_proc(rm, 9);
+        let rm_end_time = scenario.sim.now;
+        // At this time a host may already know that there is no resource manager. The task may
+        // migrate before or after its resumption.
+        let (console, delay) = (scenario.console, Micros(scenario.sim.rng.below(3_100_000)));
+        scenario.sim.advance(delay);
+        let p = scenario.procs[2];
+        let was_frozen = scenario.sim.procs[p].is_frozen();
         assert!(
-            before || scene.sim.now.since(died) >= Micros::from_secs(3),
+            was_frozen || scenario.sim.now.since(rm_end_time) >= Micros::from_secs(3),
             "seed {seed}"
         );
-        let reply = scene.sim.ask(console, migrate_request(preempted, "h3"));
-        moved += u32::from(before && matches!(reply, Reply::Migrated(Ok(_))));
-        scene.sim.run_until("it goes on", |s| {
+        let reply = scenario
+            .sim
+            .ask(console, migrate_request(preempted_tid, "h3"));
+        migrated_count += u32::from(was_frozen && matches!(reply, Reply::Migrated(Ok(_))));
+        scenario.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
         assert!(
-            scene.sim.now.since(died) >= Micros::from_secs(3),
+            scenario.sim.now.since(rm_end_time) >= Micros::from_secs(3),
             "not before its time (seed {seed})"
         );
-        scene.sim.advance(Micros::from_secs(20));
-        let suspended: Vec<Tid> = list_tasks(&mut scene.sim, console)
+        scenario.sim.advance(Micros::from_secs(20));
+        let suspended_tids: Vec<Tid> = list_tasks(&mut scenario.sim, console)
             .iter()
             .filter(|t| t.suspended)
             .map(|t| t.tid)
             .collect();
-        assert_eq!(suspended, [both, asked], "seed {seed}");
-        let told = list_events(&mut scene.sim, console);
-        let resumed: Vec<&EventKind> = told
+        assert_eq!(suspended_tids, [both_tid, suspended_tid], "seed {seed}");
+        let events = list_events(&mut scenario.sim, console);
+        let resume_events: Vec<&EventKind> = events
             .iter()
             .filter(|e| matches!(e, EventKind::Resumed { .. }))
             .collect();
-        let [EventKind::Resumed { tid, cause }] = resumed[..] else {
-            panic!("{resumed:?} (seed {seed})")
+        let [EventKind::Resumed { tid, cause }] = resume_events[..] else {
+            panic!("{resume_events:?} (seed {seed})")
         };
         assert!(
-            *tid == preempted && cause.to_string().contains("no resource manager has served"),
+            *tid == preempted_tid && cause.to_string().contains("no resource manager has served"),
             "{cause}"
         );
-        scene.finish();
+        scenario.resume_all_and_check();
     }
-    assert!(moved > 20, "{moved} were moved as they stood");
+    assert!(
+        migrated_count > 20,
+        "{migrated_count} were moved as they stood"
+    );
 }
 
-/// Preempted tasks stay paused when a new resource manager registers within the time limit; the new
-/// resource manager can resume them.
+/// Preempted tasks stay paused if a new resource manager registers within the time limit. The new
+/// resource manager can resume the tasks.
 #[test]
 fn new_resource_manager_keeps_tasks_preempted() {
     for seed in seeds(40) {
-        let mut scene = Scenario::new(seed);
-        let rm = spawn_resource_manager(&mut scene);
-        let (p, tid) = (scene.procs[2], scene.tids[2]);
-        preempt(&mut scene, rm, tid);
-        scene.sim.advance(SETTLE_TIME);
+        let mut scenario = Scenario::new(seed);
+        let rm = spawn_resource_manager(&mut scenario);
+        let (p, tid) = (scenario.procs[2], scenario.tids[2]);
+        preempt(&mut scenario, rm, tid);
+        scenario.sim.advance(SETTLE_TIME);
         for _ in 0..3 {
-            let rm = (0..scene.sim.procs.len())
+            let rm = (0..scenario.sim.procs.len())
                 .rev()
-                .find(|p| scene.sim.procs[*p].spawned_tid.is_some())
+                .find(|p| scenario.sim.procs[*p].spawned_tid.is_some())
                 .expect("the last");
-            scene.sim.exit(rm, 9);
-            let wait = Micros(scene.sim.rng.below(2_500_000));
-            scene.sim.advance(wait);
-            spawn_resource_manager(&mut scene);
-            scene.sim.advance(Micros::from_secs(30));
-            assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
+            scenario.sim.exit_proc(rm, 9);
+            let delay = Micros(scenario.sim.rng.below(2_500_000));
+            scenario.sim.advance(delay);
+            spawn_resource_manager(&mut scenario);
+            scenario.sim.advance(Micros::from_secs(30));
+            assert!(scenario.sim.procs[p].is_frozen(), "seed {seed}");
         }
-        let last = (0..scene.sim.procs.len())
+        let last_rm = (0..scenario.sim.procs.len())
             .rev()
-            .find(|p| scene.sim.procs[*p].spawned_tid.is_some())
+            .find(|p| scenario.sim.procs[*p].spawned_tid.is_some())
             .expect("the last");
         let cause = Some(SuspendCause::Preempted {
             why: "there is room".into(),
         });
         assert_eq!(
-            scene.sim.ask(
-                last,
+            scenario.sim.ask(
+                last_rm,
                 Request::Suspend {
                     tid,
                     suspend: false,
@@ -601,31 +633,31 @@ fn new_resource_manager_keeps_tasks_preempted() {
             ),
             Reply::Done
         );
-        scene.sim.run_until("it goes on", |s| {
+        scenario.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.finish();
+        scenario.resume_all_and_check();
     }
 }
 
-/// The inbox of a paused task never holds more than the windows of its senders.
+/// The size of a paused task's inbox is limited by the windows of its senders.
 #[test]
 fn inbox_of_paused_task_is_bounded_by_windows() {
-    const SENDERS: usize = 4;
-    const EACH: usize = 2 * WINDOW_BYTES_MAX / MESSAGE;
-    const MESSAGE: usize = 1 << 20;
+    const SENDER_COUNT: usize = 4;
+    const MESSAGES_PER_SENDER: usize = 2 * WINDOW_BYTES_MAX / MESSAGE_BYTES;
+    const MESSAGE_BYTES: usize = 1 << 20;
     let (mut sim, console) = Sim::cluster(1, 2);
     let receiver = spawn(&mut sim, console, spawn_on("h1", "child", 1))[0];
     let tid = sim.procs[receiver].tid();
     let mut senders = spawn(
         &mut sim,
         console,
-        spawn_on("h1", "child", SENDERS as u32 / 2),
+        spawn_on("h1", "child", SENDER_COUNT as u32 / 2),
     );
     senders.extend(spawn(
         &mut sim,
         console,
-        spawn_on("h2", "child", SENDERS as u32 / 2),
+        spawn_on("h2", "child", SENDER_COUNT as u32 / 2),
     ));
     assert_eq!(
         sim.ask(
@@ -641,19 +673,19 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
     sim.run_until("it is frozen", |s| s.procs[receiver].is_frozen());
     for (sender, _) in senders
         .iter()
-        .flat_map(|sender| (0..EACH).map(move |n| (*sender, n)))
+        .flat_map(|sender| (0..MESSAGES_PER_SENDER).map(move |n| (*sender, n)))
     {
-        sim.send_message(sender, tid, &[7; MESSAGE]);
+        sim.send_message(sender, tid, &[7; MESSAGE_BYTES]);
     }
     sim.advance(Micros::from_secs(3));
-    let held = |s: &Sim| {
+    let inbox_bytes = |s: &Sim| {
         let task = s.nodes[&HostId::MASTER]
             .machine
             .tasks
             .get(tid)
             .expect("it is there");
-        let frames = task.inbox.iter().filter_map(|held| {
-            if let PendingItem::Frame(frame) = held {
+        let frames = task.inbox.iter().filter_map(|inbox_bytes| {
+            if let PendingItem::Frame(frame) = inbox_bytes {
                 Some(frame.len())
             } else {
                 None
@@ -661,12 +693,16 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
         });
         frames.sum::<usize>()
     };
-    let (windows, kept) = (SENDERS * WINDOW_BYTES_MAX, held(&sim));
-    assert!(kept >= windows, "they have sent what they may: {kept}");
-    // The last fragment may exceed the rest of a window; frame heads and control frames are small.
+    let (window_bytes, bytes) = (SENDER_COUNT * WINDOW_BYTES_MAX, inbox_bytes(&sim));
     assert!(
-        kept <= windows + SENDERS * 2 * FRAGMENT_BYTES_MAX,
-        "{kept} bytes are held, the windows are {windows}"
+        bytes >= window_bytes,
+        "they have sent what they may: {bytes}"
+    );
+    // The last fragment may exceed the remaining window by its size. Frame heads and control frames
+    // are smaller than a fragment.
+    assert!(
+        bytes <= window_bytes + SENDER_COUNT * 2 * FRAGMENT_BYTES_MAX,
+        "{bytes} bytes are held, the windows are {window_bytes}"
     );
     assert_eq!(
         sim.ask(
@@ -679,14 +715,16 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
         ),
         Reply::Done
     );
-    let all = SENDERS * EACH;
-    let come = |s: &Sim| {
+    let message_count = SENDER_COUNT * MESSAGES_PER_SENDER;
+    let arrived_count = |s: &Sim| {
         s.procs[receiver]
             .received
             .iter()
-            .filter(|seen| matches!(seen, Received::Message(..)))
+            .filter(|item| matches!(item, Received::Message(..)))
             .count()
     };
-    sim.run_until("all that they had sent", |s| come(s) == all);
-    assert_eq!(held(&sim), 0);
+    sim.run_until("all that they had sent", |s| {
+        arrived_count(s) == message_count
+    });
+    assert_eq!(inbox_bytes(&sim), 0);
 }

@@ -1,5 +1,5 @@
-//! The machine of one daemon in a virtual machine of two hosts, with tasks and without I/O, for
-//! tests of frame forwarding.
+//! The machine of a slave in a virtual machine of two hosts, with tasks and without I/O. Tests of
+//! frame forwarding use it.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use pvmd_machine::{ConnId, CopyPolicy, Event, Machine, MachineConfig, Output, World};
@@ -13,7 +13,7 @@ use sempa_proto::{Epoch, HostId, Micros, PvmError, Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// A world without programs.
+/// A world without programs: no program can be found.
 struct EmptyWorld;
 
 impl World for EmptyWorld {
@@ -23,7 +23,7 @@ impl World for EmptyWorld {
     fn work_dir(&self, _dir: Option<&str>) -> PathBuf {
         PathBuf::from("/")
     }
-    fn base_env(&self) -> Vec<Vec<u8>> {
+    fn base_environment(&self) -> Vec<Vec<u8>> {
         Vec::new()
     }
     fn unix_time(&self) -> Micros {
@@ -34,14 +34,14 @@ impl World for EmptyWorld {
     }
 }
 
-/// The daemon of a slave; the other host is the master.
+/// The machine of a slave daemon and its tasks. The host of the master has no machine.
 pub(crate) struct Daemon {
     machine: Machine,
     /// The tids of the daemon's tasks; the index is the argument of [`Daemon::conn`].
     pub(crate) tids: Vec<Tid>,
 }
 
-fn entry(id: HostId) -> HostEntry {
+fn host_entry(id: HostId) -> HostEntry {
     let (name, arch) = (format!("h{}", id.index()), "LINUX64".to_string());
     HostEntry {
         id,
@@ -53,20 +53,21 @@ fn entry(id: HostId) -> HostEntry {
     }
 }
 
-/// Returns the tid of a task on the other host.
+/// Returns the tid of a task on the master's host.
 pub(crate) fn remote_task() -> Tid {
-    Tid::task(HostId::MASTER, 7).expect("a small number")
+    Tid::for_task(HostId::MASTER, 7).expect("a small number")
 }
 
-/// Returns a frame as read from a socket: a part of a larger buffer.
+/// Returns the bytes of a frame as a slice of a larger buffer, as if they were read from a socket.
+/// `src_dst` are source and destination.
 pub(crate) fn frame(
     buffer: &mut BytesMut,
-    ends: (Tid, Tid),
+    src_dst: (Tid, Tid),
     kind: LinkKind,
     seq: u64,
     payload: &[u8],
 ) -> Bytes {
-    let (src, dst) = ends;
+    let (src, dst) = src_dst;
     let head = LinkFrame {
         src,
         dst,
@@ -82,13 +83,13 @@ pub(crate) fn frame(
 }
 
 impl Daemon {
-    /// Creates a daemon with this number of connected tasks.
-    pub(crate) fn new(tasks: usize) -> Daemon {
-        let me = HostId::new(2).expect("a small number");
+    /// Creates a daemon with `tasks` connected tasks.
+    pub(crate) fn new(tasks: usize) -> Self {
+        let own_host = HostId::new(2).expect("a small number");
         let config = MachineConfig {
-            host: me,
-            name: "h2".to_string(),
-            vm: "pvm".to_string(),
+            host: own_host,
+            host_name: "h2".to_string(),
+            vm_name: "pvm".to_string(),
             arch: "LINUX64".to_string(),
             dsig: DSIG_X86_64,
             addresses: Vec::new(),
@@ -98,24 +99,24 @@ impl Daemon {
             rm_command: None,
             server_commands: Vec::new(),
             paths: RuntimePaths::from_env(1, |_| None).expect("a place without any variables"),
-            hostfile: Vec::new(),
+            hostfile_lines: Vec::new(),
             reserved_ids_max: BTreeMap::new(),
-            copies: CopyPolicy::default(),
+            copy_policy: CopyPolicy::default(),
         };
-        let mut daemon = Daemon {
+        let mut daemon = Self {
             machine: Machine::new(config, Micros(1)),
             tids: Vec::new(),
         };
         let epoch = Epoch(1);
         let table = HostTable {
             epoch,
-            hosts: vec![entry(HostId::MASTER), entry(me)],
+            hosts: vec![host_entry(HostId::MASTER), host_entry(own_host)],
         };
         let prepare = HostMsg::PrepareTable {
             table,
             locations: Vec::new(),
             rm: None,
-            reserved_ids_max: 0,
+            reserved_local_max: 0,
         };
         for message in [prepare, HostMsg::CommitTable { epoch }] {
             daemon.handle(Event::HostControl {
@@ -123,24 +124,24 @@ impl Daemon {
                 message,
             });
         }
-        (0..tasks).for_each(|number| daemon.enrol(number));
+        (0..tasks).for_each(|index| daemon.enrol(index));
         daemon
     }
 
-    /// Returns the connection of the task with this index.
-    pub(crate) fn conn(number: usize) -> ConnId {
-        ConnId(number as u64 + 1)
+    /// Returns the connection of the task with the index `index`.
+    pub(crate) fn conn(index: usize) -> ConnId {
+        ConnId(index as u64 + 1)
     }
 
-    fn enrol(&mut self, number: usize) {
-        let (conn, pid) = (Daemon::conn(number), 100 + number as i32);
+    fn enrol(&mut self, index: usize) {
+        let (conn, pid) = (Self::conn(index), 100 + index as i32);
         self.handle(Event::TaskConnected { conn, pid });
-        let (magic, version, claim) = (TASK_MAGIC, WIRE_VERSION, Claim::New);
+        let (magic, version, claim) = (TASK_MAGIC, WIRE_VERSION, Claim::NotSpawned);
         let hello = Hello {
             magic,
             version,
             claim,
-            own_pid: pid,
+            namespace_pid: pid,
             program: "task".to_string(),
             on_daemon_exit: OnDaemonExit::default(),
         };
@@ -150,7 +151,7 @@ impl Daemon {
         });
         let mut tid = None;
         while let Some(output) = self.poll() {
-            if let Output::ToTask {
+            if let Output::SendToTask {
                 message: ToTask::Welcome(welcome),
                 ..
             } = output
@@ -162,10 +163,10 @@ impl Daemon {
     }
 
     pub(crate) fn handle(&mut self, event: Event) {
-        self.machine.handle(Micros(2), &mut EmptyWorld, event);
+        self.machine.handle_event(Micros(2), &mut EmptyWorld, event);
     }
 
     pub(crate) fn poll(&mut self) -> Option<Output> {
-        self.machine.poll()
+        self.machine.next_output()
     }
 }

@@ -6,7 +6,7 @@ use pvmd_machine::COPIES_MAX;
 use sempa_proto::frame::FrameError;
 use thiserror::Error;
 
-/// Why the settings of the store cannot be used. Nothing was read or written.
+/// Why the settings of the store are invalid. Nothing was read or written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum StoreSettingsError {
     #[error("there is no directory for checkpoints: set {variable} or HOME to an absolute path")]
@@ -29,8 +29,8 @@ pub(crate) enum StoreSettingsError {
     InvalidCopies { text: String },
 }
 
-/// Why an operation on the store failed. The text of a [`StoreError`] says in what state the store
-/// is.
+/// Why an operation on the store failed. The text of a [`StoreError`] describes the resulting state
+/// of the store.
 #[derive(Debug, Error)]
 pub(crate) enum CheckpointError {
     /// The settings are invalid. The store was neither opened nor created.
@@ -42,16 +42,16 @@ pub(crate) enum CheckpointError {
     /// The checkpoints could not be listed. Nothing has changed.
     #[error(transparent)]
     List(StoreError),
-    /// No checkpoint was begun.
+    /// The checkpoint could not be begun.
     #[error(transparent)]
     Begin(StoreError),
-    /// The checkpoint was abandoned before. Nothing was added to the store.
+    /// The checkpoint was abandoned before this operation. Nothing was added to the store.
     #[error("the checkpoint was abandoned")]
     Abandoned,
     /// The images of a task were not added. The checkpoint stays incomplete.
     #[error(transparent)]
     AddPart(StoreError),
-    /// The description could not be encoded. The checkpoint was removed.
+    /// The checkpoint's metadata could not be encoded. The checkpoint was removed.
     #[error(transparent)]
     EncodeMeta(FrameError),
     /// The checkpoint was not completed, and was removed.
@@ -63,13 +63,14 @@ pub(crate) enum CheckpointError {
     /// The checkpoint could not be opened. Nothing has changed.
     #[error(transparent)]
     OpenCheckpoint(StoreError),
-    /// The description of the checkpoint could not be decoded. Nothing has changed.
+    /// The metadata of the checkpoint could not be decoded. Nothing has changed.
     #[error("{name} cannot be read: {source}")]
     DecodeMeta { name: String, source: FrameError },
-    /// A checkpoint that must not be used was not removed; others may have been.
+    /// A checkpoint that must not be used was not removed; others that must not be used may have
+    /// been removed.
     #[error(transparent)]
     Discard(StoreError),
-    /// The end of a job was not recorded with all of its checkpoints.
+    /// The end of a job, or its return, was not recorded in all of its checkpoints.
     #[error(transparent)]
     MarkJobEnd(StoreError),
     /// Checkpoints that exceed the limits of the store were not all removed.

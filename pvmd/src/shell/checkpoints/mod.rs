@@ -1,7 +1,7 @@
 //! The master's checkpoint store, and the record file next to the images of each task in a
 //! checkpoint.
 //!
-//! Everything that may wait for a disk runs on blocking threads and reports its end as an event.
+//! Everything that may wait for a disk runs on blocking threads and reports its result as an event.
 
 mod error;
 mod removal;
@@ -33,65 +33,68 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::task::JoinHandle;
 use tracing::info_span;
 
-/// Name of the file next to the images with the daemon's state of the task.
+/// Name of the file with the daemon's state of the task; it is in the folder of the task's images.
 const PART_RECORD_FILE: &str = "sempa-part";
-/// Size limit of the record file of a part, in bytes. For a program that writes its own
-/// checkpoints, the file may include messages that the program had sent.
+/// Maximum size of the record file of a part. If a program writes its own checkpoints, the file may
+/// include messages that the program has sent.
 const PART_RECORD_BYTES_MAX: u64 = 1 << 30;
 
-/// Largest number that can be set as the limit of complete checkpoints in a store: whenever a
-/// checkpoint is added, all of them are listed.
+/// Highest value that the user can set as the maximum number of complete checkpoints in a store. It
+/// is bounded because all checkpoints are listed whenever one is added.
 const CHECKPOINT_LIMIT_MAX: usize = 4096;
-/// Smallest number of bytes that can be set as the size limit of a store.
+/// Lowest value that the user can set as the size limit of a store.
 const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
 
-/// Settings of a store: its directory, the file of its key, its limits, and the hosts to which
-/// checkpoints are copied.
+/// Settings of a store: its directory, its key file, its limits, and the hosts to which checkpoints
+/// are copied.
 #[derive(Clone, Debug)]
 pub(crate) struct StoreSettings {
     dir: PathBuf,
-    key: PathBuf,
+    key_file: PathBuf,
     limits: StoreLimits,
     copies: CopyPolicy,
 }
 
 impl StoreSettings {
-    /// Reads the settings from the environment: `SEMPA_STORE` and `SEMPA_STORE_KEY` (default: in
-    /// the user's XDG directories); `SEMPA_STORE_SETS` and `SEMPA_STORE_BYTES`;
+    /// Reads the settings from the environment: `SEMPA_STORE` and `SEMPA_STORE_KEY` (by default,
+    /// paths in the user's XDG directories), `SEMPA_STORE_SETS`, `SEMPA_STORE_BYTES` and
     /// `SEMPA_STORE_COPIES`.
     ///
     /// # Errors
     /// There is no location, or a value is invalid.
     pub(crate) fn from_env(
         env: impl Fn(&str) -> Option<String>,
-    ) -> Result<StoreSettings, StoreSettingsError> {
-        let under = |name: &str, below: &str| {
-            let set = env(name)
+    ) -> Result<Self, StoreSettingsError> {
+        let xdg_dir = |name: &str, home_subdir: &str| {
+            let variable_dir = env(name)
                 .filter(|dir| dir.starts_with('/'))
                 .map(PathBuf::from);
-            set.or_else(|| {
-                Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below))
+            variable_dir.or_else(|| {
+                Some(
+                    PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?)
+                        .join(home_subdir),
+                )
             })
         };
-        let own = |variable: &'static str, dir: Option<PathBuf>, name: &str| {
+        let configured_path = |variable: &'static str, dir: Option<PathBuf>, name: &str| {
             let path = env(variable)
                 .map(PathBuf::from)
                 .or_else(|| Some(dir?.join("sempa").join(name)));
             path.filter(|path| path.is_absolute())
                 .ok_or(StoreSettingsError::NoLocation { variable })
         };
-        let (limits, copies) = (limits(&env)?, copies(&env)?);
-        Ok(StoreSettings {
+        let (limits, copies) = (limits_from_env(&env)?, copies(&env)?);
+        Ok(Self {
             limits,
             copies,
-            dir: own(
+            dir: configured_path(
                 "SEMPA_STORE",
-                under("XDG_STATE_HOME", ".local/state"),
+                xdg_dir("XDG_STATE_HOME", ".local/state"),
                 "checkpoints",
             )?,
-            key: own(
+            key_file: configured_path(
                 "SEMPA_STORE_KEY",
-                under("XDG_CONFIG_HOME", ".config"),
+                xdg_dir("XDG_CONFIG_HOME", ".config"),
                 "store.key",
             )?,
         })
@@ -102,11 +105,12 @@ impl StoreSettings {
     }
 
     fn open(&self, vm: &str) -> Result<CheckpointStore, StoreError> {
-        Ok(CheckpointStore::open(&self.dir, &self.key, self.limits)?.for_vm(vm))
+        Ok(CheckpointStore::open(&self.dir, &self.key_file, self.limits)?.for_vm(vm))
     }
 
-    /// Returns the highest task number in stored checkpoints for each host; these tids must not be
-    /// assigned again. Empty if the store does not exist. Removes superfluous checkpoints first.
+    /// Returns, for each host, the highest task number in stored checkpoints; task numbers up to it
+    /// must not be assigned again. Empty if the store does not exist. First removes superfluous
+    /// checkpoints.
     ///
     /// # Errors
     /// The store cannot be read.
@@ -121,12 +125,16 @@ impl StoreSettings {
             return Ok(highest_ids);
         }
         let store = self.open(vm)?;
-        // On failure the superfluous checkpoints stay listed.
+        // If the removal fails, the superfluous checkpoints are listed, too.
         let _ = store.remove_expired(now, |_| false);
-        let (sets, _) = store.list_checkpoints()?;
-        for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
-            if let Some(home) = tid.birth_host() {
-                let highest = highest_ids.entry(home).or_insert(0);
+        let (checkpoints, _) = store.list_checkpoints()?;
+        for tid in checkpoints
+            .iter()
+            .flat_map(|checkpoint| &checkpoint.parts)
+            .map(|part| part.tid)
+        {
+            if let Some(birth_host) = tid.birth_host() {
+                let highest = highest_ids.entry(birth_host).or_insert(0);
                 *highest = tid.local_part().max(*highest);
             }
         }
@@ -134,27 +142,30 @@ impl StoreSettings {
     }
 }
 
-fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, StoreSettingsError> {
+fn limits_from_env(
+    env: impl Fn(&str) -> Option<String>,
+) -> Result<StoreLimits, StoreSettingsError> {
     let mut limits = StoreLimits::default();
     if let Some(text) = env("SEMPA_STORE_SETS") {
-        let sets = text
+        let checkpoints_max = text
             .parse()
             .ok()
-            .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
-        limits.checkpoints_max = sets.ok_or(StoreSettingsError::InvalidCheckpointLimit { text })?;
+            .filter(|checkpoints_max| (1..=CHECKPOINT_LIMIT_MAX).contains(checkpoints_max));
+        limits.checkpoints_max =
+            checkpoints_max.ok_or(StoreSettingsError::InvalidCheckpointLimit { text })?;
     }
     if let Some(text) = env("SEMPA_STORE_BYTES") {
-        let bytes = text
+        let bytes_max = text
             .parse()
             .ok()
-            .filter(|bytes| *bytes >= STORE_LIMIT_BYTES_MIN);
-        limits.bytes_max = bytes.ok_or(StoreSettingsError::InvalidSizeLimit { text })?;
+            .filter(|bytes_max| *bytes_max >= STORE_LIMIT_BYTES_MIN);
+        limits.bytes_max = bytes_max.ok_or(StoreSettingsError::InvalidSizeLimit { text })?;
     }
     Ok(limits)
 }
 
-/// Longest host name (HOST_NAME_MAX).
-const HOST_NAME_MAX: usize = 64;
+/// Maximum length of a host name in bytes (`HOST_NAME_BYTES_MAX` of Linux).
+const HOST_NAME_BYTES_MAX: usize = 64;
 
 fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSettingsError> {
     let Some(text) = env("SEMPA_STORE_COPIES") else {
@@ -164,18 +175,18 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSetti
         .split(',')
         .map(|name| name.trim().to_string())
         .collect();
-    let plain = |name: &String| {
-        (1..=HOST_NAME_MAX).contains(&name.len())
+    let is_host_name = |name: &String| {
+        (1..=HOST_NAME_BYTES_MAX).contains(&name.len())
             && name
                 .chars()
                 .all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
     };
-    let different: BTreeSet<&String> = names.iter().collect();
+    let distinct_names: BTreeSet<&String> = names.iter().collect();
     match text.trim().parse() {
         Ok(number) if number <= COPIES_MAX => Ok(CopyPolicy::Count(number)),
         Err(_)
-            if names.iter().all(plain)
-                && different.len() == names.len()
+            if names.iter().all(is_host_name)
+                && distinct_names.len() == names.len()
                 && names.len() <= COPIES_MAX =>
         {
             Ok(CopyPolicy::Hosts(names))
@@ -184,7 +195,7 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSetti
     }
 }
 
-/// The store and the operations in progress on it.
+/// The store and the operations that are in progress on the store.
 pub(crate) struct CheckpointService {
     paths: RuntimePaths,
     settings: Result<StoreSettings, StoreSettingsError>,
@@ -192,8 +203,8 @@ pub(crate) struct CheckpointService {
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
     open_checkpoints: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
-    /// Marks whether the jobs of checkpoints have ended or run again, in the order in which they
-    /// must be written.
+    /// Marks in checkpoints that their job has ended or runs again. The marks must be written in
+    /// this order.
     pending_marks: removal::PendingMarks,
 }
 
@@ -207,122 +218,129 @@ impl CheckpointService {
         paths: RuntimePaths,
         settings: Result<StoreSettings, StoreSettingsError>,
         inputs: InputSender,
-    ) -> CheckpointService {
-        let (store, drafts, opened, marks) = Default::default();
-        CheckpointService {
+    ) -> Self {
+        let (store, drafts, open_checkpoints, pending_marks) = Default::default();
+        Self {
             paths,
             settings,
             inputs,
             store,
             drafts,
-            open_checkpoints: opened,
-            pending_marks: marks,
+            open_checkpoints,
+            pending_marks,
         }
     }
 
-    /// True if the store exists, or if its settings are invalid. Must be checked before the store
-    /// is opened, because that creates it.
+    /// True if the store exists, or if its settings are invalid. Must be called before the store is
+    /// opened, because opening creates the store.
     fn store_exists(&self) -> bool {
-        self.settings.as_ref().map_or(true, |at| at.dir.exists())
+        self.settings
+            .as_ref()
+            .map_or(true, |settings| settings.dir.exists())
     }
 
-    /// Runs work with the store on a blocking thread and sends the event that it returns.
+    /// Runs `work` with the store on a blocking thread and sends the event that `work` returns.
     fn spawn_reporting(
         &self,
         work: impl FnOnce(Result<CheckpointStore, CheckpointError>) -> Event + Send + 'static,
     ) {
         let inputs = self.inputs.clone();
-        self.spawn(move |store| {
+        self.spawn_work(move |store| {
             let _ = inputs.blocking_send(Input::Event(work(store)));
         });
     }
 
-    /// Runs work with the store on a blocking thread, in the caller's span.
-    fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static) {
+    /// Runs `work` with the store on a blocking thread, in the caller's span.
+    fn spawn_work(
+        &self,
+        work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static,
+    ) {
         self.spawn_after(None, work);
     }
 
-    /// As [`CheckpointService::spawn`], but starts when another task has ended.
+    /// As [`CheckpointService::spawn`], but starts when the tokio task `predecessor` has ended.
     fn spawn_after(
         &self,
-        after: Option<JoinHandle<()>>,
+        predecessor: Option<JoinHandle<()>>,
         work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static,
     ) {
-        let open = self.store_opener();
+        let open_store = self.store_opener();
         let span = tracing::Span::current();
-        let work = move || span.in_scope(|| work(open()));
-        match after {
+        let work = move || span.in_scope(|| work(open_store()));
+        match predecessor {
             None => drop(tokio::task::spawn_blocking(work)),
-            Some(after) => drop(tokio::spawn(async move {
-                let _ = after.await;
+            Some(predecessor) => drop(tokio::spawn(async move {
+                let _ = predecessor.await;
                 let _ = tokio::task::spawn_blocking(work).await;
             })),
         }
     }
 
-    /// Returns a function that opens the store unless it is open. It may wait for the disk.
+    /// Returns a function that opens the store if it is not open yet. This function may wait for
+    /// the disk.
     fn store_opener(
         &self,
     ) -> impl FnOnce() -> Result<CheckpointStore, CheckpointError> + Send + 'static {
-        let (store, whereabouts) = (self.store.clone(), self.settings.clone());
-        let vm = self.paths.vm().to_string();
+        let (store, settings_result) = (self.store.clone(), self.settings.clone());
+        let vm = self.paths.vm_name().to_string();
         move || {
-            let at = whereabouts.map_err(CheckpointError::Settings)?;
+            let settings = settings_result.map_err(CheckpointError::Settings)?;
             let mut store = lock(&store);
             match &*store {
                 Some(store) => Ok(store.clone()),
                 None => Ok(store
-                    .insert(at.open(&vm).map_err(CheckpointError::OpenStore)?)
+                    .insert(settings.open(&vm).map_err(CheckpointError::OpenStore)?)
                     .clone()),
             }
         }
     }
 
     /// Returns a function that sends a checkpoint to the store of another host.
-    pub(crate) fn send_copy(
+    pub(crate) fn copy_sender(
         &self,
         name: String,
     ) -> impl FnOnce(RecordWriter<BulkConnection>, &RateLimit) -> Result<SentAmounts, Failure>
     + Send
     + 'static {
-        let open = self.store_opener();
-        move |out, rate| {
+        let open_store = self.store_opener();
+        move |writer, rate| {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let _in_span = info_span!("checkpoint", id = %id).entered();
-            let store = open().map_err(|e| Failure::Io(e.to_string()))?;
-            let set = store
+            let store = open_store().map_err(|e| Failure::Io(e.to_string()))?;
+            let checkpoint = store
                 .open_checkpoint(&id)
                 .map_err(|e| Failure::Io(e.to_string()))?;
-            send_checkpoint(&set, out, rate)
+            send_checkpoint(&checkpoint, writer, rate)
         }
     }
 
     /// Returns a function that receives another host's checkpoint into the store, and then removes
     /// checkpoints that exceed the limits of the store.
-    pub(crate) fn receive_copy(
+    pub(crate) fn copy_receiver(
         &self,
         name: String,
         now: Micros,
     ) -> impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static
     {
-        let (open, inputs) = (self.store_opener(), self.inputs.clone());
-        move |incoming| {
+        let (open_store, inputs) = (self.store_opener(), self.inputs.clone());
+        move |reader| {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
-            let store = open().map_err(|e| Failure::Io(e.to_string()))?;
+            let store = open_store().map_err(|e| Failure::Io(e.to_string()))?;
             let _in_span = info_span!("checkpoint", id = %id).entered();
-            let bytes =
-                receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
+            let bytes = receive_checkpoint(reader, |started, bytes| {
+                store.begin_copy(id, started, bytes)
+            })?;
             removal::remove_superfluous(&store, now, &[], &inputs);
             Ok(bytes)
         }
     }
 
     /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
-    pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
+    pub(crate) fn begin_checkpoint(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         let _in_span = info_span!("job", id = %job).entered();
         self.spawn_reporting(move |store| {
@@ -342,10 +360,10 @@ impl CheckpointService {
         let _in_span = info_span!("migration", id = %migration).entered();
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
-            let added = draft
+            let add_result = draft
                 .ok_or(CheckpointError::Abandoned)
-                .and_then(|draft| draft.add(tid, &dir).map_err(CheckpointError::AddPart));
-            let result = added.map(drop).map_err(|e| e.to_string());
+                .and_then(|draft| draft.add_task(tid, &dir).map_err(CheckpointError::AddPart));
+            let result = add_result.map(drop).map_err(|e| e.to_string());
             Event::PartStored { migration, result }
         });
     }
@@ -355,7 +373,7 @@ impl CheckpointService {
         &self,
         snapshot: SnapshotId,
         meta: &CheckpointMeta,
-        keep: Vec<String>,
+        kept_checkpoints: Vec<String>,
         now: Micros,
     ) {
         let (drafts, meta) = (
@@ -368,11 +386,11 @@ impl CheckpointService {
             let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
                 let _in_span = info_span!("checkpoint", id = %info.id).entered();
-                // The checkpoint is complete even if the removal of others fails; the limits
-                // are enforced again at the next checkpoint.
+                // If the removal fails, the checkpoint is complete all the same, and the limits are
+                // enforced at the next checkpoint.
                 match store {
                     Ok(store) => {
-                        removal::remove_superfluous(&store, now, &keep, &inputs);
+                        removal::remove_superfluous(&store, now, &kept_checkpoints, &inputs);
                     }
                     Err(why) => tracing::warn!("{why}"),
                 }
@@ -383,14 +401,14 @@ impl CheckpointService {
         });
     }
 
-    /// Removes an incomplete checkpoint.
-    pub(crate) fn abandon(&self, snapshot: SnapshotId) {
+    /// Deletes the draft of an incomplete checkpoint.
+    pub(crate) fn abandon_draft(&self, snapshot: SnapshotId) {
         let draft = lock(&self.drafts).remove(&snapshot);
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
-    pub(crate) fn open(&self, restart: u64, name: String) {
+    pub(crate) fn open_checkpoint(&self, restart: u64, name: String) {
         let open = self.open_checkpoints.clone();
         let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_reporting(move |store| {
@@ -399,18 +417,21 @@ impl CheckpointService {
                 let checkpoint = store
                     .open_checkpoint(&id)
                     .map_err(CheckpointError::OpenCheckpoint)?;
-                let meta: CheckpointMeta = from_bytes(checkpoint.meta())
+                let meta: CheckpointMeta = from_bytes(checkpoint.description())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
                 lock(&open).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
             let result = result.map_err(|e| e.to_string());
-            Event::CheckpointOpened { restart, result }
+            Event::CheckpointOpened {
+                restart_number: restart,
+                result,
+            }
         });
     }
 
     /// Returns a function that unpacks a task's part of an open checkpoint into a directory.
-    pub(crate) fn unpack(
+    pub(crate) fn part_unpacker(
         &self,
         restart: u64,
         tid: Tid,
@@ -420,19 +441,19 @@ impl CheckpointService {
             let checkpoint = checkpoint
                 .ok_or_else(|| Failure::Images("the checkpoint is no longer open".into()))?;
             checkpoint
-                .unpack(tid, dir)
+                .unpack_task(tid, dir)
                 .map(drop)
                 .map_err(|e| Failure::Images(e.to_string()))
         }
     }
 
     /// Closes a checkpoint opened by [`CheckpointService::open`].
-    pub(crate) fn close(&self, restart: u64) {
+    pub(crate) fn close_checkpoint(&self, restart: u64) {
         lock(&self.open_checkpoints).remove(&restart);
     }
 
-    /// Lists all checkpoints. Reports [`Event::CheckpointsListed`].
-    pub(crate) fn list(&self, tid: Tid, id: RequestId) {
+    /// Lists all checkpoints of the store. Reports [`Event::CheckpointsListed`].
+    pub(crate) fn list_checkpoints(&self, tid: Tid, id: RequestId) {
         if !self.store_exists() {
             let event = Event::CheckpointsListed {
                 tid,
@@ -444,31 +465,39 @@ impl CheckpointService {
             return;
         }
         self.spawn_reporting(move |store| {
-            let listed =
+            let list_result =
                 store.and_then(|store| store.list_checkpoints().map_err(CheckpointError::List));
-            let result = listed.map_err(|e| e.to_string()).map(|(sets, broken)| {
-                let whole = sets.into_iter().map(|set| CheckpointEntry {
-                    name: set.id.to_string(),
-                    job: set.job,
-                    created: set.started,
-                    tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
-                    bytes: set.bytes,
-                    unusable_reason: None,
-                    job_ended_at: set.job_ended_at,
-                    copy_hosts: Vec::new(),
-                });
-                let broken = broken.into_iter().map(|(set, why)| CheckpointEntry {
-                    name: set,
-                    job: Tid::NONE,
-                    created: Micros(0),
-                    tasks: 0,
-                    bytes: 0,
-                    unusable_reason: Some(why.to_string()),
-                    job_ended_at: None,
-                    copy_hosts: Vec::new(),
-                });
-                whole.chain(broken).collect()
-            });
+            let result =
+                list_result
+                    .map_err(|e| e.to_string())
+                    .map(|(checkpoints, unreadable_entries)| {
+                        let readable_entries =
+                            checkpoints.into_iter().map(|checkpoint| CheckpointEntry {
+                                name: checkpoint.id.to_string(),
+                                job: checkpoint.job,
+                                created_at: checkpoint.started_at,
+                                task_count: u32::try_from(checkpoint.parts.len())
+                                    .unwrap_or(u32::MAX),
+                                stored_bytes: checkpoint.bytes,
+                                unusable_reason: None,
+                                job_ended_at: checkpoint.job_ended_at,
+                                copy_hosts: Vec::new(),
+                            });
+                        let unreadable_entries =
+                            unreadable_entries.into_iter().map(|(checkpoint, why)| {
+                                CheckpointEntry {
+                                    name: checkpoint,
+                                    job: Tid::NONE,
+                                    created_at: Micros(0),
+                                    task_count: 0,
+                                    stored_bytes: 0,
+                                    unusable_reason: Some(why.to_string()),
+                                    job_ended_at: None,
+                                    copy_hosts: Vec::new(),
+                                }
+                            });
+                        readable_entries.chain(unreadable_entries).collect()
+                    });
             Event::CheckpointsListed { tid, id, result }
         });
     }
@@ -488,26 +517,27 @@ impl CheckpointService {
 }
 
 fn read_part(path: &Path) -> Result<SavedTask, Failure> {
-    let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
-    let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
+    let images_failure = |why: String| Failure::Images(format!("{}: {why}", path.display()));
+    let meta = std::fs::symlink_metadata(path).map_err(|e| images_failure(e.to_string()))?;
     if !meta.is_file() || meta.len() > PART_RECORD_BYTES_MAX {
-        return Err(bad(format!(
+        return Err(images_failure(format!(
             "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
         )));
     }
-    from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?)
-        .map_err(|e| bad(e.to_string()))
+    from_bytes(&std::fs::read(path).map_err(|e| images_failure(e.to_string()))?)
+        .map_err(|e| images_failure(e.to_string()))
 }
 
-/// Returns a function that writes the record file next to the images.
-pub(crate) fn write_part(
+/// Returns a function that writes the record file into the folder of a task's images.
+pub(crate) fn part_writer(
     record: Box<SavedTask>,
 ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
     move |dir| {
         let path = dir.join(PART_RECORD_FILE);
-        let failed =
+        let write_failure =
             |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
-        let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
+        let bytes =
+            postcard::to_stdvec(&*record).map_err(|e| write_failure(std::io::Error::other(e)))?;
         if bytes.len() as u64 > PART_RECORD_BYTES_MAX {
             let why = format!(
                 "the messages queued for the task and sent by it are {} bytes; a checkpoint takes at most \
@@ -521,8 +551,8 @@ pub(crate) fn write_part(
             .create_new(true)
             .mode(0o600)
             .open(&path)
-            .map_err(failed)?;
-        file.write_all(&bytes).map_err(failed)
+            .map_err(write_failure)?;
+        file.write_all(&bytes).map_err(write_failure)
     }
 }
 
@@ -530,42 +560,51 @@ pub(crate) fn write_part(
 mod tests {
     use super::*;
 
-    fn of(vars: &[(&str, &str)]) -> Result<(String, String), StoreSettingsError> {
+    fn store_location(vars: &[(&str, &str)]) -> Result<(String, String), StoreSettingsError> {
         let env = |name: &str| {
             vars.iter()
                 .find(|(key, _)| *key == name)
                 .map(|(_, value)| value.to_string())
         };
-        let at = StoreSettings::from_env(env)?;
-        Ok((at.dir.display().to_string(), at.key.display().to_string()))
+        let settings = StoreSettings::from_env(env)?;
+        Ok((
+            settings.dir.display().to_string(),
+            settings.key_file.display().to_string(),
+        ))
     }
 
     #[test]
     fn store_location_follows_environment_or_xdg() {
         let home = ("HOME", "/home/x");
-        let own = (
+        let home_location = (
             "/home/x/.local/state/sempa/checkpoints".into(),
             "/home/x/.config/sempa/store.key".into(),
         );
-        assert_eq!(of(&[home]), Ok(own));
-        let xdg = of(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
+        assert_eq!(store_location(&[home]), Ok(home_location));
+        let xdg_location =
+            store_location(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
         assert_eq!(
-            xdg,
+            xdg_location,
             Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into()))
         );
-        let said = of(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
-        assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
-        assert!(of(&[]).is_err_and(|why| why.to_string().contains("SEMPA_STORE")));
-        assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
+        let set_location =
+            store_location(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
+        assert_eq!(set_location, Ok(("/shared/sets".into(), "/k".into())));
+        assert!(store_location(&[]).is_err_and(|why| why.to_string().contains("SEMPA_STORE")));
+        assert!(store_location(&[home, ("SEMPA_STORE", "relative")]).is_err());
     }
 
-    /// Returns settings of a store in this directory, with further environment variables.
-    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<StoreSettings, StoreSettingsError> {
+    /// Returns settings of a store in this directory. `variables` are additional environment
+    /// variables.
+    fn settings_in(
+        dir: &Path,
+        variables: &[(&str, &str)],
+    ) -> Result<StoreSettings, StoreSettingsError> {
         let (store, key) = (dir.join("store"), dir.join("key"));
         StoreSettings::from_env(|name| match name {
             "SEMPA_STORE" => Some(store.display().to_string()),
             "SEMPA_STORE_KEY" => Some(key.display().to_string()),
-            other => more
+            other => variables
                 .iter()
                 .find(|(key, _)| *key == other)
                 .map(|(_, value)| value.to_string()),
@@ -578,59 +617,63 @@ mod tests {
         let images = dir.path().join("images");
         std::fs::create_dir(&images).expect("made");
         std::fs::write(images.join("core-1.img"), [7; 1000]).expect("written");
-        let at = whereabouts(
+        let settings = settings_in(
             dir.path(),
             &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")],
         )
         .expect("good");
         assert_eq!(
-            at.limits,
+            settings.limits,
             StoreLimits {
                 checkpoints_max: 2,
                 bytes_max: 1_000_000
             }
         );
-        let store = at.open("pvm").expect("a store");
-        let tid = Tid::task(HostId::MASTER, 1).expect("in range");
+        let store = settings.open("pvm").expect("a store");
+        let tid = Tid::for_task(HostId::MASTER, 1).expect("in range");
         for second in 1..=4 {
             let draft = store.begin(tid, Micros(second * 1_000_000)).expect("room");
-            draft.add(tid, &images).expect("added");
+            draft.add_task(tid, &images).expect("added");
             draft.finish(b"").expect("complete");
             store
                 .remove_expired(Micros(second * 1_000_000), |_| false)
                 .expect("tidied");
         }
-        let made: Vec<Micros> = store
+        let start_times: Vec<Micros> = store
             .list_checkpoints()
             .expect("listed")
             .0
             .iter()
-            .map(|set| set.started)
+            .map(|set| set.started_at)
             .collect();
         assert_eq!(
-            (made.len(), made.iter().min()),
+            (start_times.len(), start_times.iter().min()),
             (2, Some(&Micros(3_000_000)))
         );
     }
 
-    /// Without settings the defaults apply; an invalid value yields an error that names it.
+    /// Without environment variables the defaults apply. An invalid value yields an error that
+    /// contains the variable's name and the value.
     #[test]
     fn invalid_limits_are_refused_by_name() {
         let dir = Path::new("/nowhere");
-        let usual = whereabouts(dir, &[]).expect("good");
+        let default_settings = settings_in(dir, &[]).expect("good");
         assert_eq!(
-            (usual.limits, usual.copies),
+            (default_settings.limits, default_settings.copies),
             (StoreLimits::default(), CopyPolicy::Count(0))
         );
-        let wrong = [
+        let invalid_values = [
             ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
             ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"]),
         ];
-        let long = "h,".repeat(17);
-        let copies = [("SEMPA_STORE_COPIES", ["17", "-1,", "h2,,h3", &*long])];
-        for (name, values) in wrong.into_iter().chain(copies) {
+        let too_many_hosts = "h,".repeat(17);
+        let invalid_copies = [(
+            "SEMPA_STORE_COPIES",
+            ["17", "-1,", "h2,,h3", &*too_many_hosts],
+        )];
+        for (name, values) in invalid_values.into_iter().chain(invalid_copies) {
             for value in values {
-                let why = whereabouts(dir, &[(name, value)]).expect_err("no limit");
+                let why = settings_in(dir, &[(name, value)]).expect_err("no limit");
                 let why = why.to_string();
                 assert!(why.contains(name) && why.contains(value), "{why}");
             }
@@ -640,14 +683,19 @@ mod tests {
     #[test]
     fn copies_are_a_number_or_a_list_of_hosts() {
         let dir = Path::new("/nowhere");
-        let copies =
-            |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
-        assert_eq!(copies("2"), Ok(CopyPolicy::Count(2)));
-        assert_eq!(copies("0"), Ok(CopyPolicy::Count(0)));
+        let parse_copies = |text: &str| {
+            settings_in(dir, &[("SEMPA_STORE_COPIES", text)]).map(|settings| settings.copies)
+        };
+        assert_eq!(parse_copies("2"), Ok(CopyPolicy::Count(2)));
+        assert_eq!(parse_copies("0"), Ok(CopyPolicy::Count(0)));
         assert_eq!(
-            copies("h2, h3.lab"),
+            parse_copies("h2, h3.lab"),
             Ok(CopyPolicy::Hosts(vec!["h2".into(), "h3.lab".into()]))
         );
-        assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
+        assert!(
+            parse_copies("h2,h2").is_err()
+                && parse_copies("").is_err()
+                && parse_copies("h 2").is_err()
+        );
     }
 }

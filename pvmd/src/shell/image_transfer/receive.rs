@@ -1,4 +1,4 @@
-//! The receiver: writes the files of a transfer.
+//! The receiver: writes the files of a transfer into a directory.
 
 use super::super::bulk_tcp::RecordReader;
 use super::super::zeros::{self, Part};
@@ -18,24 +18,27 @@ use std::path::{Path, PathBuf};
 const IMAGE_FILES_MAX: u32 = 65_536;
 /// Maximum number of bytes in one transfer.
 const IMAGE_BYTES_MAX: u64 = 1 << 42;
-/// Longest file name (NAME_MAX).
+/// Maximum length of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Maximum number of restarts of a directory in one transfer. It exceeds the number of times that a
-/// dump is retried when several dumps conflict.
+/// Maximum number of restarts of a directory in one transfer. It must exceed the number of times
+/// that a dump is retried when several dumps conflict.
 pub(super) const RESTARTS_MAX: u32 = 256;
 
 struct OpenFile {
     file: File,
     path: PathBuf,
-    bytes: u64,
+    received_bytes: u64,
 }
 
 impl OpenFile {
     fn write_part(&mut self, part: Part<'_>) -> io::Result<()> {
-        self.bytes += part.unpacked_len() as u64;
+        self.received_bytes += part.unpacked_len() as u64;
         match part {
             Part::Bytes(bytes) => self.file.write_all(bytes),
-            Part::Zeros(_) => self.file.seek(SeekFrom::Start(self.bytes)).map(|_| ()),
+            Part::Zeros(_) => self
+                .file
+                .seek(SeekFrom::Start(self.received_bytes))
+                .map(|_| ()),
         }
     }
 }
@@ -45,16 +48,16 @@ struct Receiver<'a> {
     dir: &'a Path,
     open_files: BTreeMap<u32, OpenFile>,
     written_files: Vec<PathBuf>,
-    files: u32,
-    bytes: u64,
-    restarts: u32,
+    file_count: u32,
+    byte_count: u64,
+    restart_count: u32,
 }
 
-/// Writes the files of a transfer into the new directory `dir` and checks their counts. Returns the
-/// number of bytes.
+/// Writes the files of a transfer into the new directory `dir`, and compares the numbers of files
+/// and bytes with the end mark. Returns the number of bytes.
 pub(in crate::shell) fn receive<R: Read>(
     dir: &Path,
-    incoming: &mut RecordReader<R>,
+    reader: &mut RecordReader<R>,
 ) -> Result<u64, Failure> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
@@ -64,16 +67,16 @@ pub(in crate::shell) fn receive<R: Read>(
         dir,
         open_files: BTreeMap::new(),
         written_files: Vec::new(),
-        files: 0,
-        bytes: 0,
-        restarts: 0,
+        file_count: 0,
+        byte_count: 0,
+        restart_count: 0,
     };
     loop {
-        let record = incoming.next().map_err(receive_failure)?;
+        let record = reader.wait_for_record().map_err(receive_failure)?;
         match record.split_first() {
-            Some((&RECORD_PIECE, rest)) => receiver.on_piece(rest)?,
-            Some((&RECORD_MARK, rest)) => {
-                let mark = from_bytes(rest).map_err(|e| Failure::Images(e.to_string()))?;
+            Some((&RECORD_PIECE, content)) => receiver.on_piece(content)?,
+            Some((&RECORD_MARK, content)) => {
+                let mark = from_bytes(content).map_err(|e| Failure::Images(e.to_string()))?;
                 if let Some(bytes) = receiver.on_mark(mark)? {
                     return Ok(bytes);
                 }
@@ -95,8 +98,8 @@ impl Receiver<'_> {
             .ok_or_else(|| format_failure("received data outside of a file"))?;
         for part in zeros::parts(content) {
             let part = part.map_err(|_| format_failure("received a malformed piece"))?;
-            self.bytes += part.unpacked_len() as u64;
-            if self.bytes > IMAGE_BYTES_MAX {
+            self.byte_count += part.unpacked_len() as u64;
+            if self.byte_count > IMAGE_BYTES_MAX {
                 return Err(Failure::Images(format!(
                     "received more than {IMAGE_BYTES_MAX} bytes, the limit"
                 )));
@@ -108,42 +111,46 @@ impl Receiver<'_> {
         Ok(())
     }
 
-    /// Handles a mark. Returns the number of bytes if it was the end mark.
+    /// Handles a mark. For the end mark, returns the number of bytes of the transfer; otherwise
+    /// returns `None`.
     fn on_mark(&mut self, mark: TransferMark) -> Result<Option<u64>, Failure> {
         match mark {
             TransferMark::File { number, name } => {
-                if number != self.files
+                if number != self.file_count
                     || number >= IMAGE_FILES_MAX
                     || self.open_files.len() >= OPEN_FILES_MAX
                 {
-                    let open = self.open_files.len();
+                    let open_file = self.open_files.len();
                     return Err(Failure::Images(format!(
-                        "file {number} is not the next, or over the limit ({open} open)"
+                        "file {number} is not the next, or over the limit ({open_file} open)"
                     )));
                 }
-                let open = create(self.dir, &name)?;
-                self.files += 1;
-                self.written_files.push(open.path.clone());
-                self.open_files.insert(number, open);
+                let open_file = create_file(self.dir, &name)?;
+                self.file_count += 1;
+                self.written_files.push(open_file.path.clone());
+                self.open_files.insert(number, open_file);
             }
             TransferMark::FileEnd { number, bytes } => {
-                let done = self.open_files.remove(&number).ok_or_else(|| {
+                let complete_file = self.open_files.remove(&number).ok_or_else(|| {
                     format_failure("received the end of a file without its beginning")
                 })?;
-                if done.bytes != bytes {
-                    let (path, came) = (done.path.display(), done.bytes);
+                if complete_file.received_bytes != bytes {
+                    let (path, file_bytes) =
+                        (complete_file.path.display(), complete_file.received_bytes);
                     return Err(Failure::Images(format!(
-                        "received {came} bytes of {path}, but {bytes} were sent"
+                        "received {file_bytes} bytes of {path}, but {bytes} were sent"
                     )));
                 }
-                // The file may end with a hole.
-                done.file
+                // `set_len` is necessary because the file may end with a hole, which was not
+                // written.
+                complete_file
+                    .file
                     .set_len(bytes)
-                    .map_err(io_failure("write", &done.path))?;
+                    .map_err(io_failure("write", &complete_file.path))?;
             }
             TransferMark::Restart => {
-                self.restarts += 1;
-                if self.restarts > RESTARTS_MAX {
+                self.restart_count += 1;
+                if self.restart_count > RESTARTS_MAX {
                     return Err(Failure::Images(format!(
                         "restarted more than {RESTARTS_MAX} times, the limit"
                     )));
@@ -152,13 +159,14 @@ impl Receiver<'_> {
                 for path in self.written_files.drain(..) {
                     std::fs::remove_file(&path).map_err(io_failure("remove", &path))?;
                 }
-                (self.files, self.bytes) = (0, 0);
+                (self.file_count, self.byte_count) = (0, 0);
             }
             TransferMark::End { files, bytes } => {
-                let (own_files, own_bytes) = (self.files, self.bytes);
-                if !self.open_files.is_empty() || (own_files, own_bytes) != (files, bytes) {
+                let (received_files, received_bytes) = (self.file_count, self.byte_count);
+                if !self.open_files.is_empty() || (received_files, received_bytes) != (files, bytes)
+                {
                     let text = format!(
-                        "received {own_files} files of {own_bytes} bytes, but {files} of {bytes} were sent"
+                        "received {received_files} files of {received_bytes} bytes, but {files} of {bytes} were sent"
                     );
                     return Err(Failure::Images(text));
                 }
@@ -170,18 +178,18 @@ impl Receiver<'_> {
 }
 
 fn is_empty_dir(dir: &Path) -> bool {
-    let real = std::fs::symlink_metadata(dir).is_ok_and(|m| m.is_dir());
-    real && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
+    let is_directory = std::fs::symlink_metadata(dir).is_ok_and(|m| m.is_dir());
+    is_directory && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
 }
 
-/// Creates a new file; the name must not contain a path.
-fn create(dir: &Path, name: &str) -> Result<OpenFile, Failure> {
-    let is_plain = !name.is_empty()
+/// Creates a new file in `dir`. The name must not contain a path.
+fn create_file(dir: &Path, name: &str) -> Result<OpenFile, Failure> {
+    let is_file_name = !name.is_empty()
         && name.len() <= NAME_BYTES_MAX
         && !name.contains(['/', '\0'])
         && name != "."
         && name != "..";
-    if !is_plain {
+    if !is_file_name {
         return Err(Failure::Images(format!(
             "{name:?} is not a plain file name"
         )));
@@ -196,6 +204,6 @@ fn create(dir: &Path, name: &str) -> Result<OpenFile, Failure> {
     Ok(OpenFile {
         file,
         path,
-        bytes: 0,
+        received_bytes: 0,
     })
 }

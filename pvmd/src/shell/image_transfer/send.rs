@@ -1,9 +1,9 @@
-//! The sender: sends the files of a directory, also while they are being written.
+//! The sender: sends the files of a directory, even while they are being written.
 
 use super::super::bulk_tcp::RecordWriter;
 use super::super::rate_limit::RateLimit;
 use super::{
-    OPEN_FILES_MAX, PIECE_BYTES, PIECE_HEAD_BYTES, RECORD_PIECE, TransferMark, io_failure,
+    OPEN_FILES_MAX, PIECE_BYTES_MAX, PIECE_HEAD_BYTES, RECORD_PIECE, TransferMark, io_failure,
     send_failure, send_mark,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -19,7 +19,8 @@ use std::time::Duration;
 
 /// Interval at which a directory is checked while it is being written.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Prefix and suffix of the engine's files that only grow while they are written: memory contents.
+/// Prefix and suffix of the names of the engine's memory files. Data is only appended to these
+/// files.
 const GROWING_FILE_NAME: (&str, &str) = ("pages-", ".img");
 
 /// State of a directory that is being sent.
@@ -29,88 +30,84 @@ pub(in crate::shell) enum DirState {
     Growing,
     /// No more data is written to the directory.
     Complete,
-    /// The directory is not needed any more.
+    /// The directory is no longer needed.
     Dropped,
 }
 
-/// The shared state of a directory, for the thread that sends it.
+/// State of a directory; shared with the thread that sends the directory.
 #[derive(Debug, Default)]
 pub(in crate::shell) struct SharedDirState {
     state: Mutex<DirState>,
-    changed: Condvar,
+    state_changed: Condvar,
 }
 
 impl SharedDirState {
     /// Sets the state. Only the first change takes effect.
-    pub(in crate::shell) fn set(&self, state: DirState) {
-        let mut now = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if *now == DirState::Growing {
-            *now = state;
+    pub(in crate::shell) fn set_state(&self, state: DirState) {
+        let mut current = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if *current == DirState::Growing {
+            *current = state;
         }
-        drop(now);
-        self.changed.notify_all();
+        drop(current);
+        self.state_changed.notify_all();
     }
 
-    /// Waits at most `at_most` for a change of the state, and returns the state.
-    fn wait(&self, at_most: Duration) -> DirState {
+    /// Waits for a change of the state, but at most `timeout`. Returns the state.
+    fn wait_for_change(&self, timeout: Duration) -> DirState {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .changed
-            .wait_timeout_while(state, at_most, |state| *state == DirState::Growing);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let wait_result = self
+            .state_changed
+            .wait_timeout_while(state, timeout, |state| *state == DirState::Growing);
+        *wait_result.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
-fn is_same(one: &Metadata, other: &Metadata) -> bool {
-    (one.dev(), one.ino()) == (other.dev(), other.ino())
+fn is_same_file(first: &Metadata, second: &Metadata) -> bool {
+    (first.dev(), first.ino()) == (second.dev(), second.ino())
 }
 
-/// A directory, identified by an open descriptor. Another directory that gets the same name later
-/// is not confused with it, and its files are not found through this descriptor. This matters
-/// because sent data is punched out of the files: a file of the new directory must not lose data
-/// that must still be sent.
+/// A directory, identified by an open descriptor. If another directory later gets the same name,
+/// its files cannot be reached through this descriptor. This is important because sent data is
+/// punched out of the files: a file of the new directory must not lose data that is not sent yet.
 struct OpenedDir {
     descriptor: File,
-    /// Path by which the files of the directory are reached.
+    /// Path through the descriptor, by which the files of the directory are opened.
     path: PathBuf,
 }
 
 impl OpenedDir {
-    fn open(path: &Path) -> io::Result<OpenedDir> {
-        let open = File::open(path)?;
+    fn open(path: &Path) -> io::Result<Self> {
+        let descriptor = File::open(path)?;
         // While the directory is open, no other directory can have its inode number.
-        let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
-        Ok(OpenedDir {
-            descriptor: open,
-            path,
-        })
+        let path = PathBuf::from(format!("/proc/self/fd/{}", descriptor.as_raw_fd()));
+        Ok(Self { descriptor, path })
     }
 
-    /// Returns the names of the files in the directory.
-    fn names(&self) -> io::Result<Vec<String>> {
-        let unfit = |name| {
+    /// Returns the names of all files in the directory.
+    fn file_names(&self) -> io::Result<Vec<String>> {
+        let name_error = |name| {
             io::Error::new(
                 ErrorKind::InvalidData,
                 format!("{name:?} is not a valid image name"),
             )
         };
         std::fs::read_dir(&self.path)?
-            .map(|entry| entry?.file_name().into_string().map_err(unfit))
+            .map(|entry| entry?.file_name().into_string().map_err(name_error))
             .collect()
     }
 
     /// Returns the files of the directory in the order of their names, with their metadata.
-    fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
-        let mut names = self.names()?;
+    fn files_with_metadata(&self) -> io::Result<Vec<(String, Metadata)>> {
+        let mut names = self.file_names()?;
         names.sort();
-        let about = |name: String| {
+        let with_metadata = |name: String| {
             std::fs::symlink_metadata(self.path.join(&name)).map(|meta| (name, meta))
         };
-        names.into_iter().map(about).collect()
+        names.into_iter().map(with_metadata).collect()
     }
 }
 
-/// A file that was sent in part.
+/// A file of which a prefix was sent.
 struct PartlySentFile {
     number: u32,
     file: File,
@@ -120,8 +117,8 @@ struct PartlySentFile {
 }
 
 impl PartlySentFile {
-    /// Punches the bytes sent last out of the file. Has no effect on a file system that cannot do
-    /// this.
+    /// Punches the last `bytes` sent bytes out of the file. Has no effect if the file system does
+    /// not support holes.
     fn punch_out(&self, bytes: usize) {
         if self.punches_holes {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -137,39 +134,42 @@ impl PartlySentFile {
     /// True if `meta` belongs to this file, and the file has not been truncated below the sent
     /// length.
     fn is_unchanged(&self, meta: &Metadata) -> bool {
-        self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent_bytes <= meta.len()
+        self.file
+            .metadata()
+            .is_ok_and(|own_meta| is_same_file(&own_meta, meta))
+            && self.sent_bytes <= meta.len()
     }
 }
 
 /// Sender of the files of one directory, with the counts of the transfer.
 pub(in crate::shell) struct Sender<'a, W> {
     dir: &'a Path,
-    /// The directory to which everything sent so far belongs.
+    /// The directory whose data was sent since the last restart; `None` if nothing was sent.
     opened_dir: Option<OpenedDir>,
-    pub(super) out: RecordWriter<W>,
+    pub(super) writer: RecordWriter<W>,
     rate: &'a RateLimit,
-    /// Partly sent files by name.
-    partly_sent: BTreeMap<String, PartlySentFile>,
-    files: u32,
-    bytes: u64,
-    /// Number of the `bytes` that were sent before the directory was complete.
+    /// Partly sent files; the key is the file's name.
+    partly_sent_files: BTreeMap<String, PartlySentFile>,
+    file_count: u32,
+    byte_count: u64,
+    /// Number of those `bytes` that were sent before the directory was complete.
     early_bytes: u64,
-    /// Number of bytes on the wire for the pieces.
+    /// Number of bytes that the pieces had on the wire.
     wire_bytes: u64,
-    /// Number of file bytes sent for directories that were replaced.
+    /// Number of file bytes that were sent for directories that were later replaced.
     void_bytes: u64,
 }
 
 /// The amounts of a finished transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::shell) struct SentAmounts {
-    /// Bytes of the files' contents, zeros included.
-    pub(in crate::shell) bytes: u64,
-    /// Number of the `bytes` that were sent before the directory was complete.
+    /// Bytes of the files' contents, including zeros.
+    pub(in crate::shell) file_bytes: u64,
+    /// Number of those `bytes` that were sent before the directory was complete.
     pub(in crate::shell) early_bytes: u64,
-    /// Number of bytes on the wire for these files.
+    /// Number of bytes that these files had on the wire.
     pub(in crate::shell) wire_bytes: u64,
-    /// Number of file bytes sent for directories that were replaced.
+    /// Number of file bytes that were sent for directories that were later replaced.
     pub(in crate::shell) void_bytes: u64,
 }
 
@@ -178,90 +178,92 @@ impl<'a, W: Write> Sender<'a, W> {
     /// limits the transfer rate.
     pub(in crate::shell) fn new(
         dir: &'a Path,
-        out: RecordWriter<W>,
+        writer: RecordWriter<W>,
         rate: &'a RateLimit,
-    ) -> Sender<'a, W> {
+    ) -> Self {
         Sender {
             dir,
             opened_dir: None,
-            out,
+            writer,
             rate,
-            partly_sent: BTreeMap::new(),
-            files: 0,
-            bytes: 0,
+            partly_sent_files: BTreeMap::new(),
+            file_count: 0,
+            byte_count: 0,
             early_bytes: 0,
             wire_bytes: 0,
             void_bytes: 0,
         }
     }
 
-    /// Sends all files, including data that is written during the transfer, up to the end mark.
+    /// Sends all files, including data that is written during the transfer, and then the end mark.
+    /// Blocks until everything is sent.
     pub(in crate::shell) fn send(
         mut self,
         dir_state: &SharedDirState,
     ) -> Result<SentAmounts, Failure> {
         loop {
-            match dir_state.wait(POLL_INTERVAL) {
+            match dir_state.wait_for_change(POLL_INTERVAL) {
                 DirState::Growing => {}
-                DirState::Complete => return self.send_rest(),
+                DirState::Complete => return self.send_remainder(),
                 DirState::Dropped => {
                     return Err(Failure::Cancelled("the transfer was aborted".into()));
                 }
             }
-            let followed = self.send_growth();
-            // An unreadable file may be a fault of its writer. The writer reports that by its
-            // state, so wait for it before failing.
-            if matches!(followed, Err(Failure::Io(_)))
-                && dir_state.wait(Duration::MAX) == DirState::Dropped
+            let growth_result = self.send_growth();
+            // A file may be unreadable because its writer has failed. The writer reports its
+            // failure by the state, so the sender waits for the state before it fails.
+            if matches!(growth_result, Err(Failure::Io(_)))
+                && dir_state.wait_for_change(Duration::MAX) == DirState::Dropped
             {
                 continue;
             }
-            followed?;
+            growth_result?;
         }
     }
 
-    /// Opens the directory. If the name belonged to another directory before, everything sent is
-    /// declared void.
+    /// Opens the directory. If the name belonged to another directory before, sends a restart mark,
+    /// which voids all data sent so far.
     fn open_dir(&mut self) -> Result<(), Failure> {
-        let there = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
-        let is_same_dir = |folder: &OpenedDir| {
-            folder
+        let dir_meta = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
+        let is_same_dir = |new_dir: &OpenedDir| {
+            new_dir
                 .descriptor
                 .metadata()
-                .is_ok_and(|own| is_same(&own, &there))
+                .is_ok_and(|opened_meta| is_same_file(&opened_meta, &dir_meta))
         };
         if self.opened_dir.as_ref().is_some_and(is_same_dir) {
             return Ok(());
         }
-        let folder = OpenedDir::open(self.dir).map_err(io_failure("read", self.dir))?;
-        self.opened_dir = Some(folder);
-        if self.files > 0 {
+        let new_dir = OpenedDir::open(self.dir).map_err(io_failure("read", self.dir))?;
+        self.opened_dir = Some(new_dir);
+        if self.file_count > 0 {
             self.send_mark(&TransferMark::Restart)?;
-            self.partly_sent.clear();
-            self.void_bytes += self.bytes;
-            (self.files, self.bytes, self.wire_bytes) = (0, 0, 0);
+            self.partly_sent_files.clear();
+            self.void_bytes += self.byte_count;
+            (self.file_count, self.byte_count, self.wire_bytes) = (0, 0, 0);
         }
         Ok(())
     }
 
-    /// Sends the data by which the files have grown.
+    /// Sends the data that was appended to the files since the last call.
     fn send_growth(&mut self) -> Result<(), Failure> {
-        // The directory may not exist yet, or no longer; it is opened again when it is complete.
+        // The directory may not exist yet, or may have been removed. It is opened again when it is
+        // complete.
         match self.open_dir() {
             Err(Failure::Io(_)) => return Ok(()),
             found => found?,
         }
-        let Some(folder) = &self.opened_dir else {
+        let Some(opened_dir) = &self.opened_dir else {
             return Ok(());
         };
-        let path = folder.path.clone();
-        // A file may have been removed meanwhile.
-        for name in folder.names().unwrap_or_default() {
+        let path = opened_dir.path.clone();
+        // A file may have been removed since its name was read.
+        for name in opened_dir.file_names().unwrap_or_default() {
             let grows =
                 name.starts_with(GROWING_FILE_NAME.0) && name.ends_with(GROWING_FILE_NAME.1);
             if grows
-                && !self.partly_sent.contains_key(&name)
-                && self.partly_sent.len() < OPEN_FILES_MAX - 1
+                && !self.partly_sent_files.contains_key(&name)
+                && self.partly_sent_files.len() < OPEN_FILES_MAX - 1
             {
                 let Ok(file) = OpenOptions::new()
                     .read(true)
@@ -273,41 +275,44 @@ impl<'a, W: Write> Sender<'a, W> {
                 self.begin_file(name, file, true)?;
             }
         }
-        let names: Vec<String> = self.partly_sent.keys().cloned().collect();
-        for rename_staged in names {
-            let length = self.partly_sent[&rename_staged]
+        let names: Vec<String> = self.partly_sent_files.keys().cloned().collect();
+        for file_name in names {
+            let length = self.partly_sent_files[&file_name]
                 .file
                 .metadata()
-                .map_err(io_failure("read", &self.dir.join(&rename_staged)))?
+                .map_err(io_failure("read", &self.dir.join(&file_name)))?
                 .len();
-            // Only whole pieces: the remainder will grow or is sent at the end.
-            let whole = length - length % PIECE_BYTES as u64;
-            self.send_file_up_to(&rename_staged, whole)?;
+            // Only whole pieces are sent: the remainder will grow, or is sent when the directory is
+            // complete.
+            let whole_pieces_bytes = length - length % PIECE_BYTES_MAX as u64;
+            self.send_file_up_to(&file_name, whole_pieces_bytes)?;
         }
         Ok(())
     }
 
-    /// Sends the rest of all files.
-    fn send_rest(mut self) -> Result<SentAmounts, Failure> {
+    /// Sends the remaining data of all files, and the end mark.
+    fn send_remainder(mut self) -> Result<SentAmounts, Failure> {
         self.open_dir()?;
-        let folder = self.opened_dir.as_ref().expect("it was found");
-        let entries = folder.entries().map_err(io_failure("read", self.dir))?;
-        let path = folder.path.clone();
+        let opened_dir = self.opened_dir.as_ref().expect("it was found");
+        let entries = opened_dir
+            .files_with_metadata()
+            .map_err(io_failure("read", self.dir))?;
+        let path = opened_dir.path.clone();
         if let Some((name, _)) = entries.iter().find(|(_, meta)| !meta.is_file()) {
             return Err(Failure::Images(format!(
                 "{} is not a plain file",
                 self.dir.join(name).display()
             )));
         }
-        let is_present = |name: &String, begun: &PartlySentFile| {
+        let is_present = |name: &String, partly_sent_file: &PartlySentFile| {
             entries
                 .iter()
-                .any(|(other, meta)| other == name && begun.is_unchanged(meta))
+                .any(|(other, meta)| other == name && partly_sent_file.is_unchanged(meta))
         };
         if let Some((name, _)) = self
-            .partly_sent
+            .partly_sent_files
             .iter()
-            .find(|(name, begun)| !is_present(name, begun))
+            .find(|(name, partly_sent_file)| !is_present(name, partly_sent_file))
         {
             let path = self.dir.join(name);
             return Err(Failure::Images(format!(
@@ -315,27 +320,27 @@ impl<'a, W: Write> Sender<'a, W> {
                 path.display()
             )));
         }
-        self.early_bytes = self.bytes;
+        self.early_bytes = self.byte_count;
         for (name, meta) in entries {
-            if !self.partly_sent.contains_key(&name) {
+            if !self.partly_sent_files.contains_key(&name) {
                 let file = File::open(path.join(&name))
                     .map_err(io_failure("open", &self.dir.join(&name)))?;
                 self.begin_file(name.clone(), file, false)?;
             }
             self.send_file_up_to(&name, meta.len())?;
-            if let Some(done) = self.partly_sent.remove(&name) {
+            if let Some(complete_file) = self.partly_sent_files.remove(&name) {
                 self.send_mark(&TransferMark::FileEnd {
-                    number: done.number,
-                    bytes: done.sent_bytes,
+                    number: complete_file.number,
+                    bytes: complete_file.sent_bytes,
                 })?;
             }
         }
         self.send_mark(&TransferMark::End {
-            files: self.files,
-            bytes: self.bytes,
+            files: self.file_count,
+            bytes: self.byte_count,
         })?;
         Ok(SentAmounts {
-            bytes: self.bytes,
+            file_bytes: self.byte_count,
             early_bytes: self.early_bytes,
             wire_bytes: self.wire_bytes,
             void_bytes: self.void_bytes,
@@ -343,9 +348,9 @@ impl<'a, W: Write> Sender<'a, W> {
     }
 
     fn begin_file(&mut self, name: String, file: File, punches_holes: bool) -> Result<(), Failure> {
-        let number = self.files;
-        self.files += 1;
-        self.partly_sent.insert(
+        let number = self.file_count;
+        self.file_count += 1;
+        self.partly_sent_files.insert(
             name.clone(),
             PartlySentFile {
                 number,
@@ -359,33 +364,33 @@ impl<'a, W: Write> Sender<'a, W> {
 
     /// Sends a file up to the offset `length`.
     fn send_file_up_to(&mut self, name: &str, length: u64) -> Result<(), Failure> {
-        let Some(begun) = self.partly_sent.get_mut(name) else {
+        let Some(partly_sent_file) = self.partly_sent_files.get_mut(name) else {
             return Ok(());
         };
-        while begun.sent_bytes < length {
-            let bytes = usize::try_from(length - begun.sent_bytes)
-                .unwrap_or(PIECE_BYTES)
-                .min(PIECE_BYTES);
-            let mut front = [RECORD_PIECE; PIECE_HEAD_BYTES];
-            front[1..].copy_from_slice(&begun.number.to_le_bytes());
-            let read = |room: &mut [u8]| {
-                begun
+        while partly_sent_file.sent_bytes < length {
+            let bytes = usize::try_from(length - partly_sent_file.sent_bytes)
+                .unwrap_or(PIECE_BYTES_MAX)
+                .min(PIECE_BYTES_MAX);
+            let mut piece_head = [RECORD_PIECE; PIECE_HEAD_BYTES];
+            piece_head[1..].copy_from_slice(&partly_sent_file.number.to_le_bytes());
+            let fill = |buffer: &mut [u8]| {
+                partly_sent_file
                     .file
-                    .read_exact(room)
+                    .read_exact(buffer)
                     .map_err(io_failure("read", &self.dir.join(name)))
             };
-            let sent = self
-                .out
-                .send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
-            self.wire_bytes += sent.map_err(send_failure)? as u64;
-            begun.sent_bytes += bytes as u64;
-            begun.punch_out(bytes);
-            self.bytes += bytes as u64;
+            let send_result = self.writer.send_packed(&piece_head, bytes, fill, |leave| {
+                self.rate.wait_for_slot(leave)
+            })?;
+            self.wire_bytes += send_result.map_err(send_failure)? as u64;
+            partly_sent_file.sent_bytes += bytes as u64;
+            partly_sent_file.punch_out(bytes);
+            self.byte_count += bytes as u64;
         }
         Ok(())
     }
 
     pub(super) fn send_mark(&mut self, mark: &TransferMark) -> Result<(), Failure> {
-        send_mark(&mut self.out, mark)
+        send_mark(&mut self.writer, mark)
     }
 }

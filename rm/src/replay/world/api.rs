@@ -30,9 +30,9 @@ impl VmApi for World {
         self.now()
     }
 
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error> {
         let mut state = self.0.borrow_mut();
-        let until = state.now + Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX));
+        let deadline = state.now + Micros(u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX));
         loop {
             if let Some(message) = state.inbox.pop_front() {
                 return Ok(Some(message));
@@ -40,19 +40,21 @@ impl VmApi for World {
             if state.is_over() {
                 return Err(Error::new(PvmError::SysErr, "the record is over"));
             }
-            let next = state.next_event_at();
-            if next > until {
-                state.advance(until);
+            let next_event_time = state.next_event_at();
+            if next_event_time > deadline {
+                state.advance_to(deadline);
                 return Ok(None);
             }
-            state.advance(next);
-            state.process_due();
+            state.advance_to(next_event_time);
+            state.process_due_events();
         }
     }
 
-    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         if tag == SM_SPAWN {
-            self.0.borrow_mut().record_answer((to, wid), body);
+            self.0
+                .borrow_mut()
+                .record_spawn_reply((receiver, wid), body);
         }
         Ok(())
     }
@@ -62,12 +64,12 @@ impl VmApi for World {
     }
 
     fn host_table(&self) -> Result<HostTable, Error> {
-        Ok(self.0.borrow().table.clone())
+        Ok(self.0.borrow().host_table.clone())
     }
 
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
         let state = self.0.borrow();
-        let plain = |tid: Tid, parent, host, uid| TaskInfo {
+        let unspawned_task_info = |tid: Tid, parent, host, uid| TaskInfo {
             tid,
             parent,
             host,
@@ -79,19 +81,20 @@ impl VmApi for World {
             paused: false,
             suspended: false,
         };
-        let spawner = |(tid, s): (&Tid, &Spawner)| plain(*tid, s.parent, s.host, s.user);
-        let running = |(tid, task): (&Tid, &ReplayTask)| TaskInfo {
+        let spawner_info =
+            |(tid, s): (&Tid, &Spawner)| unspawned_task_info(*tid, s.parent, s.host, s.user);
+        let replay_task_info = |(tid, task): (&Tid, &ReplayTask)| TaskInfo {
             flags: TASK_FORKED,
             name: task.program.clone(),
-            migrating: task.migrating.is_some(),
-            suspended: task.suspended.is_suspended(),
-            ..plain(*tid, task.parent, task.host, task.user)
+            migrating: task.migration.is_some(),
+            suspended: task.suspensions.is_suspended(),
+            ..unspawned_task_info(*tid, task.parent, task.host, task.user)
         };
         Ok(state
             .spawners
             .iter()
-            .map(spawner)
-            .chain(state.tasks.iter().map(running))
+            .map(spawner_info)
+            .chain(state.tasks.iter().map(replay_task_info))
             .collect())
     }
 
@@ -99,7 +102,7 @@ impl VmApi for World {
         Ok(Tid::NONE)
     }
 
-    fn subscribe(&self, _ctx: i32, _tag: i32) -> Result<(), Error> {
+    fn subscribe_events(&self, _ctx: i32, _tag: i32) -> Result<(), Error> {
         Ok(())
     }
 
@@ -107,24 +110,29 @@ impl VmApi for World {
         Ok(Vec::new())
     }
 
-    fn notify(&self, _what: NotifySubjects, _ctx: i32, _tag: i32) -> Result<(), Error> {
+    fn request_notification(
+        &self,
+        _what: NotifySubjects,
+        _ctx: i32,
+        _tag: i32,
+    ) -> Result<(), Error> {
         Ok(())
     }
 
     fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
-        Ok(self.0.borrow_mut().exec(host, parent, request))
+        Ok(self.0.borrow_mut().start_tasks_on(host, parent, request))
     }
 
-    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
+    fn migrate(&self, tid: Tid, target: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         let mut state = self.0.borrow_mut();
-        let at = state.now + MIGRATION_DURATION;
+        let arrival_time = state.now + MIGRATION_DURATION;
         match state.tasks.get_mut(&tid) {
             None => Err(Error::new(PvmError::NoTask, "it has ended").into()),
-            Some(task) if task.migrating.is_some() => {
+            Some(task) if task.migration.is_some() => {
                 Err(Error::new(PvmError::Already, "it is migrating").into())
             }
             Some(task) => {
-                task.migrating = Some((at, to, cause));
+                task.migration = Some((arrival_time, target, cause));
                 Ok(())
             }
         }
@@ -135,7 +143,12 @@ impl VmApi for World {
         Ok(())
     }
 
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
+    fn set_suspended(
+        &self,
+        tid: Tid,
+        suspend: bool,
+        cause: suspend::SuspendCause,
+    ) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
         let Some(task) = state.tasks.get_mut(&tid) else {
             return Err(Error::new(PvmError::NoTask, "it has ended"));
@@ -146,26 +159,26 @@ impl VmApi for World {
                 suspend,
                 cause,
             },
-            task.suspended,
+            task.suspensions,
             task.host,
         );
-        task.suspended = before.apply(&order);
-        let change = before.change_event(task.suspended, &order);
+        task.suspensions = before.apply_order(&order);
+        let change = before.change_event(task.suspensions, &order);
         change
             .into_iter()
-            .for_each(|event| state.event(host, event));
+            .for_each(|event| state.post_event(host, event));
         Ok(())
     }
 
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
-        let at = state.now + MIGRATION_DURATION;
-        state.vacates_due.insert(job, at);
+        let completion_time = state.now + MIGRATION_DURATION;
+        state.vacates_due.insert(job, completion_time);
         Ok(())
     }
 
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.0.borrow_mut().restart(set, on)
+    fn restart(&self, checkpoint: &str, host_names: &[String]) -> Result<(), Error> {
+        self.0.borrow_mut().restart(checkpoint, host_names)
     }
 
     fn record_event(&self, _at: Micros, _kind: EventKind) -> Result<(), Error> {

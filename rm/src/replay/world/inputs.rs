@@ -1,11 +1,11 @@
-//! Applies the inputs of a recording to the simulated virtual machine: the service receives them as
-//! messages.
+//! Applies the inputs of a recording to the simulated virtual machine. The service receives the
+//! inputs as messages.
 
 use super::{OpenSpawn, Spawner, WorldState, service_tid};
 use crate::decide::{TimedSample, external_demand};
 use crate::recording::RecordedInput;
 use crate::replay::policy_file_text;
-use crate::service::{TAG_LOAD, TAG_POLICY};
+use crate::service::{TAG_LOAD_REPORT, TAG_POLICY};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::to_bytes;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
@@ -18,9 +18,9 @@ use sempa_proto::{HostId, Tid};
 impl WorldState {
     pub(super) fn apply_input(&mut self, input: RecordedInput) {
         match input {
-            // The service receives the new policy as after a change of the policy file.
-            RecordedInput::Policy(policy) if self.policy_changes => {
-                self.post(
+            // The service receives the new policy like a change of the policy file.
+            RecordedInput::Policy(policy) if self.replays_policy_changes => {
+                self.post_message(
                     service_tid(),
                     CTX_RM,
                     TAG_POLICY,
@@ -31,93 +31,102 @@ impl WorldState {
             }
             RecordedInput::Policy(_)
             | RecordedInput::Labels(_)
-            | RecordedInput::Started { .. }
-            | RecordedInput::Ended { .. } => {}
+            | RecordedInput::SpawnAnswered { .. }
+            | RecordedInput::TaskEnded { .. } => {}
             RecordedInput::Hosts(table) => self.set_hosts(table),
-            RecordedInput::Report { report, own } => {
-                let (host, at) = (report.host, self.now);
-                let foreign = external_demand(&TimedSample {
+            RecordedInput::Report {
+                report,
+                vm_task_count: task_count,
+            } => {
+                let (host, received_time) = (report.host, self.now);
+                let external_threads = external_demand(&TimedSample {
                     sample: report.sample,
-                    received_at: at,
-                    own_tasks: own,
+                    received_at: received_time,
+                    vm_task_count: task_count,
                 });
-                self.reports.insert(host, (report, foreign));
-                self.send_report(host, self.guests(host));
+                self.reports.insert(host, (report, external_threads));
+                self.send_report(host, self.computing_task_count(host));
             }
-            // The service receives the request as it was recorded. Its answer is ignored.
+            // The service receives the drain request as it was recorded. Its reply is ignored.
             RecordedInput::Drain {
                 host,
-                by,
-                begun,
-                within,
+                requester,
+                is_start,
+                time_until_deadline,
             } => {
-                let order = if begun {
-                    RmQuery::Drain { host, within }
+                let order = if is_start {
+                    RmQuery::Drain {
+                        host,
+                        time_limit: time_until_deadline,
+                    }
                 } else {
                     RmQuery::Undrain { host }
                 };
                 if let Ok(body) = encode(&order) {
-                    self.post(by, CTX_RM, TAG_QUERY, 0, DSIG_X86_64, body.into());
+                    self.post_message(requester, CTX_RM, TAG_QUERY, 0, DSIG_X86_64, body.into());
                 }
             }
             RecordedInput::Spawn {
-                number,
-                caller,
+                request_id,
+                caller_host: caller,
                 user,
                 job,
                 request,
-            } => self.request_spawn(number, caller, (user, job), &request),
+            } => self.request_spawn(request_id, caller, (user, job), &request),
         }
     }
 
-    /// Sends a recorded spawn to the service. The requesting task is the one of the replay that
-    /// corresponds to the recorded one.
+    /// Sends a recorded spawn to the service. `recorded_tid`: the requesting task in the recording. The
+    /// corresponding task of the replay sends the request.
     fn request_spawn(
         &mut self,
-        (recorded, wid): (Tid, i32),
+        (recorded_tid, wid): (Tid, i32),
         caller: HostId,
         (user, job): (u32, Tid),
         request: &SpawnRequest,
     ) {
-        self.figures.spawns += 1;
-        let src = self
+        self.result_so_far.spawns += 1;
+        let requester = self
             .replayed_tids
-            .get(&recorded)
+            .get(&recorded_tid)
             .copied()
-            .unwrap_or(recorded);
-        if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
-            let parent = if job == src { Tid::NONE } else { job };
+            .unwrap_or(recorded_tid);
+        if !self.tasks.contains_key(&requester) && !self.spawners.contains_key(&requester) {
+            let parent = if job == requester { Tid::NONE } else { job };
             self.spawners.insert(
-                src,
+                requester,
                 Spawner {
                     host: caller,
                     parent,
                     user,
                 },
             );
-            // The event contains no program name, because the task was not spawned.
-            self.event(
+            // The event contains no program name, because the requesting task was not spawned.
+            self.post_event(
                 caller,
                 EventKind::TaskStarted {
-                    tid: src,
+                    tid: requester,
                     parent,
                     name: String::new(),
                     user,
                 },
             );
         }
-        self.asked_at.insert((src, wid), self.now);
-        let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
+        self.requested_at.insert((requester, wid), self.now);
+        let work = self
+            .recorded_works
+            .remove(&(recorded_tid, wid))
+            .unwrap_or_default();
         self.open_spawns.push(OpenSpawn {
-            number: (src, wid),
-            file: request.file.clone(),
-            work,
+            request_id: (requester, wid),
+            program: request.program.clone(),
+            task_works: work,
         });
-        if let Some(tasks) = self.recorded_tasks.remove(&(recorded, wid)) {
-            self.recorded_tasks.insert((src, wid), tasks);
+        if let Some(tasks) = self.recorded_tasks.remove(&(recorded_tid, wid)) {
+            self.recorded_tasks.insert((requester, wid), tasks);
         }
-        self.post(
-            src,
+        self.post_message(
+            requester,
             CTX_BASE,
             SM_SPAWN,
             wid,
@@ -127,26 +136,28 @@ impl WorldState {
     }
 
     fn set_hosts(&mut self, table: HostTable) {
-        let before = std::mem::replace(&mut self.table, table);
-        let gone: Vec<&HostEntry> = before
+        let previous_table = std::mem::replace(&mut self.host_table, table);
+        let removed_hosts: Vec<&HostEntry> = previous_table
             .hosts
             .iter()
-            .filter(|host| self.table.get(host.id).is_none())
+            .filter(|host| self.host_table.get(host.id).is_none())
             .collect();
-        for host in gone {
-            let lost: Vec<Tid> = self
+        for host in removed_hosts {
+            let lost_tids: Vec<Tid> = self
                 .tasks
                 .iter()
                 .filter(|(_, t)| t.host == host.id)
                 .map(|(tid, _)| *tid)
                 .collect();
-            self.figures.lost += lost.len() as u64;
-            lost.iter().for_each(|tid| drop(self.tasks.remove(tid)));
+            self.result_so_far.lost += lost_tids.len() as u64;
+            lost_tids
+                .iter()
+                .for_each(|tid| drop(self.tasks.remove(tid)));
             self.spawners.retain(|_, spawner| spawner.host != host.id);
             self.reports.remove(&host.id);
             self.watchers.remove(&host.id);
             let why = "as recorded".to_string();
-            self.event(
+            self.post_event(
                 HostId::MASTER,
                 EventKind::HostGone {
                     host: host.id,
@@ -156,13 +167,13 @@ impl WorldState {
             );
         }
         for host in self
-            .table
+            .host_table
             .hosts
             .clone()
             .iter()
-            .filter(|host| before.get(host.id).is_none())
+            .filter(|host| previous_table.get(host.id).is_none())
         {
-            self.event(
+            self.post_event(
                 HostId::MASTER,
                 EventKind::HostAdded {
                     host: host.id,
@@ -178,16 +189,27 @@ impl WorldState {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
         };
-        let own = guests as f32;
-        let Some((report, foreign)) = self.reports.get(&host) else {
+        let guest_threads = guests as f32;
+        let Some((report, external_threads)) = self.reports.get(&host) else {
             return;
         };
         let mut report = report.clone();
-        let (demand, cores) = (foreign + own, report.sample.processors());
-        (report.sample.busy, report.sample.load1) = ((demand / cores).min(1.0), demand);
-        (report.sample.running, report.sample.cpu_pressure) = (demand.round() as u32, 0.0);
+        let (demand, cores) = (
+            external_threads + guest_threads,
+            report.sample.usable_processors(),
+        );
+        (report.sample.busy_share, report.sample.one_minute_load) =
+            ((demand / cores).min(1.0), demand);
+        (report.sample.runnable_threads, report.sample.cpu_pressure) = (demand.round() as u32, 0.0);
         if let Ok(body) = to_bytes(&report) {
-            self.post(watcher, CTX_RM, TAG_LOAD, 0, DSIG_X86_64, body.into());
+            self.post_message(
+                watcher,
+                CTX_RM,
+                TAG_LOAD_REPORT,
+                0,
+                DSIG_X86_64,
+                body.into(),
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The simulated virtual machine for a replay. It implements the calls that the service makes, and
+//! The simulated virtual machine for a replay. It implements the calls that the service makes. It
 //! generates events from the recording and from the simulated tasks.
 
 mod api;
@@ -6,7 +6,7 @@ mod inputs;
 mod recorded;
 mod vacated;
 
-use super::{Figures, UserFigures};
+use super::{ReplayResult, UserResult};
 use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::TAG_EVENT;
 use bytes::Bytes;
@@ -29,15 +29,16 @@ use std::rc::Rc;
 
 /// Maximum time for which the replay continues after the end of the recording, so that tasks can
 /// end.
-pub const TAIL_MAX: Micros = Micros::from_secs(3600);
+pub const TAIL_TIME_MAX: Micros = Micros::from_secs(3600);
 /// Maximum interval between two reports of a load watcher.
 const REPORT_INTERVAL: Micros = Micros::from_secs(5);
-/// Size of the image of every task in bytes.
+/// Size in bytes of the images of every task.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// Time for which a migration stops its task: the predicted time for [`IMAGE_BYTES`] before
-/// anything was learned.
+/// Time for which a migration stops its task. It equals the predicted time for [`IMAGE_BYTES`]
+/// before anything was learned.
 const MIGRATION_DURATION: Micros = Micros::from_millis(400);
-/// First task number for tasks of the replay, above those of the recording.
+/// First number of tasks that are started in the replay. It is greater than the task numbers in the
+/// recording.
 const FIRST_TASK_NUMBER: u32 = 0x1_0000;
 
 #[derive(Clone, Debug)]
@@ -48,29 +49,30 @@ struct ReplayTask {
     user: u32,
     /// Remaining work in seconds of an ordinary processor; infinite for tasks whose end was not
     /// recorded.
-    work_left: f64,
-    /// Time of the task's last spawn in the recording. The task does not end before it.
+    work_left_s: f64,
+    /// Time at which the task last requested a spawn in the recording. The task does not end before
+    /// this time.
     last_spawn_at: Micros,
-    began_at: Micros,
-    migrating: Option<(Micros, HostId, MigrationCause)>,
-    suspended: suspend::Suspensions,
+    started_at: Micros,
+    migration: Option<(Micros, HostId, MigrationCause)>,
+    suspensions: suspend::Suspensions,
 }
 
 impl ReplayTask {
-    /// True if the task can use processor time: it has work left, and is neither suspended nor
+    /// True if the task uses processor time: it has work left, and is neither suspended nor
     /// migrating.
     fn computes(&self) -> bool {
-        self.migrating.is_none() && !self.suspended.is_suspended() && self.has_work()
+        self.migration.is_none() && !self.suspensions.is_suspended() && self.has_work()
     }
 
     /// True if at least a microsecond of work remains.
     fn has_work(&self) -> bool {
-        self.work_left >= 1e-6
+        self.work_left_s >= 1e-6
     }
 }
 
-/// A requesting task that was not spawned in the replay: a console, or a program started by hand.
-/// It uses no processor time.
+/// A requesting task that was not spawned in the replay: a console, or a program that a user has
+/// started by hand. It uses no processor time.
 #[derive(Clone, Copy, Debug)]
 struct Spawner {
     host: HostId,
@@ -78,113 +80,113 @@ struct Spawner {
     user: u32,
 }
 
-/// A spawn that is being carried out, with the work of its tasks.
+/// A spawn without a reply, with the recorded work of its tasks that are not started yet.
 #[derive(Debug)]
 struct OpenSpawn {
-    number: (Tid, i32),
-    file: String,
-    work: VecDeque<RecordedWork>,
+    request_id: (Tid, i32),
+    program: String,
+    task_works: VecDeque<RecordedWork>,
 }
 
 #[derive(Debug, Default)]
 struct WorldState {
     now: Micros,
-    began_at: Micros,
+    started_at: Micros,
     last_input_at: Micros,
-    /// True if recorded policy changes are replayed.
-    policy_changes: bool,
+    /// True if the policy changes in the recording are replayed.
+    replays_policy_changes: bool,
     inputs: VecDeque<RecordingEntry>,
     inbox: VecDeque<Message>,
-    table: HostTable,
+    host_table: HostTable,
     /// Latest recorded report of each host, with the external load in threads.
     reports: BTreeMap<HostId, (LoadReport, f32)>,
     watchers: BTreeMap<HostId, Tid>,
-    report_at: Micros,
+    next_report_at: Micros,
     tasks: BTreeMap<Tid, ReplayTask>,
     spawners: BTreeMap<Tid, Spawner>,
-    work: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
+    recorded_works: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
     /// Tasks of each spawn in the recording, by the spawn's requesting task and wait id.
     recorded_tasks: HashMap<(Tid, i32), Vec<Tid>>,
-    /// Tasks of the replay, by the corresponding recorded task.
+    /// Tasks of the replay, by the corresponding task in the recording.
     replayed_tids: HashMap<Tid, Tid>,
-    /// Jobs that are being vacated, with the time when the checkpoint is complete.
+    /// Jobs that are being vacated, each with the time at which its checkpoint is complete.
     vacates_due: BTreeMap<Tid, Micros>,
-    /// Tasks of vacated jobs, by checkpoint.
+    /// Tasks of vacated jobs, by the name of the checkpoint.
     checkpoints: BTreeMap<String, Vec<(Tid, ReplayTask)>>,
     open_spawns: Vec<OpenSpawn>,
-    asked_at: HashMap<(Tid, i32), Micros>,
+    requested_at: HashMap<(Tid, i32), Micros>,
     last_task_numbers: HashMap<HostId, u32>,
-    last_event: u64,
+    last_event_number: u64,
     last_wait_id: i32,
-    /// Times from spawns to their answers as (user, seconds).
+    /// Times from spawn requests to their replies, as (user, seconds).
     wait_times: Vec<(u32, f64)>,
-    /// Running times of tasks that did all their work as (user, seconds).
+    /// Run times of tasks that did all their work, as (user, seconds).
     run_times: Vec<(u32, f64)>,
-    figures: Figures,
+    result_so_far: ReplayResult,
 }
 
-/// The simulated virtual machine, shared by its clones.
+/// The simulated virtual machine. All clones share its state.
 #[derive(Clone, Debug)]
 pub(super) struct World(Rc<RefCell<WorldState>>);
 
-fn seconds(span: Micros) -> f64 {
-    span.0 as f64 / 1e6
+fn seconds(duration: Micros) -> f64 {
+    duration.0 as f64 / 1e6
 }
 
 impl World {
-    pub(super) fn new(entries: &[RecordingEntry], policy_changes: bool) -> World {
-        let begin = entries.first().map_or(Micros(0), |entry| entry.at);
+    pub(super) fn new(entries: &[RecordingEntry], policy_changes: bool) -> Self {
+        let start_time = entries.first().map_or(Micros(0), |entry| entry.at);
         let mut state = WorldState {
             inputs: entries.iter().cloned().collect(),
             last_input_at: super::last_entry_time(entries),
-            policy_changes,
-            work: recorded_work(entries),
+            replays_policy_changes: policy_changes,
+            recorded_works: recorded_work(entries),
             recorded_tasks: recorded_tasks(entries),
-            now: begin,
-            began_at: begin,
+            now: start_time,
+            started_at: start_time,
             ..WorldState::default()
         };
-        // The service requests the host table when it starts.
+        // The service requests the host table at its start, so the table must be set before.
         if let Some(RecordedInput::Hosts(table)) = entries
             .iter()
             .map(|e| &e.input)
             .find(|i| matches!(i, RecordedInput::Hosts(_)))
         {
-            state.table = table.clone();
+            state.host_table = table.clone();
         }
-        World(Rc::new(RefCell::new(state)))
+        Self(Rc::new(RefCell::new(state)))
     }
 
-    pub(super) fn figures(&self) -> Figures {
+    pub(super) fn replay_result(&self) -> ReplayResult {
         let state = self.0.borrow();
         let (waits_s, runs_s) = (
             state.wait_times.iter().map(|w| w.1),
             state.run_times.iter().map(|r| r.1),
         );
-        let (all, users) = (
-            UserFigures::new(waits_s.collect(), runs_s.collect(), 0),
-            state.figures_by_user(),
+        let (totals, users) = (
+            UserResult::new(waits_s.collect(), runs_s.collect(), 0),
+            state.results_by_user(),
         );
-        let UserFigures {
+        let UserResult {
             waited_mean_s,
             waited_most_s,
             finished,
             run_mean_s,
             ..
-        } = all;
-        Figures {
+        } = totals;
+        ReplayResult {
             waited_mean_s,
             waited_most_s,
             finished,
             run_mean_s,
             users,
-            ..state.figures.clone()
+            ..state.result_so_far.clone()
         }
     }
 }
 
 impl WorldState {
-    fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, enc: i32, body: Bytes) {
+    fn post_message(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, enc: i32, body: Bytes) {
         self.inbox.push_back(Message {
             src,
             dst: service_tid(),
@@ -196,16 +198,16 @@ impl WorldState {
         });
     }
 
-    fn event(&mut self, host: HostId, kind: EventKind) {
-        self.last_event += 1;
+    fn post_event(&mut self, host: HostId, kind: EventKind) {
+        self.last_event_number += 1;
         let event = Event {
-            number: self.last_event,
+            number: self.last_event_number,
             at: self.now,
             host,
             kind,
         };
         if let Ok(body) = to_bytes(&event) {
-            self.post(
+            self.post_message(
                 Tid::MY_DAEMON,
                 CTX_RM,
                 TAG_EVENT,
@@ -226,37 +228,41 @@ impl WorldState {
             .unwrap_or(0)
     }
 
-    /// Returns the figures of each user, by user.
-    fn figures_by_user(&self) -> BTreeMap<u32, UserFigures> {
-        let open: Vec<u32> = self
-            .asked_at
+    /// Returns the results of each user, by user.
+    fn results_by_user(&self) -> BTreeMap<u32, UserResult> {
+        let waiting_users: Vec<u32> = self
+            .requested_at
             .keys()
             .map(|(src, _)| self.user_of(*src))
             .collect();
-        let known = self
+        let all_users = self
             .wait_times
             .iter()
             .chain(&self.run_times)
-            .map(|of| of.0)
-            .chain(open.iter().copied());
-        let users: std::collections::BTreeSet<u32> = known.collect();
-        let of = |user: u32| {
-            let own = |list: &[(u32, f64)]| {
+            .map(|figures_of| figures_of.0)
+            .chain(waiting_users.iter().copied());
+        let users: std::collections::BTreeSet<u32> = all_users.collect();
+        let figures_of = |user: u32| {
+            let seconds_of_user = |list: &[(u32, f64)]| {
                 list.iter()
-                    .filter(|one| one.0 == user)
-                    .map(|one| one.1)
+                    .filter(|measurement| measurement.0 == user)
+                    .map(|measurement| measurement.1)
                     .collect()
             };
-            let unanswered = open.iter().filter(|other| **other == user).count() as u64;
+            let unanswered = waiting_users.iter().filter(|other| **other == user).count() as u64;
             (
                 user,
-                UserFigures::new(own(&self.wait_times), own(&self.run_times), unanswered),
+                UserResult::new(
+                    seconds_of_user(&self.wait_times),
+                    seconds_of_user(&self.run_times),
+                    unanswered,
+                ),
             )
         };
-        users.into_iter().map(of).collect()
+        users.into_iter().map(figures_of).collect()
     }
 
-    fn guests(&self, host: HostId) -> usize {
+    fn computing_task_count(&self, host: HostId) -> usize {
         self.tasks
             .values()
             .filter(|t| t.host == host && t.computes())
@@ -264,68 +270,70 @@ impl WorldState {
     }
 
     /// Returns the rate of each task on a host, relative to an ordinary processor.
-    fn rate(&self, host: HostId) -> f64 {
+    fn task_rate(&self, host: HostId) -> f64 {
         let speed = self
-            .table
+            .host_table
             .get(host)
             .map_or(0.0, |entry| f64::from(entry.speed) / 1e3);
-        let Some((report, foreign)) = self.reports.get(&host) else {
+        let Some((report, external_threads)) = self.reports.get(&host) else {
             return speed;
         };
-        if matches!(report.access, GuestAccess::Paused { .. }) {
+        if matches!(report.guest_access, GuestAccess::Paused { .. }) {
             return 0.0;
         }
-        let threads = self.guests(host) as f64 + f64::from(*foreign);
-        speed * (f64::from(report.sample.processors()) / threads.max(1e-9)).min(1.0)
+        let threads = self.computing_task_count(host) as f64 + f64::from(*external_threads);
+        speed * (f64::from(report.sample.usable_processors()) / threads.max(1e-9)).min(1.0)
     }
 
     /// Returns the rate of each host that has tasks.
-    fn rates(&self) -> BTreeMap<HostId, f64> {
+    fn task_rates(&self) -> BTreeMap<HostId, f64> {
         let hosts: std::collections::BTreeSet<HostId> =
             self.tasks.values().map(|t| t.host).collect();
         hosts
             .into_iter()
-            .map(|host| (host, self.rate(host)))
+            .map(|host| (host, self.task_rate(host)))
             .collect()
     }
 
-    /// Returns the time of the next event in the simulation.
+    /// Returns the time at which the next event of the simulation is due.
     fn next_event_at(&self) -> Micros {
-        let rates = self.rates();
-        let end = |task: &ReplayTask| match &task.migrating {
-            Some((at, ..)) => Some(*at),
-            None if task.suspended.is_suspended() => None,
+        let rates = self.task_rates();
+        let task_event_time = |task: &ReplayTask| match &task.migration {
+            Some((arrival, ..)) => Some(*arrival),
+            None if task.suspensions.is_suspended() => None,
             None if !task.has_work() => {
-                Some(task.last_spawn_at + Micros(1)).filter(|behind| *behind > self.now)
+                Some(task.last_spawn_at + Micros(1)).filter(|end_time| *end_time > self.now)
             }
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
-                let span = task.work_left / rate;
-                (rate > 0.0 && span.is_finite())
-                    .then(|| self.now + Micros((span * 1e6).ceil() as u64))
+                let remaining_seconds = task.work_left_s / rate;
+                (rate > 0.0 && remaining_seconds.is_finite())
+                    .then(|| self.now + Micros((remaining_seconds * 1e6).ceil() as u64))
             }
         };
-        let ends = self.tasks.values().filter_map(end);
-        let parked = self.vacates_due.values().copied();
+        let task_ends = self.tasks.values().filter_map(task_event_time);
+        let vacate_times = self.vacates_due.values().copied();
         let inputs = self.inputs.front().map(|entry| entry.at);
-        ends.chain(inputs)
-            .chain(parked)
-            .chain([self.report_at])
+        task_ends
+            .chain(inputs)
+            .chain(vacate_times)
+            .chain([self.next_report_at])
             .min()
-            .unwrap_or(self.report_at)
+            .unwrap_or(self.next_report_at)
     }
 
     fn is_over(&self) -> bool {
-        let parked = !self.checkpoints.is_empty() || !self.vacates_due.is_empty();
-        let busy = self.tasks.values().any(|task| task.work_left.is_finite())
-            || !self.asked_at.is_empty()
-            || parked;
-        self.inputs.is_empty() && (!busy || self.now.since(self.last_input_at) >= TAIL_MAX)
+        let has_vacated_jobs = !self.checkpoints.is_empty() || !self.vacates_due.is_empty();
+        let has_open_work = self.tasks.values().any(|task| task.work_left_s.is_finite())
+            || !self.requested_at.is_empty()
+            || has_vacated_jobs;
+        self.inputs.is_empty()
+            && (!has_open_work || self.now.since(self.last_input_at) >= TAIL_TIME_MAX)
     }
 
-    /// Advances the time, and the work that the tasks have done.
-    fn advance(&mut self, to: Micros) {
-        let (span, rates) = (seconds(to.since(self.now)), self.rates());
+    /// Advances the time to `time`, and the work that the tasks have done.
+    fn advance_to(&mut self, time: Micros) {
+        let (elapsed_seconds, rates) = (seconds(time.since(self.now)), self.task_rates());
         for task in self.tasks.values_mut() {
             let rate = if task.computes() {
                 rates.get(&task.host).copied().unwrap_or(0.0)
@@ -333,22 +341,23 @@ impl WorldState {
                 0.0
             };
             if rate == 0.0 {
-                self.figures.stood_still_s += span;
+                self.result_so_far.stood_still_s += elapsed_seconds;
             }
-            task.work_left = (task.work_left - rate * span).max(0.0);
+            task.work_left_s = (task.work_left_s - rate * elapsed_seconds).max(0.0);
         }
-        self.now = self.now.max(to);
+        self.now = self.now.max(time);
     }
 
-    /// Processes everything that is due at the current time.
-    fn process_due(&mut self) {
+    /// Processes everything that is due at the current time: ends of tasks, migrations, vacates,
+    /// recorded inputs and reports.
+    fn process_due_events(&mut self) {
         // The end of a task may allow its parent to end.
-        while let Some(tid) = self.find_finished() {
+        while let Some(tid) = self.find_finished_task() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
             self.run_times
-                .push((task.user, seconds(self.now.since(task.began_at))));
-            self.figures.last_end_s = seconds(self.now.since(self.began_at));
-            self.event(
+                .push((task.user, seconds(self.now.since(task.started_at))));
+            self.result_so_far.last_end_s = seconds(self.now.since(self.started_at));
+            self.post_event(
                 task.host,
                 EventKind::TaskEnded {
                     tid,
@@ -358,14 +367,18 @@ impl WorldState {
             );
         }
         let now = self.now;
-        let arrived = |t: &ReplayTask| t.migrating.as_ref().is_some_and(|(at, ..)| *at <= now);
-        let arrived: Vec<Tid> = self
+        let has_arrived = |t: &ReplayTask| {
+            t.migration
+                .as_ref()
+                .is_some_and(|(arrival, ..)| *arrival <= now)
+        };
+        let has_arrived: Vec<Tid> = self
             .tasks
             .iter()
-            .filter(|(_, t)| arrived(t))
+            .filter(|(_, t)| has_arrived(t))
             .map(|(tid, _)| *tid)
             .collect();
-        arrived
+        has_arrived
             .into_iter()
             .for_each(|tid| self.complete_migration(tid));
         self.complete_vacates();
@@ -373,8 +386,8 @@ impl WorldState {
             let entry = self.inputs.pop_front().expect("looked at a moment ago");
             self.apply_input(entry.input);
         }
-        if self.report_at <= now {
-            self.report_at = now + REPORT_INTERVAL;
+        if self.next_report_at <= now {
+            self.next_report_at = now + REPORT_INTERVAL;
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
             let mut guests = BTreeMap::<HostId, usize>::new();
             self.tasks
@@ -389,107 +402,109 @@ impl WorldState {
 
     /// Returns a task that can end: it has no remaining work and no later spawns, and its children
     /// have ended.
-    fn find_finished(&self) -> Option<Tid> {
-        let waits = |tid: &Tid| {
+    fn find_finished_task(&self) -> Option<Tid> {
+        let has_running_child = |tid: &Tid| {
             self.tasks
                 .values()
-                .any(|task| task.parent == *tid && task.work_left.is_finite())
+                .any(|task| task.parent == *tid && task.work_left_s.is_finite())
         };
-        let done = |(tid, task): &(&Tid, &ReplayTask)| {
-            task.migrating.is_none()
+        let can_end = |(tid, task): &(&Tid, &ReplayTask)| {
+            task.migration.is_none()
                 && !task.has_work()
                 && task.last_spawn_at < self.now
-                && !waits(tid)
+                && !has_running_child(tid)
         };
-        self.tasks.iter().find(done).map(|(tid, _)| *tid)
+        self.tasks.iter().find(can_end).map(|(tid, _)| *tid)
     }
 
     fn complete_migration(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let Some((_, to, cause)) = task.migrating.take() else {
+        let Some((_, target, cause)) = task.migration.take() else {
             return;
         };
-        if self.table.get(to).is_none() {
+        if self.host_table.get(target).is_none() {
             return;
         }
-        let from = std::mem::replace(&mut task.host, to);
+        let source = std::mem::replace(&mut task.host, target);
         match cause {
-            MigrationCause::Load { .. } => self.figures.moves_load += 1,
+            MigrationCause::Load { .. } => self.result_so_far.moves_load += 1,
             MigrationCause::Owner { .. }
             | MigrationCause::Requested { .. }
-            | MigrationCause::Drain { .. } => self.figures.moves_owner += 1,
-            // Migrations with these causes do not occur.
+            | MigrationCause::Drain { .. } => self.result_so_far.moves_owner += 1,
+            // Migrations with these causes do not occur in a replay.
             MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
-        let id = MigrationId(self.last_event + 1);
-        let (bytes, resident, frozen, whole) = (
+        let id = MigrationId(self.last_event_number + 1);
+        let (image_size, memory_size, frozen, total_time) = (
             IMAGE_BYTES,
             IMAGE_BYTES,
             MIGRATION_DURATION,
             MIGRATION_DURATION,
         );
-        self.event(
-            to,
+        self.post_event(
+            target,
             EventKind::Migrated {
                 id,
                 tid,
-                from,
-                to,
+                from: source,
+                to: target,
                 cause,
-                bytes,
-                resident,
+                bytes: image_size,
+                resident: memory_size,
                 frozen,
-                transfer_time: whole,
+                transfer_time: total_time,
             },
         );
     }
 
-    fn new_task(&mut self, host: HostId) -> Option<Tid> {
-        let local = self
+    fn next_tid(&mut self, host: HostId) -> Option<Tid> {
+        let number = self
             .last_task_numbers
             .entry(host)
             .or_insert(FIRST_TASK_NUMBER);
-        *local += 1;
-        Tid::task(host, *local)
+        *number += 1;
+        Tid::for_task(host, *number)
     }
 
     /// Starts tasks on a host, as its daemon does for an order. Returns the wait id of the
     /// acknowledgement.
-    fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
+    fn start_tasks_on(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.last_wait_id += 1;
-        let (wid, is_watcher) = (self.last_wait_id, request.file == LOAD_WATCHER_PROGRAM);
+        let (wid, is_watcher) = (self.last_wait_id, request.program == LOAD_WATCHER_PROGRAM);
         let mut results = Vec::new();
-        for _ in 0..request.count {
-            let started = self
-                .table
+        for _ in 0..request.task_count {
+            let new_tid = self
+                .host_table
                 .get(host)
                 .is_some()
-                .then(|| self.new_task(host))
+                .then(|| self.next_tid(host))
                 .flatten();
-            results.push(started.ok_or(PvmError::HostFail));
-            let Some(tid) = started else { continue };
+            results.push(new_tid.ok_or(PvmError::HostFail));
+            let Some(tid) = new_tid else { continue };
             if is_watcher {
                 self.watchers.insert(host, tid);
                 continue;
             }
-            let of = |open: &&mut OpenSpawn| {
-                open.number.0 == parent && open.file == request.file && !open.work.is_empty()
+            let matches_order = |spawn: &&mut OpenSpawn| {
+                spawn.request_id.0 == parent
+                    && spawn.program == request.program
+                    && !spawn.task_works.is_empty()
             };
-            // The work of a task that was not started in the recording is unknown.
+            // The work of a task is unknown if the task was not started in the recording.
             let work = self
                 .open_spawns
                 .iter_mut()
-                .find(of)
-                .and_then(|open| open.work.pop_front())
+                .find(matches_order)
+                .and_then(|spawn| spawn.task_works.pop_front())
                 .unwrap_or_default();
             let RecordedWork {
-                seconds: left,
-                last_spawn_at: spawns_until,
+                work_s: work_seconds,
+                last_spawn_at: last_spawn,
             } = work;
-            let (program, began, suspended) = (
-                request.file.clone(),
+            let (program, start_time, suspended) = (
+                request.program.clone(),
                 self.now,
                 suspend::Suspensions::default(),
             );
@@ -504,29 +519,29 @@ impl WorldState {
                 program,
                 parent,
                 user,
-                work_left: left,
-                last_spawn_at: spawns_until,
-                began_at: began,
-                migrating: None,
-                suspended,
+                work_left_s: work_seconds,
+                last_spawn_at: last_spawn,
+                started_at: start_time,
+                migration: None,
+                suspensions: suspended,
             };
             self.tasks.insert(tid, task);
             let name = self
-                .table
+                .host_table
                 .get(host)
                 .map_or_else(|| host.to_string(), |entry| entry.name.clone());
-            *self.figures.placed.entry(name).or_default() += 1;
-            self.event(
+            *self.result_so_far.placed.entry(name).or_default() += 1;
+            self.post_event(
                 host,
                 EventKind::TaskStarted {
                     tid,
                     parent,
-                    name: request.file.clone(),
+                    name: request.program.clone(),
                     user,
                 },
             );
         }
-        self.post(
+        self.post_message(
             host.daemon_tid(),
             CTX_BASE,
             SM_EXECACK,
@@ -535,28 +550,32 @@ impl WorldState {
             pack_tids(&results),
         );
         if is_watcher {
-            self.send_report(host, self.guests(host));
+            self.send_report(host, self.computing_task_count(host));
         }
         wid
     }
 
-    fn record_answer(&mut self, number: (Tid, i32), body: Bytes) {
-        let Some(asked) = self.asked_at.remove(&number) else {
+    fn record_spawn_reply(&mut self, request_id: (Tid, i32), body: Bytes) {
+        let Some(request_time) = self.requested_at.remove(&request_id) else {
             return;
         };
-        self.wait_times
-            .push((self.user_of(number.0), seconds(self.now.since(asked))));
-        self.open_spawns.retain(|open| open.number != number);
+        self.wait_times.push((
+            self.user_of(request_id.0),
+            seconds(self.now.since(request_time)),
+        ));
+        self.open_spawns
+            .retain(|open| open.request_id != request_id);
         let results = unpack_tids(body).unwrap_or_default();
-        let recorded = self.recorded_tasks.remove(&number).unwrap_or_default();
-        let here: Vec<Tid> = results.iter().flatten().copied().collect();
-        self.figures.started += here.len() as u64;
-        self.figures.refused += (results.len() - here.len()) as u64;
-        self.replayed_tids.extend(recorded.into_iter().zip(here));
+        let recorded_tids = self.recorded_tasks.remove(&request_id).unwrap_or_default();
+        let started_tids: Vec<Tid> = results.iter().flatten().copied().collect();
+        self.result_so_far.started += started_tids.len() as u64;
+        self.result_so_far.refused += (results.len() - started_tids.len()) as u64;
+        self.replayed_tids
+            .extend(recorded_tids.into_iter().zip(started_tids));
     }
 }
 
 /// Returns the tid of the service.
 fn service_tid() -> Tid {
-    Tid::task(HostId::MASTER, 1).expect("a task")
+    Tid::for_task(HostId::MASTER, 1).expect("a task")
 }

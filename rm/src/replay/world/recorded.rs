@@ -9,19 +9,19 @@ use std::collections::{HashMap, VecDeque};
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RecordedWork {
     /// Work in seconds of an ordinary processor.
-    pub(super) seconds: f64,
-    /// Time of the task's last spawn.
+    pub(super) work_s: f64,
+    /// Time at which the task last requested a spawn.
     pub(super) last_spawn_at: Micros,
 }
 
 /// Returns the recorded tasks of each spawn in task order, by the spawn's requesting task and wait
 /// id.
 pub(super) fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), Vec<Tid>> {
-    let started = |entry: &RecordingEntry| match &entry.input {
-        RecordedInput::Started { number, tids } => Some((*number, tids.clone())),
+    let spawn_reply = |entry: &RecordingEntry| match &entry.input {
+        RecordedInput::SpawnAnswered { request_id, tids } => Some((*request_id, tids.clone())),
         _ => None,
     };
-    entries.iter().filter_map(started).collect()
+    entries.iter().filter_map(spawn_reply).collect()
 }
 
 /// Returns the recorded work of the tasks of each spawn, by the spawn's requesting task and wait
@@ -29,44 +29,48 @@ pub(super) fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), 
 pub(super) fn recorded_work(
     entries: &[RecordingEntry],
 ) -> HashMap<(Tid, i32), VecDeque<RecordedWork>> {
-    let mut all = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
+    let mut works_by_request = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
     // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
-    // recorded before the answer to its spawn.
-    let (mut current, mut early_ends) = (
+    // recorded before the reply to its spawn.
+    let (mut current_spawns, mut early_ends) = (
         HashMap::<Tid, ((Tid, i32), usize)>::new(),
         HashMap::<Tid, f64>::new(),
     );
     for entry in entries {
         match &entry.input {
-            RecordedInput::Started { number, tids } => {
+            RecordedInput::SpawnAnswered { request_id, tids } => {
                 for (i, tid) in tids.iter().enumerate() {
                     let seconds = early_ends.remove(tid).unwrap_or(f64::INFINITY);
-                    all.entry(*number).or_default().push_back(RecordedWork {
-                        seconds,
-                        ..RecordedWork::default()
-                    });
-                    current.insert(*tid, (*number, i));
+                    works_by_request
+                        .entry(*request_id)
+                        .or_default()
+                        .push_back(RecordedWork {
+                            work_s: seconds,
+                            ..RecordedWork::default()
+                        });
+                    current_spawns.insert(*tid, (*request_id, i));
                 }
             }
-            RecordedInput::Ended { tid, used } => {
-                let used = seconds(used.user + used.system);
-                match current
+            RecordedInput::TaskEnded { tid, usage } => {
+                let usage = seconds(usage.user + usage.system);
+                match current_spawns
                     .get(tid)
-                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
+                    .and_then(|(request_id, i)| works_by_request.get_mut(request_id)?.get_mut(*i))
                 {
-                    // A task of a job that was restarted from a checkpoint has several recorded
-                    // ends.
-                    Some(work) if work.seconds.is_finite() => work.seconds += used,
-                    Some(work) => work.seconds = used,
-                    None => drop(early_ends.insert(*tid, used)),
+                    // A task has several recorded ends if its job was restarted from a checkpoint.
+                    // Their processor times are added.
+                    Some(work) if work.work_s.is_finite() => work.work_s += usage,
+                    Some(work) => work.work_s = usage,
+                    None => drop(early_ends.insert(*tid, usage)),
                 }
             }
             RecordedInput::Spawn {
-                number: (src, _), ..
+                request_id: (requester, _),
+                ..
             } => {
-                if let Some(work) = current
-                    .get(src)
-                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
+                if let Some(work) = current_spawns
+                    .get(requester)
+                    .and_then(|(request_id, i)| works_by_request.get_mut(request_id)?.get_mut(*i))
                 {
                     work.last_spawn_at = entry.at;
                 }
@@ -74,5 +78,5 @@ pub(super) fn recorded_work(
             _ => {}
         }
     }
-    all
+    works_by_request
 }

@@ -1,26 +1,27 @@
 //! Answers queries from the history.
 
-use super::{History, UserSums};
+use super::{History, UserRecord};
 use sempa_proto::rm::{Decision, DecisionKind, REPLY_ENTRIES_MAX, RmQuery, RmReply, UserUsage};
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 
-/// Tolerance for differing clocks of hosts.
+/// Maximum difference between the clocks of two hosts that is tolerated when times are compared.
 const CLOCK_TOLERANCE: Micros = Micros::from_secs(1);
 
 impl History {
-    /// Answers a query from the history.
-    pub fn answer(&self, question: &RmQuery) -> RmReply {
-        match question {
+    /// Answers a query from the history. Returns [`RmReply::NotFound`] if the history cannot answer
+    /// the query.
+    pub fn answer_query(&self, query: &RmQuery) -> RmReply {
+        match query {
             RmQuery::TaskDecisions(tid) => {
                 let task = self.task(*tid).cloned();
-                let members = self.tasks_of_job(*tid);
-                let about = |what: &DecisionKind| {
-                    what.concerns_task(|one| one == *tid || members.contains(&one))
+                let job_tids = self.job_tids(*tid);
+                let is_about_task = |decision: &DecisionKind| {
+                    decision.concerns_task(|entry| entry == *tid || job_tids.contains(&entry))
                 };
-                let decisions = self.decisions_about(about, self.first_start(*tid));
-                let unknown = task.is_none() && decisions.is_empty();
-                if unknown {
+                let decisions = self.newest_decisions(is_about_task, self.first_start_time(*tid));
+                let is_not_found = task.is_none() && decisions.is_empty();
+                if is_not_found {
                     RmReply::NotFound
                 } else {
                     RmReply::Decisions {
@@ -31,10 +32,11 @@ impl History {
                 }
             }
             RmQuery::HostDecisions(name) => {
-                let decisions = self.decisions_about(|what| what.concerns_host(name), None);
-                let known = self.hosts.values().any(|host| host == name);
-                let unknown = !known && decisions.is_empty();
-                if unknown {
+                let decisions =
+                    self.newest_decisions(|decision| decision.concerns_host(name), None);
+                let is_known_host = self.host_names.values().any(|host| host == name);
+                let is_not_found = !is_known_host && decisions.is_empty();
+                if is_not_found {
                     RmReply::NotFound
                 } else {
                     RmReply::Decisions {
@@ -45,36 +47,37 @@ impl History {
                 }
             }
             RmQuery::Users { user } => {
-                let wanted = self
+                let selected = self
                     .users
                     .iter()
                     .filter(|(id, _)| user.is_none_or(|user| user == **id));
-                let one = |(id, u): (&u32, &UserSums)| UserUsage {
+                let entry = |(id, u): (&u32, &UserRecord)| UserUsage {
                     user: *id,
-                    totals: u.sums,
-                    index: u.index,
+                    totals: u.totals,
+                    up_down_index: u.index,
                 };
-                RmReply::Users(wanted.map(one).take(REPLY_ENTRIES_MAX).collect())
+                RmReply::Users(selected.map(entry).take(REPLY_ENTRIES_MAX).collect())
             }
             RmQuery::Jobs { user } => {
-                let wanted = self
+                let selected = self
                     .jobs
                     .values()
                     .filter(|j| user.is_none_or(|user| user == j.user));
-                RmReply::Jobs(newest_entries(wanted))
+                RmReply::Jobs(take_newest(selected))
             }
             RmQuery::Job(tid) => {
                 let Some(job) = self.job_of(*tid).cloned() else {
                     return RmReply::NotFound;
                 };
-                let tasks = newest_entries(
+                let tasks = take_newest(
                     self.tasks
                         .values()
-                        .filter(|t| t.job == job.job && t.started >= job.started),
+                        .filter(|t| t.job == job.job && t.started_at >= job.started_at),
                 );
                 RmReply::Job { job, tasks }
             }
-            // Commands, and queries that need the state of the service, are not answered here.
+            // Commands, and queries that need the state of the service, are not answered from the
+            // history. The service handles them.
             RmQuery::Suspend { .. }
             | RmQuery::Drain { .. }
             | RmQuery::Undrain { .. }
@@ -86,70 +89,74 @@ impl History {
         }
     }
 
-    /// Returns the tasks of the job whose top task is `tid`; empty if there is no such job.
-    fn tasks_of_job(&self, tid: Tid) -> BTreeSet<Tid> {
-        let job = self.job(tid).map(|job| job.started);
-        let since = job.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));
-        let Some(since) = since else {
+    /// Returns the tasks of the job whose top task is `tid`. Empty if `tid` is not the top task of
+    /// a job.
+    fn job_tids(&self, tid: Tid) -> BTreeSet<Tid> {
+        let job_start = self.job(tid).map(|job_start| job_start.started_at);
+        let job_begin = job_start.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));
+        let Some(job_begin) = job_begin else {
             return BTreeSet::new();
         };
         self.tasks
             .values()
-            .filter(|task| task.job == tid && task.started >= since)
+            .filter(|task| task.job == tid && task.started_at >= job_begin)
             .map(|task| task.tid)
             .collect()
     }
 
     /// Returns the start time of the newest task with this tid. For a task that was restarted from
-    /// a checkpoint, returns the time of its first start.
-    fn first_start(&self, tid: Tid) -> Option<Micros> {
+    /// a checkpoint, returns the time of its first start. `None` if the task is unknown.
+    fn first_start_time(&self, tid: Tid) -> Option<Micros> {
         let mut starts = self
             .tasks
             .values()
             .rev()
             .filter(|task| task.tid == tid)
-            .map(|task| task.started);
-        let mut began = starts.next()?;
-        let restarts = |what: &DecisionKind| matches!(what, DecisionKind::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
-        let restarts: Vec<Micros> = self
+            .map(|task| task.started_at);
+        let mut earliest_start = starts.next()?;
+        let restart_times = |decision: &DecisionKind| matches!(decision, DecisionKind::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let restart_times: Vec<Micros> = self
             .decisions
             .values()
-            .filter(|d| restarts(&d.kind))
+            .filter(|d| restart_times(&d.kind))
             .map(|d| d.at)
             .collect();
-        let mut until = Micros(u64::MAX);
-        for before in starts {
-            if !restarts
-                .iter()
-                .any(|at| *at + CLOCK_TOLERANCE >= began && *at < until)
-            {
+        let mut next_start = Micros(u64::MAX);
+        for previous_start in starts {
+            if !restart_times.iter().any(|restart_time| {
+                *restart_time + CLOCK_TOLERANCE >= earliest_start && *restart_time < next_start
+            }) {
                 break;
             }
-            (until, began) = (began, before);
+            (next_start, earliest_start) = (earliest_start, previous_start);
         }
-        Some(began)
+        Some(earliest_start)
     }
 
-    /// Returns the newest decisions for which `wanted` is true. `since`: omits older decisions,
-    /// which concern an earlier task with the same tid.
-    fn decisions_about(
+    /// Returns the newest decisions for which `is_selected` is true, at most [`REPLY_ENTRIES_MAX`].
+    /// `task_start`: start time of the task; older decisions concern an earlier task with the same tid
+    /// and are omitted.
+    fn newest_decisions(
         &self,
-        wanted: impl Fn(&DecisionKind) -> bool,
-        since: Option<Micros>,
+        is_selected: impl Fn(&DecisionKind) -> bool,
+        task_start: Option<Micros>,
     ) -> Vec<Decision> {
-        let new = |d: &&Decision| since.is_none_or(|since| d.at + CLOCK_TOLERANCE >= since);
-        newest_entries(
+        let is_recent = |d: &&Decision| {
+            task_start.is_none_or(|task_start| d.at + CLOCK_TOLERANCE >= task_start)
+        };
+        take_newest(
             self.decisions
                 .values()
-                .filter(|d| wanted(&d.kind))
-                .filter(new),
+                .filter(|d| is_selected(&d.kind))
+                .filter(is_recent),
         )
     }
 }
 
-/// Returns the newest entries up to the maximum of a reply, in ascending order of time.
-fn newest_entries<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
-    let mut list: Vec<T> = all.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
-    list.reverse();
-    list
+/// Returns the newest entries, at most [`REPLY_ENTRIES_MAX`], in ascending order of time. `entries`
+/// must be in this order.
+fn take_newest<'a, T: Clone + 'a>(entries: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
+    let mut newest: Vec<T> = entries.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
+    newest.reverse();
+    newest
 }

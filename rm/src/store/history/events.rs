@@ -9,11 +9,11 @@ use sempa_proto::rm::{DecisionKind, TaskOutcome, TaskUsage};
 impl History {
     /// Applies the next entry of the event log. An entry that was applied before is ignored.
     pub fn apply_event(&mut self, event: &Event) {
-        if event.number <= self.log_position.number {
+        if event.number <= self.log_position.event_number {
             return;
         }
-        self.log_position = LogPosition::after(event);
-        self.dirty.insert((Table::LogPosition, 0));
+        self.log_position = LogPosition::after_event(event);
+        self.changed_keys.insert((Table::LogPosition, 0));
         self.apply_vacate_event(&event.kind);
         self.apply_host_event(event);
         self.apply_owner_event(event);
@@ -23,52 +23,53 @@ impl History {
         self.apply_failure_event(event);
     }
 
-    /// Applies an event about a host: it joined or left, or is being drained.
+    /// Applies an event about a host: it joined, is no longer in the virtual machine, or is being
+    /// drained.
     fn apply_host_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::HostAdded { host, name } => {
                 self.set_host_name(*host, name);
-                self.record_decision(at, DecisionKind::HostJoined { host: name.clone() });
+                self.record_decision(event_time, DecisionKind::HostJoined { host: name.clone() });
             }
             EventKind::HostGone { host, name, why } => {
                 self.set_host_name(*host, name);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::HostGone {
                         host: name.clone(),
                         why: why.clone(),
                     },
                 );
-                self.host_gone(at, name);
+                self.record_host_loss(event_time, name);
                 self.set_drain(*host, None);
             }
             EventKind::DrainStarted {
                 host,
-                requested_by: by,
-                deadline: until,
+                requested_by: requester,
+                deadline: wall_deadline,
             } => {
-                self.set_drain(*host, Some((*by, *until)));
+                self.set_drain(*host, Some((*requester, *wall_deadline)));
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Drain {
                         host: self.host_name(*host),
-                        started: true,
-                        requested_by: *by,
+                        is_start: true,
+                        requested_by: *requester,
                     },
                 );
             }
             EventKind::DrainEnded {
                 host,
-                requested_by: by,
+                requested_by: requester,
             } => {
                 self.set_drain(*host, None);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Drain {
                         host: self.host_name(*host),
-                        started: false,
-                        requested_by: *by,
+                        is_start: false,
+                        requested_by: *requester,
                     },
                 );
             }
@@ -76,14 +77,15 @@ impl History {
         }
     }
 
-    /// Applies an event about the owner of a host: presence, permission for guests, ended guests.
+    /// Applies an event about the owner of a host: presence, permission for guests, or guests that
+    /// were ended.
     fn apply_owner_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::OwnerPresent { host, why, .. } => {
                 let host = self.host_name(*host);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::OwnerReturned {
                         host,
                         why: why.clone(),
@@ -93,7 +95,7 @@ impl History {
             EventKind::OwnerAbsent { host, why } => {
                 let host = self.host_name(*host);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::OwnerLeft {
                         host,
                         why: why.clone(),
@@ -103,7 +105,7 @@ impl History {
             EventKind::HostClosed { host, why } => {
                 let host = self.host_name(*host);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::HostClosed {
                         host,
                         why: why.clone(),
@@ -111,7 +113,7 @@ impl History {
                 );
             }
             EventKind::HostOpened { host } => self.record_decision(
-                at,
+                event_time,
                 DecisionKind::HostOpened {
                     host: self.host_name(*host),
                 },
@@ -120,7 +122,7 @@ impl History {
                 guests.iter().for_each(|tid| self.record_eviction(*tid));
                 let (host, tasks) = (self.host_name(*host), guests.clone());
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::GuestsEnded {
                         host,
                         tasks,
@@ -134,7 +136,7 @@ impl History {
 
     /// Applies an event about the start, the restart or the end of a task.
     fn apply_task_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::TaskStarted {
                 tid,
@@ -142,33 +144,37 @@ impl History {
                 name,
                 user,
             } => {
-                self.task_started(at, *tid, (*parent, *user), name, event.host);
+                self.record_task_start(event_time, *tid, (*parent, *user), name, event.host);
             }
             EventKind::Restarted {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 tasks,
                 why,
             } => {
-                self.merge_restarted(at, *job, tasks);
+                self.merge_restarted(event_time, *job, tasks);
                 let tasks = tasks
                     .iter()
                     .map(|(tid, host)| (*tid, self.host_name(*host)))
                     .collect();
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Restarted {
                         job: *job,
-                        checkpoint: set.clone(),
+                        checkpoint: checkpoint_name.clone(),
                         tasks,
                         why: why.clone(),
                     },
                 );
             }
-            EventKind::TaskEnded { tid, status, used } => {
-                self.remove_childless(*tid);
+            EventKind::TaskEnded {
+                tid,
+                status,
+                used: usage,
+            } => {
+                self.remove_childless_task(*tid);
                 if let Some(number) = self.task_numbers.get(tid).copied() {
-                    self.end_task(number, at, TaskOutcome::Status(*status), *used);
+                    self.end_task(number, event_time, TaskOutcome::Status(*status), *usage);
                 }
             }
             _ => {}
@@ -177,13 +183,13 @@ impl History {
 
     /// Applies an event about a suspension or a resume.
     fn apply_suspension_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::Suspended { tid, cause } => {
-                self.set_suspended(*tid, at, Some(cause.clone()));
+                self.set_suspended(*tid, event_time, Some(cause.clone()));
                 let host = self.host_of(*tid);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Suspended {
                         tid: *tid,
                         host,
@@ -192,10 +198,10 @@ impl History {
                 );
             }
             EventKind::Resumed { tid, cause } => {
-                self.set_suspended(*tid, at, None);
+                self.set_suspended(*tid, event_time, None);
                 let host = self.host_of(*tid);
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Resumed {
                         tid: *tid,
                         host,
@@ -205,24 +211,24 @@ impl History {
             }
             EventKind::JobSuspended {
                 job,
-                requested_by: by,
-            } => self.set_job_suspended(at, *job, *by, true),
+                requested_by: requester,
+            } => self.set_job_suspended(event_time, *job, *requester, true),
             EventKind::JobResumed {
                 job,
-                requested_by: by,
-            } => self.set_job_suspended(at, *job, *by, false),
+                requested_by: requester,
+            } => self.set_job_suspended(event_time, *job, *requester, false),
             _ => {}
         }
     }
 
-    /// Applies an event about a migration or a failed one.
+    /// Applies an event about a migration that was completed or has failed.
     fn apply_migration_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::Migrated {
                 tid,
-                from,
-                to,
+                from: source,
+                to: target,
                 cause,
                 bytes,
                 frozen,
@@ -230,16 +236,20 @@ impl History {
             } => {
                 self.record_migration(
                     *tid,
-                    self.host_name(*to),
+                    self.host_name(*target),
                     matches!(cause, MigrationCause::Owner { .. }),
                 );
-                let (from, to, cause) = (self.host_name(*from), self.host_name(*to), cause.clone());
+                let (source, target, cause) = (
+                    self.host_name(*source),
+                    self.host_name(*target),
+                    cause.clone(),
+                );
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::Migrated {
                         tid: *tid,
-                        from,
-                        to,
+                        from: source,
+                        to: target,
                         cause,
                         bytes: *bytes,
                         frozen: *frozen,
@@ -248,25 +258,25 @@ impl History {
             }
             EventKind::MigrationFailed {
                 tid,
-                from,
-                to,
+                from: source,
+                to: target,
                 cause,
                 step,
                 why,
                 ..
             } => {
-                let (from, to, cause, why) = (
-                    self.host_name(*from),
-                    self.host_name(*to),
+                let (source, target, cause, why) = (
+                    self.host_name(*source),
+                    self.host_name(*target),
                     cause.clone(),
                     why.to_string(),
                 );
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::MigrationFailed {
                         tid: *tid,
-                        from,
-                        to,
+                        from: source,
+                        to: target,
                         cause,
                         step: *step,
                         why,
@@ -277,13 +287,14 @@ impl History {
         }
     }
 
-    /// Applies an event about a failure of a checkpoint, a restart, a tasker or a host.
+    /// Applies an event about a failure of a checkpoint, of a restart or of a tasker, or about a
+    /// host that was refused.
     fn apply_failure_event(&mut self, event: &Event) {
-        let at = event.at;
+        let event_time = event.at;
         match &event.kind {
             EventKind::CheckpointFailed { job, why } => {
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::CheckpointFailed {
                         job: *job,
                         why: why.clone(),
@@ -291,16 +302,19 @@ impl History {
                 );
             }
             EventKind::RestartFailed {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 cause,
                 why,
             } => {
-                let (job, set) = (self.job_of_checkpoint(set), set.clone());
+                let (job, checkpoint_name) = (
+                    self.job_of_checkpoint(checkpoint_name),
+                    checkpoint_name.clone(),
+                );
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::RestartFailed {
                         job,
-                        checkpoint: set,
+                        checkpoint: checkpoint_name,
                         cause: cause.clone(),
                         why: why.clone(),
                     },
@@ -308,12 +322,16 @@ impl History {
             }
             EventKind::TaskerGone { host, why } => {
                 let host = self.host_name(*host);
-                // Programs from a command line are not children of the tasker, so they are not
-                // affected.
-                let had = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
-                let tasks = self.running().filter(had).map(|task| task.tid).collect();
+                // Programs from a command line are not children of the tasker, so the end of the
+                // tasker does not affect them.
+                let is_affected = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
+                let tasks = self
+                    .running_tasks()
+                    .filter(is_affected)
+                    .map(|task| task.tid)
+                    .collect();
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::TaskerGone {
                         host,
                         tasks,
@@ -323,7 +341,7 @@ impl History {
             }
             EventKind::HostRefused { name, why } => {
                 self.record_decision(
-                    at,
+                    event_time,
                     DecisionKind::HostRefused {
                         host: name.clone(),
                         why: why.clone(),

@@ -5,8 +5,8 @@
 //! A batch is written completely or not at all. After a crash, reading continues in the event log
 //! at the stored position, so no entry is applied twice or skipped.
 //!
-//! Every table has a maximum size. If it is exceeded, the oldest entries are dropped. The totals of
-//! users include dropped entries.
+//! Every table has a maximum size. If it is exceeded, the oldest entries are removed. The totals of
+//! users include removed entries.
 
 mod answers;
 mod events;
@@ -20,16 +20,17 @@ pub use tables::{Batch, Change, LogPosition, Table};
 
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
-    Decision, DecisionKind, JobUsage, SuspensionInfo, TaskOutcome, TaskUsage, UsageTotals,
+    Decision, DecisionKind, JobUsage, SuspensionStart, TaskOutcome, TaskUsage, UsageTotals,
 };
 use sempa_proto::suspend;
 use sempa_proto::{HostId, Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use tables::key_of_tid;
+use tables::tid_to_key;
 use vacated::VacatedJob;
 
-/// Maximum number of users with totals. Beyond it, the user with the oldest change is dropped.
+/// Maximum number of users with totals. When it is exceeded, the user whose totals changed longest
+/// ago is removed; users without running tasks come first.
 pub const USERS_MAX: usize = 16_384;
 /// Maximum number of jobs.
 pub const JOBS_MAX: usize = 8_192;
@@ -40,8 +41,8 @@ pub const DECISIONS_MAX: usize = 20_000;
 
 /// Totals of a user, and the user's Up-Down index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct UserSums {
-    sums: UsageTotals,
+struct UserRecord {
+    totals: UsageTotals,
     /// Time of the last change of the totals.
     changed_at: Micros,
     /// The user's Up-Down index at the time `indexed_at`.
@@ -53,51 +54,52 @@ struct UserSums {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct History {
     log_position: LogPosition,
-    users: BTreeMap<u32, UserSums>,
+    users: BTreeMap<u32, UserRecord>,
     jobs: BTreeMap<u64, JobUsage>,
     tasks: BTreeMap<u64, TaskUsage>,
     decisions: BTreeMap<u64, Decision>,
-    learned: BTreeMap<u64, Vec<u8>>,
+    learned_values: BTreeMap<u64, Vec<u8>>,
     last_number: u64,
-    /// Number of the newest job with each tid. A tid may occur several times, because virtual
+    /// Number of the newest job with each tid. Several jobs may have the same tid, because virtual
     /// machines reuse tids.
     job_numbers: HashMap<Tid, u64>,
     /// Number of the newest task with each tid.
     task_numbers: HashMap<Tid, u64>,
-    hosts: BTreeMap<HostId, String>,
-    /// Start time and user of each task from a command line without children.
-    childless: BTreeMap<Tid, (Micros, u32)>,
-    /// Hosts that are being drained, with the requesting task and the deadline as time of day.
+    host_names: BTreeMap<HostId, String>,
+    /// Start time and user of each task that was started from a command line and has no children.
+    childless_tasks: BTreeMap<Tid, (Micros, u32)>,
+    /// Hosts that are being drained, each with the requesting task and the deadline as time of day;
+    /// `None` without a deadline.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
-    vacated: BTreeMap<u64, VacatedJob>,
-    decision_bytes: size_limits::DecisionSizes,
-    dirty: BTreeSet<(Table, u64)>,
+    vacated_jobs: BTreeMap<u64, VacatedJob>,
+    decision_sizes: size_limits::DecisionSizes,
+    changed_keys: BTreeSet<(Table, u64)>,
     /// User to whom tasks belong if their user is not known.
-    own_user: u32,
-    own_task: Tid,
+    rm_user: u32,
+    rm_task: Tid,
 }
 
 impl History {
-    /// Creates an empty history. `own_user`, `own_task`: user and task of the resource manager.
-    pub fn new(own_user: u32, own_task: Tid) -> History {
-        History {
-            own_user,
-            own_task,
-            ..History::default()
+    /// Creates an empty history. `rm_user`, `rm_task`: user and task of the resource manager.
+    pub fn new(rm_user: u32, rm_task: Tid) -> Self {
+        Self {
+            rm_user,
+            rm_task,
+            ..Self::default()
         }
     }
 
-    /// Creates a history from stored entries. Returns it with the number of invalid entries, which
-    /// are ignored.
-    pub fn read(
-        own_user: u32,
-        own_task: Tid,
+    /// Creates a history from stored entries. Also returns the number of invalid entries, which are
+    /// ignored.
+    pub fn from_entries(
+        rm_user: u32,
+        rm_task: Tid,
         entries: impl IntoIterator<Item = (Table, u64, Vec<u8>)>,
-    ) -> (History, usize) {
-        let (mut history, mut bad) = (History::new(own_user, own_task), 0);
+    ) -> (Self, usize) {
+        let (mut history, mut invalid_count) = (Self::new(rm_user, rm_task), 0);
         for (table, key, value) in entries {
-            if history.read_one(table, key, &value).is_none() {
-                bad += 1;
+            if history.read_entry(table, key, &value).is_none() {
+                invalid_count += 1;
             }
         }
         history.job_numbers = history
@@ -110,11 +112,11 @@ impl History {
             .iter()
             .map(|(number, task)| (task.tid, *number))
             .collect();
-        let History {
+        let Self {
             jobs,
             tasks,
             decisions,
-            vacated,
+            vacated_jobs: vacated,
             ..
         } = &history;
         let keys = [
@@ -124,7 +126,7 @@ impl History {
             vacated.keys().last(),
         ];
         history.last_number = keys.into_iter().flatten().copied().max().unwrap_or(0);
-        (history, bad)
+        (history, invalid_count)
     }
 
     /// Returns the position up to which the event log was applied.
@@ -132,15 +134,16 @@ impl History {
         self.log_position
     }
 
-    /// True if there are changes to write.
-    pub fn is_dirty(&self) -> bool {
-        !self.dirty.is_empty()
+    /// True if there are changes that must be written.
+    pub fn has_changes(&self) -> bool {
+        !self.changed_keys.is_empty()
     }
 
-    /// Returns the changes since the last call, and drops decisions that exceed the size limit.
+    /// Returns the changes since the last call. Removes the oldest decisions if their total size
+    /// exceeds [`DECISIONS_BYTES_MAX`].
     pub fn take_batch(&mut self) -> Batch {
-        let dirty = std::mem::take(&mut self.dirty);
-        let changes = dirty.into_iter().map(|(table, key)| Change {
+        let changed_entries = std::mem::take(&mut self.changed_keys);
+        let changes = changed_entries.into_iter().map(|(table, key)| Change {
             table,
             key,
             value: self.encode_entry(table, key),
@@ -155,17 +158,17 @@ impl History {
         self.last_number
     }
 
-    /// Stores a learned value of this kind. The caller chooses the encoding.
-    pub fn set_learned(&mut self, kind: u64, value: Vec<u8>) {
-        if self.learned.get(&kind) != Some(&value) {
-            self.learned.insert(kind, value);
-            self.dirty.insert((Table::Learned, kind));
+    /// Stores a learned value. `kind` is its key. The caller chooses the encoding.
+    pub fn set_learned_value(&mut self, kind: u64, value: Vec<u8>) {
+        if self.learned_values.get(&kind) != Some(&value) {
+            self.learned_values.insert(kind, value);
+            self.changed_keys.insert((Table::LearnedValues, kind));
         }
     }
 
-    /// Returns the learned value of this kind; `None` if none is stored.
-    pub fn learned(&self, kind: u64) -> Option<&[u8]> {
-        self.learned.get(&kind).map(Vec::as_slice)
+    /// Returns the learned value with the key `kind`; `None` if none is stored.
+    pub fn learned_value(&self, kind: u64) -> Option<&[u8]> {
+        self.learned_values.get(&kind).map(Vec::as_slice)
     }
 
     /// Records the names of hosts from the host table.
@@ -176,82 +179,90 @@ impl History {
     }
 
     fn set_host_name(&mut self, id: HostId, name: &str) {
-        if self.hosts.get(&id).is_none_or(|known| known != name) {
-            self.hosts.insert(id, name.to_string());
-            self.dirty.insert((Table::Hosts, u64::from(id.index())));
+        if self
+            .host_names
+            .get(&id)
+            .is_none_or(|current_name| current_name != name)
+        {
+            self.host_names.insert(id, name.to_string());
+            self.changed_keys
+                .insert((Table::Hosts, u64::from(id.index())));
         }
     }
 
-    fn add_childless(&mut self, tid: Tid, began: Micros, user: u32) {
-        self.childless.insert(tid, (began, user));
-        self.dirty.insert((Table::Childless, key_of_tid(tid)));
+    fn add_childless_task(&mut self, tid: Tid, start_time: Micros, user: u32) {
+        self.childless_tasks.insert(tid, (start_time, user));
+        self.changed_keys
+            .insert((Table::ChildlessTasks, tid_to_key(tid)));
     }
 
-    fn remove_childless(&mut self, tid: Tid) -> Option<(Micros, u32)> {
-        let known = self.childless.remove(&tid)?;
-        self.dirty.insert((Table::Childless, key_of_tid(tid)));
-        Some(known)
+    fn remove_childless_task(&mut self, tid: Tid) -> Option<(Micros, u32)> {
+        let start_and_user = self.childless_tasks.remove(&tid)?;
+        self.changed_keys
+            .insert((Table::ChildlessTasks, tid_to_key(tid)));
+        Some(start_and_user)
     }
 
-    /// Returns the name of a host, or its number if it is unknown.
+    /// Returns the name of a host, or its number if the host is unknown.
     pub fn host_name(&self, id: HostId) -> String {
-        self.hosts
+        self.host_names
             .get(&id)
             .cloned()
             .unwrap_or_else(|| id.to_string())
     }
 
-    /// Adds a decision. Beyond the maximum number, drops the oldest.
-    pub fn record_decision(&mut self, at: Micros, what: DecisionKind) {
+    /// Adds a decision. If there are more than [`DECISIONS_MAX`], removes the oldest one.
+    pub fn record_decision(&mut self, at: Micros, decision_kind: DecisionKind) {
         let number = self.next_number();
         self.decisions.insert(
             number,
             Decision {
                 number,
                 at,
-                kind: size_limits::limit_attempts(what),
+                kind: size_limits::truncate_attempts(decision_kind),
             },
         );
-        self.dirty.insert((Table::Decisions, number));
+        self.changed_keys.insert((Table::Decisions, number));
         while self.decisions.len() > DECISIONS_MAX {
             let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
-            self.dirty.insert((Table::Decisions, oldest));
+            self.changed_keys.insert((Table::Decisions, oldest));
         }
     }
 
-    /// Prepares for the event log of another virtual machine: marks running tasks as lost, and
-    /// forgets tids, hosts, drains and vacated jobs of the former one.
+    /// Prepares for the event log of another virtual machine. Marks running tasks as lost, and
+    /// removes the tids, hosts, drains and vacated jobs of the former virtual machine.
     pub fn start_new_vm(&mut self) {
         let running: Vec<u64> = self
             .tasks
             .iter()
-            .filter(|(_, t)| t.ended.is_none())
+            .filter(|(_, t)| t.end.is_none())
             .map(|(n, _)| *n)
             .collect();
-        let at = self.log_position.at;
+        let lost_at = self.log_position.event_time;
         running
             .into_iter()
-            .for_each(|number| self.end_task(number, at, TaskOutcome::Lost, Usage::default()));
+            .for_each(|number| self.end_task(number, lost_at, TaskOutcome::Lost, Usage::default()));
         self.log_position = LogPosition::default();
-        self.dirty.insert((Table::LogPosition, 0));
-        for map in [&mut self.job_numbers, &mut self.task_numbers] {
-            map.clear();
+        self.changed_keys.insert((Table::LogPosition, 0));
+        for numbers in [&mut self.job_numbers, &mut self.task_numbers] {
+            numbers.clear();
         }
-        let loners: Vec<Tid> = self.childless.keys().copied().collect();
-        for tid in loners {
-            self.remove_childless(tid);
+        let childless_tids: Vec<Tid> = self.childless_tasks.keys().copied().collect();
+        for tid in childless_tids {
+            self.remove_childless_task(tid);
         }
-        self.dirty.extend(
-            self.hosts
+        self.changed_keys.extend(
+            self.host_names
                 .keys()
                 .map(|host| (Table::Hosts, u64::from(host.index()))),
         );
-        self.hosts.clear();
+        self.host_names.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
         drains
             .into_iter()
             .for_each(|host| self.set_drain(host, None));
-        // The checkpoints remain in their store. A user can restart them in this virtual machine.
+        // The checkpoints remain in their store. A user can restart them in the new virtual
+        // machine.
         self.remove_vacated(|_| true);
     }
 
@@ -263,48 +274,61 @@ impl History {
             .unwrap_or_default()
     }
 
-    /// Records that a task was suspended with this cause, or resumed (`None`).
-    fn set_suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::SuspendCause>) {
+    /// Records that a task was suspended with this cause, or that it was resumed (`None`).
+    fn set_suspended(
+        &mut self,
+        tid: Tid,
+        change_time: Micros,
+        cause: Option<suspend::SuspendCause>,
+    ) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.end.is_none()) else {
             return;
         };
-        let before = task.suspension.take();
-        task.suspended_total = task.suspended_total
-            + before.map_or(Micros::default(), |before| at.since(before.since));
-        task.suspension = cause.map(|cause| SuspensionInfo { since: at, cause });
-        self.dirty.insert((Table::Tasks, number));
+        let previous = task.suspension.take();
+        task.suspended_time = task.suspended_time
+            + previous.map_or(Micros::default(), |previous| {
+                change_time.since(previous.since)
+            });
+        task.suspension = cause.map(|cause| SuspensionStart {
+            since: change_time,
+            cause,
+        });
+        self.changed_keys.insert((Table::Tasks, number));
     }
 
-    fn set_job_suspended(&mut self, at: Micros, tid: Tid, by: Tid, suspend: bool) {
+    fn set_job_suspended(&mut self, at: Micros, tid: Tid, requester: Tid, suspend: bool) {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.suspension = suspend.then_some(SuspensionInfo {
+            job.suspension = suspend.then_some(SuspensionStart {
                 since: at,
-                cause: suspend::SuspendCause::JobRequested { requested_by: by },
+                cause: suspend::SuspendCause::JobRequested {
+                    requested_by: requester,
+                },
             });
-            self.dirty.insert((Table::Jobs, number));
+            self.changed_keys.insert((Table::Jobs, number));
         }
         self.record_decision(
             at,
             DecisionKind::JobSuspended {
                 job: tid,
                 suspend,
-                requested_by: by,
+                requested_by: requester,
             },
         );
     }
 
     fn set_drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
-        let before = match drain {
+        let previous = match drain {
             Some(drain) => self.drains.insert(host, drain),
             None => self.drains.remove(&host),
         };
-        if before != drain {
-            self.dirty.insert((Table::Drains, u64::from(host.index())));
+        if previous != drain {
+            self.changed_keys
+                .insert((Table::Drains, u64::from(host.index())));
         }
     }
 
@@ -313,11 +337,12 @@ impl History {
     pub fn draining_hosts(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
         self.drains
             .iter()
-            .map(|(host, (by, until))| (*host, *by, *until))
+            .map(|(host, (requester, wall_deadline))| (*host, *requester, *wall_deadline))
             .collect()
     }
 
-    /// Returns the job of a task. An unknown task is looked up as the top task of a job.
+    /// Returns the job of a task. The tid of an unknown task is looked up as the tid of a job's top
+    /// task.
     pub fn job_of(&self, tid: Tid) -> Option<&JobUsage> {
         self.job(self.task(tid).map_or(tid, |task| task.job))
     }
@@ -329,21 +354,25 @@ impl History {
 
     /// Returns the suspended jobs, each with the task that requested its suspension.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
-        let current =
+        let is_newest_with_tid =
             |(number, job): &(&u64, &JobUsage)| self.job_numbers.get(&job.job) == Some(*number);
         let requester = |job: &JobUsage| match job
             .suspension
             .as_ref()
-            .filter(|_| job.ended.is_none())?
+            .filter(|_| job.ended_at.is_none())?
             .cause
         {
-            suspend::SuspendCause::Requested { requested_by: by }
-            | suspend::SuspendCause::JobRequested { requested_by: by } => Some((job.job, by)),
+            suspend::SuspendCause::Requested {
+                requested_by: requesting_task,
+            }
+            | suspend::SuspendCause::JobRequested {
+                requested_by: requesting_task,
+            } => Some((job.job, requesting_task)),
             suspend::SuspendCause::Preempted { .. } => None,
         };
         self.jobs
             .iter()
-            .filter(current)
+            .filter(is_newest_with_tid)
             .filter_map(move |(_, job)| requester(job))
     }
 
@@ -360,69 +389,78 @@ impl History {
     }
 
     /// Returns the tasks that run according to the history.
-    pub fn running(&self) -> impl Iterator<Item = &TaskUsage> {
-        self.tasks.values().filter(|t| t.ended.is_none())
+    pub fn running_tasks(&self) -> impl Iterator<Item = &TaskUsage> {
+        self.tasks.values().filter(|t| t.end.is_none())
     }
 
-    /// Sets the users' Up-Down indices. `at`: the time of day for which they are valid.
-    pub fn set_indices(&mut self, at: Micros, indices: impl IntoIterator<Item = (u32, f64)>) {
+    /// Sets the users' Up-Down indices. `valid_at`: the time of day at which they are valid.
+    pub fn set_user_indices(
+        &mut self,
+        valid_at: Micros,
+        indices: impl IntoIterator<Item = (u32, f64)>,
+    ) {
         for (user, index) in indices {
             let entry = self.users.entry(user).or_default();
             if entry.index != index {
-                (entry.index, entry.indexed_at) = (index, at);
-                self.dirty.insert((Table::Users, u64::from(user)));
+                (entry.index, entry.indexed_at) = (index, valid_at);
+                self.changed_keys.insert((Table::Users, u64::from(user)));
             }
         }
     }
 
     /// Returns the Up-Down indices as (user, index, time of day).
-    pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
+    pub fn user_indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
         self.users
             .iter()
             .map(|(user, u)| (*user, u.index, u.indexed_at))
     }
 
-    /// Drops entries beyond the maximum sizes of the tables. Ended tasks and jobs are dropped
-    /// before running ones, the oldest first.
-    fn enforce_limits(&mut self) {
+    /// Removes entries beyond the maximum sizes of the tables, the oldest first. Ended tasks and
+    /// jobs are removed before running ones.
+    fn remove_excess_entries(&mut self) {
         while self.tasks.len() > TASKS_MAX {
-            let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some())
+            let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.end.is_some())
             else {
                 break;
             };
             if self.task_numbers.get(&task.tid) == Some(&number) {
                 self.task_numbers.remove(&task.tid);
             }
-            self.dirty.insert((Table::Tasks, number));
+            self.changed_keys.insert((Table::Tasks, number));
         }
         while self.jobs.len() > JOBS_MAX {
-            let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended.is_some()) else {
+            let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended_at.is_some())
+            else {
                 break;
             };
             if self.job_numbers.get(&job.job) == Some(&number) {
                 self.job_numbers.remove(&job.job);
             }
-            self.dirty.insert((Table::Jobs, number));
+            self.changed_keys.insert((Table::Jobs, number));
         }
         while self.users.len() > USERS_MAX {
             let oldest = self
                 .users
                 .iter()
-                .min_by_key(|(_, u)| (u.sums.running > 0, u.changed_at))
+                .min_by_key(|(_, u)| (u.totals.running_tasks > 0, u.changed_at))
                 .map(|(id, _)| *id);
             let user = oldest.expect("more than the limit");
             self.users.remove(&user);
-            self.dirty.insert((Table::Users, u64::from(user)));
+            self.changed_keys.insert((Table::Users, u64::from(user)));
         }
     }
 }
 
-/// Removes the oldest entry that has ended. If none has ended, removes the oldest entry.
-fn take_oldest<T>(all: &mut BTreeMap<u64, T>, has_ended: impl Fn(&T) -> bool) -> Option<(u64, T)> {
-    let ended = all
+/// Removes the oldest entry that has ended. If no entry has ended, removes the oldest entry.
+/// Returns `None` if the table is empty.
+fn take_oldest<T>(
+    entries: &mut BTreeMap<u64, T>,
+    has_ended: impl Fn(&T) -> bool,
+) -> Option<(u64, T)> {
+    let ended_number = entries
         .iter()
-        .find(|(_, one)| has_ended(one))
+        .find(|(_, entry)| has_ended(entry))
         .map(|(number, _)| *number);
-    let number = ended.or_else(|| all.keys().next().copied())?;
-    all.remove_entry(&number)
+    let number = ended_number.or_else(|| entries.keys().next().copied())?;
+    entries.remove_entry(&number)
 }

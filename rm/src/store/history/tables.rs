@@ -5,8 +5,8 @@ use sempa_proto::event::Event;
 use sempa_proto::{HostId, Micros, Tid, frame};
 use serde::{Deserialize, Serialize};
 
-/// A table of the history. The keys are consecutive numbers for jobs, tasks, decisions and vacated
-/// jobs. For the other tables they are ids of users, hosts or tasks, unless noted.
+/// A table of the history. The keys of jobs, tasks, decisions and vacated jobs are consecutive
+/// numbers. The keys of the other tables are ids of users, hosts or tasks, unless noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
     /// The position in the event log. The only key is 0.
@@ -16,32 +16,33 @@ pub enum Table {
     Tasks,
     Decisions,
     /// Learned values, each in an encoding of its own. The key identifies the kind of value.
-    Learned,
+    LearnedValues,
     Hosts,
-    /// Tasks from a command line without children: start time and user, by tid.
-    Childless,
+    /// Tasks that were started from a command line and have no children: start time and user, by
+    /// tid.
+    ChildlessTasks,
     /// Hosts that are being drained.
     Drains,
-    /// Vacated jobs: checkpointed and ended, to be restarted when there is room.
-    Vacated,
+    /// Vacated jobs: checkpointed and ended jobs that are restarted when hosts have room for them.
+    VacatedJobs,
 }
 
 impl Table {
-    pub const ALL: [Table; 10] = [
-        Table::LogPosition,
-        Table::Users,
-        Table::Jobs,
-        Table::Tasks,
-        Table::Decisions,
-        Table::Learned,
-        Table::Hosts,
-        Table::Childless,
-        Table::Drains,
-        Table::Vacated,
+    pub const ALL: [Self; 10] = [
+        Self::LogPosition,
+        Self::Users,
+        Self::Jobs,
+        Self::Tasks,
+        Self::Decisions,
+        Self::LearnedValues,
+        Self::Hosts,
+        Self::ChildlessTasks,
+        Self::Drains,
+        Self::VacatedJobs,
     ];
 }
 
-/// One change that must be written.
+/// One change of the database that must be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
     pub table: Table,
@@ -50,32 +51,32 @@ pub struct Change {
     pub value: Option<Vec<u8>>,
 }
 
-/// Changes that are written together.
+/// Changes that are written together in one transaction.
 pub type Batch = Vec<Change>;
 
-/// Position up to which the event log was applied: number, time and host of the last entry. Time
-/// and host show whether an event log belongs to the same virtual machine.
+/// Position up to which the event log was applied: number, time and host of the last entry. The
+/// time and the host show whether an event log belongs to the same virtual machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogPosition {
     /// Number of the last entry; 0 if no entry was applied.
-    pub number: u64,
-    pub at: Micros,
-    pub host: u16,
+    pub event_number: u64,
+    pub event_time: Micros,
+    pub host_index: u16,
 }
 
 impl LogPosition {
-    /// Returns the position after `event`.
-    pub fn after(event: &Event) -> LogPosition {
-        LogPosition {
-            number: event.number,
-            at: event.at,
-            host: event.host.index(),
+    /// Returns the position that is reached by applying `event`.
+    pub fn after_event(event: &Event) -> Self {
+        Self {
+            event_number: event.number,
+            event_time: event.at,
+            host_index: event.host.index(),
         }
     }
 }
 
 impl History {
-    pub(super) fn read_one(&mut self, table: Table, key: u64, value: &[u8]) -> Option<()> {
+    pub(super) fn read_entry(&mut self, table: Table, key: u64, value: &[u8]) -> Option<()> {
         match table {
             Table::LogPosition => self.log_position = frame::from_bytes(value).ok()?,
             Table::Users => drop(
@@ -86,22 +87,25 @@ impl History {
             Table::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
             Table::Decisions => {
                 self.decisions.insert(key, frame::from_bytes(value).ok()?);
-                self.decision_bytes.set(key, Some(value.len()));
+                self.decision_sizes.set_bytes(key, Some(value.len()));
             }
-            Table::Learned => drop(self.learned.insert(key, value.to_vec())),
+            Table::LearnedValues => drop(self.learned_values.insert(key, value.to_vec())),
             Table::Hosts => {
-                self.hosts
-                    .insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
+                self.host_names
+                    .insert(key_to_host(key)?, String::from_utf8(value.to_vec()).ok()?);
             }
-            Table::Childless => drop(
-                self.childless
-                    .insert(tid_of_key(key)?, frame::from_bytes(value).ok()?),
+            Table::ChildlessTasks => drop(
+                self.childless_tasks
+                    .insert(key_to_tid(key)?, frame::from_bytes(value).ok()?),
             ),
             Table::Drains => drop(
                 self.drains
-                    .insert(host_of(key)?, frame::from_bytes(value).ok()?),
+                    .insert(key_to_host(key)?, frame::from_bytes(value).ok()?),
             ),
-            Table::Vacated => drop(self.vacated.insert(key, frame::from_bytes(value).ok()?)),
+            Table::VacatedJobs => drop(
+                self.vacated_jobs
+                    .insert(key, frame::from_bytes(value).ok()?),
+            ),
         }
         Some(())
     }
@@ -113,31 +117,31 @@ impl History {
             Table::Jobs => frame::to_bytes(self.jobs.get(&key)?),
             Table::Tasks => frame::to_bytes(self.tasks.get(&key)?),
             Table::Decisions => frame::to_bytes(self.decisions.get(&key)?),
-            Table::Learned => return self.learned.get(&key).cloned(),
+            Table::LearnedValues => return self.learned_values.get(&key).cloned(),
             Table::Hosts => {
                 return self
-                    .hosts
-                    .get(&host_of(key)?)
+                    .host_names
+                    .get(&key_to_host(key)?)
                     .map(|name| name.clone().into_bytes());
             }
-            Table::Childless => frame::to_bytes(self.childless.get(&tid_of_key(key)?)?),
-            Table::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
-            Table::Vacated => frame::to_bytes(self.vacated.get(&key)?),
+            Table::ChildlessTasks => frame::to_bytes(self.childless_tasks.get(&key_to_tid(key)?)?),
+            Table::Drains => frame::to_bytes(self.drains.get(&key_to_host(key)?)?),
+            Table::VacatedJobs => frame::to_bytes(self.vacated_jobs.get(&key)?),
         };
-        // Encoding cannot fail: these are plain records of numbers and short texts.
+        // Encoding cannot fail, because the values are plain records of numbers and short texts.
         bytes.ok()
     }
 }
 
-pub(super) fn key_of_tid(tid: Tid) -> u64 {
+pub(super) fn tid_to_key(tid: Tid) -> u64 {
     u64::from(tid.raw().cast_unsigned())
 }
 
-fn host_of(key: u64) -> Option<HostId> {
+fn key_to_host(key: u64) -> Option<HostId> {
     HostId::new(u16::try_from(key).ok()?)
 }
 
-fn tid_of_key(key: u64) -> Option<Tid> {
+fn key_to_tid(key: u64) -> Option<Tid> {
     u32::try_from(key)
         .ok()
         .map(|raw| Tid::from_raw(raw.cast_signed()))

@@ -9,92 +9,96 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
 /// Maximum number of tasks that were started from a command line and have no children. Such a task
-/// is not a job yet. Beyond it, the oldest is dropped.
-const CHILDLESS_MAX: usize = 4_096;
+/// is not a job yet. When the maximum is exceeded, the oldest of these tasks is removed.
+const CHILDLESS_TASKS_MAX: usize = 4_096;
 
 impl History {
     /// Compares the history with a list of all tasks. Marks a task as lost if it runs according to
-    /// the history but is not in the list. Corrects the hosts of the others.
-    pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
-        let running_tids: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
-        let gone = |t: &TaskUsage| t.ended.is_none() && !running_tids.contains(&t.tid);
-        let gone: Vec<u64> = self
+    /// the history but is not in the list. Corrects the hosts of the listed tasks.
+    pub fn reconcile_tasks(&mut self, now: Micros, task_list: &[TaskInfo]) {
+        let running_tids: BTreeSet<Tid> = task_list.iter().map(|info| info.tid).collect();
+        let missing = |t: &TaskUsage| t.end.is_none() && !running_tids.contains(&t.tid);
+        let missing: Vec<u64> = self
             .tasks
             .iter()
-            .filter(|(_, t)| gone(t))
+            .filter(|(_, t)| missing(t))
             .map(|(n, _)| *n)
             .collect();
-        gone.into_iter()
+        missing
+            .into_iter()
             .for_each(|number| self.end_task(number, now, TaskOutcome::Lost, Usage::default()));
-        for info in list {
+        for info in task_list {
             let host = self.host_name(info.host);
             if let Some(number) = self.task_numbers.get(&info.tid).copied() {
                 let task = self.tasks.get_mut(&number).expect("numbered");
                 if task.host != host {
                     task.host = host;
-                    self.dirty.insert((Table::Tasks, number));
+                    self.changed_keys.insert((Table::Tasks, number));
                 }
             }
         }
     }
 
-    pub(super) fn host_gone(&mut self, at: Micros, name: &str) {
-        let on = |t: &TaskUsage| t.ended.is_none() && t.host == name;
-        let lost: Vec<u64> = self
+    pub(super) fn record_host_loss(&mut self, loss_time: Micros, name: &str) {
+        let runs_there = |t: &TaskUsage| t.end.is_none() && t.host == name;
+        let lost_numbers: Vec<u64> = self
             .tasks
             .iter()
-            .filter(|(_, t)| on(t))
+            .filter(|(_, t)| runs_there(t))
             .map(|(n, _)| *n)
             .collect();
-        lost.into_iter()
-            .for_each(|number| self.end_task(number, at, TaskOutcome::Lost, Usage::default()));
+        lost_numbers.into_iter().for_each(|number| {
+            self.end_task(number, loss_time, TaskOutcome::Lost, Usage::default())
+        });
     }
 
-    pub(super) fn task_started(
+    pub(super) fn record_task_start(
         &mut self,
-        at: Micros,
+        start_time: Micros,
         tid: Tid,
         (parent, user): (Tid, u32),
         name: &str,
         host: HostId,
     ) {
-        let serves = sempa_proto::load::is_load_watcher(name)
-            || tid == self.own_task
+        let is_service = sempa_proto::load::is_load_watcher(name)
+            || tid == self.rm_task
             || !tid.is_task()
             || tid == parent;
-        if serves {
+        if is_service {
             return;
         }
-        if self.task(tid).is_some_and(|t| t.ended.is_none()) {
+        if self.task(tid).is_some_and(|t| t.end.is_none()) {
             return self.set_program(tid, name, host);
         }
         if name.is_empty() && !parent.is_task() {
-            self.add_childless(tid, at, user);
-            if self.childless.len() > CHILDLESS_MAX {
+            self.add_childless_task(tid, start_time, user);
+            if self.childless_tasks.len() > CHILDLESS_TASKS_MAX {
                 let oldest = self
-                    .childless
+                    .childless_tasks
                     .iter()
-                    .min_by_key(|(_, (at, _))| *at)
+                    .min_by_key(|(_, (start_time, _))| *start_time)
                     .map(|(tid, _)| *tid);
-                self.remove_childless(oldest.expect("more than the limit"));
+                self.remove_childless_task(oldest.expect("more than the limit"));
             }
             return;
         }
         if parent.is_task() && self.task(parent).is_none() {
-            // If the start of the parent was not recorded, the start of the child is used.
-            let (began, user) = self.remove_childless(parent).unwrap_or((at, self.own_user));
-            let home = parent
+            // If the start of the parent was not recorded, the start time of the child is used.
+            let (parent_start, user) = self
+                .remove_childless_task(parent)
+                .unwrap_or((start_time, self.rm_user));
+            let birth_host_name = parent
                 .birth_host()
-                .map(|home| self.host_name(home))
+                .map(|birth_host_name| self.host_name(birth_host_name))
                 .unwrap_or_default();
-            self.insert_task(began, parent, (parent, user), "", home);
+            self.insert_task(parent_start, parent, (parent, user), "", birth_host_name);
         }
         let job = self.task(parent).map_or(tid, |p| p.job);
         let host = self.host_name(host);
-        self.insert_task(at, tid, (job, user), name, host);
+        self.insert_task(start_time, tid, (job, user), name, host);
     }
 
-    /// Sets program and host of a task that was known only as a parent.
+    /// Sets the program and the host of a task that was known only as a parent.
     fn set_program(&mut self, tid: Tid, name: &str, host: HostId) {
         let host = self.host_name(host);
         let Some(number) = self.task_numbers.get(&tid).copied() else {
@@ -108,88 +112,104 @@ impl History {
             return;
         };
         (task.program, task.host) = (size_limits::limit_program_name(name), host);
-        self.dirty.insert((Table::Tasks, number));
+        self.changed_keys.insert((Table::Tasks, number));
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
             job.program = size_limits::limit_program_name(name);
-            self.dirty.insert((Table::Jobs, number));
+            self.changed_keys.insert((Table::Jobs, number));
         }
     }
 
-    /// Merges the tasks of a restarted job into one job. Each host has reported its tasks
-    /// separately, and some children before their parents. Such tasks were counted for an earlier
-    /// run of the job or as separate jobs.
-    pub(super) fn merge_restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
+    /// Merges the tasks of a restarted job into one job. Each host reports its tasks separately,
+    /// and some children before their parents. The history has therefore counted such tasks for an
+    /// earlier run of the job, or as separate jobs.
+    pub(super) fn merge_restarted(
+        &mut self,
+        restart_time: Micros,
+        job: Tid,
+        tasks: &[(Tid, HostId)],
+    ) {
         let numbers: Vec<u64> = tasks
             .iter()
             .filter_map(|(tid, _)| self.task_numbers.get(tid).copied())
             .collect();
-        let Some(began) = numbers
+        let Some(earliest_start) = numbers
             .iter()
             .filter_map(|number| self.tasks.get(number))
-            .map(|task| task.started)
+            .map(|task| task.started_at)
             .min()
         else {
             return;
         };
-        // A task outside the checkpoint may have spawned the first task. The job is then that
-        // task's job.
-        let job = self.task(job).map_or(job, |first| first.job);
-        let Some(to) = self.job_numbers.get(&job).copied() else {
+        // A task outside the checkpoint may have spawned the first task of the checkpoint. In that
+        // case the tasks belong to the job of that outer task.
+        let job = self.task(job).map_or(job, |first_task| first_task.job);
+        let Some(job_number) = self.job_numbers.get(&job).copied() else {
             return;
         };
         for number in numbers {
-            let Some(from) = self.job_number_of(number).filter(|from| *from != to) else {
+            let Some(previous_job_number) = self
+                .job_number_of(number)
+                .filter(|previous_job_number| *previous_job_number != job_number)
+            else {
                 continue;
             };
             let Some(mut task) = self.tasks.remove(&number) else {
                 continue;
             };
             task.job = job;
-            let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
-            // The task gets a new number, because it must be greater than the number of its job.
+            let (tid, running_count) = (task.tid, u64::from(task.end.is_none()));
+            // The task gets a new number, because its number must be greater than the number of its
+            // job.
             let new_number = self.next_number();
             self.tasks.insert(new_number, task);
             self.task_numbers.insert(tid, new_number);
-            self.dirty
+            self.changed_keys
                 .extend([(Table::Tasks, number), (Table::Tasks, new_number)]);
-            self.change_job_sums(from, at, |sums| {
-                sums.tasks = sums.tasks.saturating_sub(1);
-                sums.running = sums.running.saturating_sub(running);
+            self.change_job_totals(previous_job_number, restart_time, |changed_totals| {
+                changed_totals.task_count = changed_totals.task_count.saturating_sub(1);
+                changed_totals.running_tasks =
+                    changed_totals.running_tasks.saturating_sub(running_count);
             });
-            self.change_job_sums(to, at, |sums| {
-                sums.tasks += 1;
-                sums.running += running;
+            self.change_job_totals(job_number, restart_time, |changed_totals| {
+                changed_totals.task_count += 1;
+                changed_totals.running_tasks += running_count;
             });
         }
-        if let Some(job) = self.jobs.get_mut(&to) {
-            job.started = job.started.min(began);
+        if let Some(job) = self.jobs.get_mut(&job_number) {
+            job.started_at = job.started_at.min(earliest_start);
         }
     }
 
-    /// Changes the totals of a job. Deletes the job if it has no tasks.
-    fn change_job_sums(&mut self, number: u64, at: Micros, change: impl Fn(&mut UsageTotals)) {
+    /// Changes the totals of a job. Removes the job if it has no tasks.
+    fn change_job_totals(
+        &mut self,
+        number: u64,
+        change_time: Micros,
+        change: impl Fn(&mut UsageTotals),
+    ) {
         let Some(job) = self.jobs.get_mut(&number) else {
             return;
         };
         change(&mut job.totals);
-        job.ended = (job.totals.running == 0).then_some(job.ended.unwrap_or(at));
-        if job.totals.tasks == 0 {
+        job.ended_at =
+            (job.totals.running_tasks == 0).then_some(job.ended_at.unwrap_or(change_time));
+        if job.totals.task_count == 0 {
             let tid = job.job;
             self.jobs.remove(&number);
             if self.job_numbers.get(&tid) == Some(&number) {
                 self.job_numbers.remove(&tid);
             }
         }
-        self.dirty.insert((Table::Jobs, number));
+        self.changed_keys.insert((Table::Jobs, number));
     }
 
-    /// Adds a task, and its job if the job is new. If the job exists, its user is also the user of
-    /// the task.
+    /// Adds a task. Adds its job too if the job is new. Otherwise the user of the job is also the
+    /// user of the task.
     fn insert_task(
         &mut self,
-        began: Micros,
+        start_time: Micros,
         tid: Tid,
         (job, user): (Tid, u32),
         program: &str,
@@ -198,7 +218,7 @@ impl History {
         let user = self.job(job).map_or(user, |j| j.user);
         if tid == job || self.job(job).is_none() {
             let number = self.next_number();
-            let (sums, program) = (
+            let (usage_totals, program) = (
                 UsageTotals::default(),
                 if tid == job {
                     size_limits::limit_program_name(program)
@@ -212,9 +232,9 @@ impl History {
                     job,
                     user,
                     program,
-                    started: began,
-                    ended: None,
-                    totals: sums,
+                    started_at: start_time,
+                    ended_at: None,
+                    totals: usage_totals,
                     suspension: None,
                 },
             );
@@ -228,28 +248,33 @@ impl History {
             user,
             program,
             host,
-            started: began,
-            ended: None,
-            used,
+            started_at: start_time,
+            end: None,
+            usage: used,
             migrations: 0,
             evictions: 0,
             counts_toward_limits: false,
             suspension: None,
-            suspended_total: Micros::default(),
+            suspended_time: Micros::default(),
         };
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
-        self.dirty.insert((Table::Tasks, number));
-        self.change_sums(self.job_numbers.get(&job).copied(), user, began, |sums| {
-            sums.tasks += 1;
-            sums.running += 1;
-        });
-        self.enforce_limits();
+        self.changed_keys.insert((Table::Tasks, number));
+        self.change_totals(
+            self.job_numbers.get(&job).copied(),
+            user,
+            start_time,
+            |usage_totals| {
+                usage_totals.task_count += 1;
+                usage_totals.running_tasks += 1;
+            },
+        );
+        self.remove_excess_entries();
     }
 
-    /// Returns the number of the job in whose totals a task was counted. Of the jobs with the same
-    /// tid this is the last one with a smaller number than the task, because a restarted job gets a
-    /// new number.
+    /// Returns the number of the job in whose totals a task was counted. Among the jobs with the
+    /// same tid, this is the last one with a smaller number than the task, because a restarted job
+    /// gets a new number. `None` if the task or the job is unknown.
     fn job_number_of(&self, number: u64) -> Option<u64> {
         let job = self.tasks.get(&number)?.job;
         self.jobs
@@ -260,85 +285,92 @@ impl History {
     }
 
     /// Changes the totals of a user and of a job.
-    fn change_sums(
+    fn change_totals(
         &mut self,
         job: Option<u64>,
         user: u32,
-        at: Micros,
+        change_time: Micros,
         change: impl Fn(&mut UsageTotals),
     ) {
         let entry = self.users.entry(user).or_default();
-        entry.changed_at = entry.changed_at.max(at);
-        change(&mut entry.sums);
-        self.dirty.insert((Table::Users, u64::from(user)));
+        entry.changed_at = entry.changed_at.max(change_time);
+        change(&mut entry.totals);
+        self.changed_keys.insert((Table::Users, u64::from(user)));
         if let Some(number) = job
             && let Some(job) = self.jobs.get_mut(&number)
         {
             change(&mut job.totals);
-            job.ended = (job.totals.running == 0).then_some(at);
-            self.dirty.insert((Table::Jobs, number));
+            job.ended_at = (job.totals.running_tasks == 0).then_some(change_time);
+            self.changed_keys.insert((Table::Jobs, number));
         }
     }
 
-    pub(super) fn end_task(&mut self, number: u64, at: Micros, how: TaskOutcome, used: Usage) {
+    pub(super) fn end_task(
+        &mut self,
+        number: u64,
+        end_time: Micros,
+        outcome: TaskOutcome,
+        usage: Usage,
+    ) {
         if let Some(tid) = self
             .tasks
             .get(&number)
             .filter(|t| t.suspension.is_some())
             .map(|t| t.tid)
         {
-            self.set_suspended(tid, at, None);
+            self.set_suspended(tid, end_time, None);
         }
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.end.is_none()) else {
             return;
         };
-        (task.ended, task.used) = (Some((at, how)), used);
-        let wall = Micros(
-            at.since(task.started)
+        (task.end, task.usage) = (Some((end_time, outcome)), usage);
+        let run_time = Micros(
+            end_time
+                .since(task.started_at)
                 .0
-                .saturating_sub(task.suspended_total.0),
+                .saturating_sub(task.suspended_time.0),
         );
         let user = task.user;
-        self.dirty.insert((Table::Tasks, number));
-        self.change_sums(self.job_number_of(number), user, at, |sums| {
-            sums.running = sums.running.saturating_sub(1);
-            sums.failed += u64::from(!how.is_success());
-            sums.used = sums.used.plus(used);
-            sums.wall_time = sums.wall_time + wall;
+        self.changed_keys.insert((Table::Tasks, number));
+        self.change_totals(self.job_number_of(number), user, end_time, |totals| {
+            totals.running_tasks = totals.running_tasks.saturating_sub(1);
+            totals.failed_tasks += u64::from(!outcome.is_success());
+            totals.usage = totals.usage.merged_with(usage);
+            totals.wall_time = totals.wall_time + run_time;
         });
     }
 
-    pub(super) fn record_migration(&mut self, tid: Tid, to: String, eviction: bool) {
+    pub(super) fn record_migration(&mut self, tid: Tid, target_host: String, is_eviction: bool) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.end.is_none()) else {
             return;
         };
         task.migrations += 1;
-        task.evictions += u32::from(eviction);
-        task.host = to;
-        let (user, began) = (task.user, task.started);
-        self.dirty.insert((Table::Tasks, number));
-        self.change_sums(self.job_number_of(number), user, began, |sums| {
-            sums.migrations += 1;
-            sums.evictions += u64::from(eviction);
+        task.evictions += u32::from(is_eviction);
+        task.host = target_host;
+        let (user, task_start) = (task.user, task.started_at);
+        self.changed_keys.insert((Table::Tasks, number));
+        self.change_totals(self.job_number_of(number), user, task_start, |totals| {
+            totals.migrations += 1;
+            totals.evictions += u64::from(is_eviction);
         });
     }
 
-    /// Counts the eviction of a task that was ended instead of migrated.
+    /// Counts an eviction for a task that was ended instead of migrated.
     pub(super) fn record_eviction(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.end.is_none()) else {
             return;
         };
         task.evictions += 1;
-        let (user, began) = (task.user, task.started);
-        self.dirty.insert((Table::Tasks, number));
-        self.change_sums(self.job_number_of(number), user, began, |sums| {
-            sums.evictions += 1
+        let (user, task_start) = (task.user, task.started_at);
+        self.changed_keys.insert((Table::Tasks, number));
+        self.change_totals(self.job_number_of(number), user, task_start, |totals| {
+            totals.evictions += 1
         });
     }
 
@@ -353,7 +385,7 @@ impl History {
             .filter(|t| !t.counts_toward_limits)
         {
             task.counts_toward_limits = true;
-            self.dirty.insert((Table::Tasks, number));
+            self.changed_keys.insert((Table::Tasks, number));
         }
     }
 }

@@ -5,71 +5,78 @@ use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// A job rolls back to its newest checkpoint when a host is lost.
 #[test]
 fn lost_host_rolls_job_back() {
     for seed in seeds(60) {
-        let mut scene = JobScenario::new(seed, 4, 6);
-        scene.exchange_messages(20);
-        let first = scene
+        let mut scenario = JobScenario::new(seed, 4, 6);
+        scenario.exchange_messages(20);
+        let first_checkpoint = scenario
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = 100 + scene.sim.rng.below(700);
-        scene.exchange_messages(rounds);
-        let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.rng.below(3) as u16);
-        scene.sim.kill_host(lost);
-        scene
-            .sim
-            .run_until("the job runs again", |sim| sim.procs.len() >= before + 6);
-        scene.run_until_all_connected();
-        let restarted: Vec<Tid> = scene.sim.procs[before..before + 6]
+        let rounds = 100 + scenario.sim.rng.below(700);
+        scenario.exchange_messages(rounds);
+        let process_count = scenario.sim.procs.len();
+        let lost_host = host(2 + scenario.sim.rng.below(3) as u16);
+        scenario.sim.kill_host(lost_host);
+        scenario.sim.run_until("the job runs again", |sim| {
+            sim.procs.len() >= process_count + 6
+        });
+        scenario.run_until_all_connected();
+        let restarted_tids: Vec<Tid> = scenario.sim.procs[process_count..process_count + 6]
             .iter()
             .filter_map(|p| p.spawned_tid)
             .collect();
         assert!(
-            first.tasks.iter().all(|tid| restarted.contains(tid)),
-            "{restarted:?} (seed {seed})"
+            first_checkpoint
+                .tasks
+                .iter()
+                .all(|tid| restarted_tids.contains(tid)),
+            "{restarted_tids:?} (seed {seed})"
         );
-        scene.exchange_messages(100);
-        scene.run_until_all_connected();
-        scene.run_until_all_received();
+        scenario.exchange_messages(100);
+        scenario.run_until_all_connected();
+        scenario.run_until_all_received();
     }
 }
 
-/// A job continues after hosts are lost at any moment of a checkpoint or a restart.
+/// A job continues after three host losses at random times of checkpoints and restarts.
 #[test]
 fn job_survives_host_losses_at_any_time() {
     for seed in seeds(80) {
-        let mut scene = JobScenario::new(seed, 5, 6);
-        scene
+        let mut scenario = JobScenario::new(seed, 5, 6);
+        scenario
             .checkpoint(Some(Micros::from_millis(500)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.rng.below(300);
-            scene.exchange_messages(rounds);
-            let which = scene.sim.rng.below(hosts.len() as u64) as usize;
-            scene.sim.kill_host(host(hosts.remove(which)));
+            let rounds = scenario.sim.rng.below(300);
+            scenario.exchange_messages(rounds);
+            let host_index = scenario.sim.rng.below(hosts.len() as u64) as usize;
+            scenario.sim.kill_host(host(hosts.remove(host_index)));
         }
-        let all = |sim: &Sim, tids: &[Tid]| {
+        let all_run = |sim: &Sim, tids: &[Tid]| {
             tids.iter().all(|tid| {
                 let proc = &sim.procs[sim.proc_of(*tid)];
                 !proc.exited && proc.conn.is_some() && sim.nodes[&proc.host].is_alive
             })
         };
-        let tids = scene.tids.clone();
-        scene.sim.run_until("all run again", |sim| all(sim, &tids));
-        // Checkpoints continue meanwhile, and the loss of a host may not be known yet.
-        scene.sim.advance(Micros::from_secs(5));
-        scene.sim.run_until("all run again", |sim| all(sim, &tids));
-        scene.exchange_messages(60);
-        let end = scene.sim.now + Micros::from_secs(60);
-        while !(all(&scene.sim, &tids) && scene.all_received()) {
+        let tids = scenario.tids.clone();
+        scenario
+            .sim
+            .run_until("all run again", |sim| all_run(sim, &tids));
+        // The periodic checkpoints continue during this time, and the loss of a host may not be
+        // known yet.
+        scenario.sim.advance(Micros::from_secs(5));
+        scenario
+            .sim
+            .run_until("all run again", |sim| all_run(sim, &tids));
+        scenario.exchange_messages(60);
+        let end = scenario.sim.now + Micros::from_secs(60);
+        while !(all_run(&scenario.sim, &tids) && scenario.check_all_received()) {
             assert!(
-                scene.sim.now < end && scene.sim.step(),
+                scenario.sim.now < end && scenario.sim.step(),
                 "something was lost (seed {seed})\n{}",
-                scene.sim.history()
+                scenario.sim.state_report()
             );
         }
     }
@@ -79,93 +86,98 @@ fn job_survives_host_losses_at_any_time() {
 #[test]
 fn ended_job_is_not_restarted_on_host_loss() {
     for seed in seeds(20) {
-        let killed_long_ago: fn(&mut JobScenario) = |scene| {
-            scene.kill_all();
-            scene.sim.advance(Micros::from_secs(30));
+        let kill_all_early: fn(&mut JobScenario) = |scenario| {
+            scenario.kill_all_tasks();
+            scenario.sim.advance(Micros::from_secs(30));
         };
-        let told: fn(&mut JobScenario) = |scene| {
-            for tid in scene.tids.clone() {
-                scene.signal(tid, 9);
+        let terminate_all: fn(&mut JobScenario) = |scenario| {
+            for tid in scenario.tids.clone() {
+                scenario.send_signal(tid, 9);
             }
-            scene.run_until_all_ended();
+            scenario.run_until_all_ended();
         };
-        let done: fn(&mut JobScenario) = |scene| {
-            for tid in scene.tids.clone() {
-                let proc = scene.sim.proc_of(tid);
-                scene.sim.exit(proc, 0);
+        let finish_all: fn(&mut JobScenario) = |scenario| {
+            for tid in scenario.tids.clone() {
+                let proc = scenario.sim.proc_of(tid);
+                scenario.sim.exit_proc(proc, 0);
             }
-            scene.run_until_all_ended();
+            scenario.run_until_all_ended();
         };
-        for ends in [killed_long_ago, told, done] {
-            let mut scene = JobScenario::new(seed, 4, 4);
-            scene
+        for end_job in [kill_all_early, terminate_all, finish_all] {
+            let mut scenario = JobScenario::new(seed, 4, 4);
+            scenario
                 .checkpoint(Some(Micros::from_secs(100)))
                 .expect("nothing stands in the way");
-            ends(&mut scene);
-            let before = scene.sim.procs.len();
-            scene.sim.kill_host(host(3));
-            scene.sim.advance(Micros::from_secs(20));
-            assert_eq!(scene.sim.procs.len(), before, "seed {seed}");
+            end_job(&mut scenario);
+            let process_count = scenario.sim.procs.len();
+            scenario.sim.kill_host(host(3));
+            scenario.sim.advance(Micros::from_secs(20));
+            assert_eq!(scenario.sim.procs.len(), process_count, "seed {seed}");
         }
     }
 }
 
-/// A job rolls back to its checkpoint even if the deaths of its tasks are known before the loss of
-/// their host.
+/// A job rolls back to its checkpoint even if the master is notified of task exits before it is
+/// notified of the loss of their host.
 #[test]
 fn task_deaths_before_host_loss_roll_job_back() {
     for seed in seeds(60) {
-        let mut scene = JobScenario::new(seed, 4, 6);
-        scene
+        let mut scenario = JobScenario::new(seed, 4, 6);
+        scenario
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.rng.below(300);
-        scene.exchange_messages(rounds);
-        let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.rng.below(3) as u16);
-        let procs: Vec<usize> = scene
+        let rounds = scenario.sim.rng.below(300);
+        scenario.exchange_messages(rounds);
+        let process_count = scenario.sim.procs.len();
+        let lost_host = host(2 + scenario.sim.rng.below(3) as u16);
+        let procs: Vec<usize> = scenario
             .tids
             .iter()
-            .map(|tid| scene.sim.proc_of(*tid))
+            .map(|tid| scenario.sim.proc_of(*tid))
             .collect();
-        let (there, elsewhere): (Vec<usize>, Vec<usize>) = procs
+        let (procs_on_host, other_procs): (Vec<usize>, Vec<usize>) = procs
             .into_iter()
-            .partition(|proc| scene.sim.procs[*proc].host == lost);
-        for proc in there {
-            scene.sim.exit(proc, 9);
+            .partition(|proc| scenario.sim.procs[*proc].host == lost_host);
+        for proc in procs_on_host {
+            scenario.sim.exit_proc(proc, 9);
         }
-        let while_it_goes_down = Micros(scene.sim.rng.below(3_000_000));
-        scene.sim.advance(while_it_goes_down);
+        let shutdown_delay = Micros(scenario.sim.rng.below(3_000_000));
+        scenario.sim.advance(shutdown_delay);
         if seed % 2 == 0 {
-            // These tasks exit because the tasks on the lost host are gone.
-            for proc in elsewhere {
-                scene.sim.exit(proc, 9 << 8);
+            // These tasks run on other hosts and exit because their peers on the lost host have
+            // exited.
+            for proc in other_procs {
+                scenario.sim.exit_proc(proc, 9 << 8);
             }
         }
-        scene.sim.kill_host(lost);
-        scene.run_until_restarted(before);
+        scenario.sim.kill_host(lost_host);
+        scenario.run_until_restarted(process_count);
     }
 }
 
-/// A job rolls back to its checkpoint when one of its hosts is deleted, and never runs twice.
+/// A job rolls back to its checkpoint when one of its hosts is deleted. No task of the job runs
+/// twice.
 #[test]
 fn deleted_host_rolls_job_back() {
     for seed in seeds(40) {
-        let mut scene = JobScenario::new(seed, 4, 6);
-        scene
+        let mut scenario = JobScenario::new(seed, 4, 6);
+        scenario
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.rng.below(300);
-        scene.exchange_messages(rounds);
-        let before = scene.sim.procs.len();
-        let name = format!("h{}", 2 + scene.sim.rng.below(3));
-        let reply = scene
-            .sim
-            .ask(scene.console, Request::DelHosts { names: vec![name] });
+        let rounds = scenario.sim.rng.below(300);
+        scenario.exchange_messages(rounds);
+        let process_count = scenario.sim.procs.len();
+        let name = format!("h{}", 2 + scenario.sim.rng.below(3));
+        let reply = scenario.sim.ask(
+            scenario.console,
+            Request::DelHosts {
+                host_names: vec![name],
+            },
+        );
         assert!(
-            matches!(reply, Reply::HostsDeleted(ref all) if all[0].is_ok()),
+            matches!(reply, Reply::HostsDeleted(ref results) if results[0].is_ok()),
             "{reply:?}"
         );
-        scene.run_until_restarted(before);
+        scenario.run_until_restarted(process_count);
     }
 }

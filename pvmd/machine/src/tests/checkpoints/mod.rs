@@ -1,5 +1,4 @@
-//! Jobs are checkpointed while their tasks exchange messages, lose their tasks or hosts, and are
-//! restarted.
+//! Checkpoints, host losses and restarts of jobs whose tasks exchange messages.
 
 mod admission;
 mod copies;
@@ -12,7 +11,7 @@ mod removal;
 mod services;
 mod stuck;
 
-use super::scenario::{stop_guests_until, welcome_guests};
+use super::scenario::{evict_guests_request, welcome_guests_request};
 use super::sim::{Proc, Received, Sim, host, seeds};
 use crate::{HostId, MachineConfig};
 use sempa_proto::checkpoint::{
@@ -24,7 +23,7 @@ use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// A simulation with a console and one job; the job's first task has spawned the others.
+/// A simulation with a console and one job. The job's first task has spawned the other tasks.
 struct JobScenario {
     sim: Sim,
     console: usize,
@@ -32,25 +31,25 @@ struct JobScenario {
 }
 
 impl JobScenario {
-    fn new(seed: u64, hosts: usize, tasks: u32) -> JobScenario {
-        JobScenario::with(seed, hosts, tasks, |_| {})
+    fn new(seed: u64, hosts: usize, tasks: u32) -> Self {
+        Self::with_config(seed, hosts, tasks, |_| {})
     }
 
-    fn with(
+    fn with_config(
         seed: u64,
         hosts: usize,
         tasks: u32,
-        change: impl Fn(&mut MachineConfig),
-    ) -> JobScenario {
-        let (mut sim, console) = Sim::cluster_with(seed, hosts, change);
-        let root = spawn(&mut sim, console, 1)[0];
-        let proc = sim.proc_of(root);
-        let mut tids = vec![root];
-        tids.extend(spawn(&mut sim, proc, tasks - 1));
-        JobScenario { sim, console, tids }
+        configure: impl Fn(&mut MachineConfig),
+    ) -> Self {
+        let (mut sim, console) = Sim::cluster_with(seed, hosts, configure);
+        let root_tid = spawn_children(&mut sim, console, 1)[0];
+        let proc = sim.proc_of(root_tid);
+        let mut tids = vec![root_tid];
+        tids.extend(spawn_children(&mut sim, proc, tasks - 1));
+        Self { sim, console, tids }
     }
 
-    /// Sends the next number from one task to another, if the sender runs.
+    /// Sends the next number of this pair from one task to another, if the sender runs.
     fn send_number(&mut self, from: Tid, to: Tid) {
         let proc = self.sim.proc_of(from);
         let p = &self.sim.procs[proc];
@@ -67,31 +66,31 @@ impl JobScenario {
         self.tids[self.sim.rng.below(self.tids.len() as u64) as usize]
     }
 
-    fn exchange_messages(&mut self, rounds: u64) {
-        for _ in 0..rounds {
+    fn exchange_messages(&mut self, message_count: u64) {
+        for _ in 0..message_count {
             let (from, to) = (self.random_task(), self.random_task());
             self.send_number(from, to);
-            let wait = Micros(self.sim.rng.below(4_000));
-            self.sim.advance(wait);
+            let delay = Micros(self.sim.rng.below(4_000));
+            self.sim.advance(delay);
         }
     }
 
-    /// Asserts that the numbers of each sender arrived once and in order. True if every number that
-    /// was sent has arrived.
-    fn all_received(&self) -> bool {
-        let mut complete = true;
+    /// Asserts that the numbers of each sender arrived once and in order. Returns true if every
+    /// number that was sent has arrived.
+    fn check_all_received(&self) -> bool {
+        let mut all_arrived = true;
         for to in &self.tids {
-            let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
-            for seen in &self.sim.procs[self.sim.proc_of(*to)].received {
-                if let Received::Message(src, body) = seen {
+            let mut next_numbers: BTreeMap<Tid, u32> = BTreeMap::new();
+            for item in &self.sim.procs[self.sim.proc_of(*to)].received {
+                if let Received::Message(src, body) = item {
                     let number = u32::from_be_bytes(body[..4].try_into().expect("four bytes"));
-                    let expected = next.entry(*src).or_default();
+                    let next_number = next_numbers.entry(*src).or_default();
                     assert_eq!(
-                        number, *expected,
+                        number, *next_number,
                         "from {src} to {to} (seed {})",
                         self.sim.seed
                     );
-                    *expected += 1;
+                    *next_number += 1;
                 }
             }
             for from in &self.tids {
@@ -100,15 +99,15 @@ impl JobScenario {
                     .get(to)
                     .copied()
                     .unwrap_or_default();
-                complete &= next.get(from).copied().unwrap_or_default() == sent_count;
+                all_arrived &= next_numbers.get(from).copied().unwrap_or_default() == sent_count;
             }
         }
-        complete
+        all_arrived
     }
 
     fn run_until_all_received(&mut self) {
         let end = self.sim.now + Micros::from_secs(60);
-        while !self.all_received() {
+        while !self.check_all_received() {
             assert!(
                 self.sim.now < end && self.sim.step(),
                 "something was lost (seed {})",
@@ -117,32 +116,35 @@ impl JobScenario {
         }
     }
 
-    fn job(&self) -> Tid {
+    fn job_tid(&self) -> Tid {
         self.tids[0]
     }
 
-    fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
-        let job = self.job();
+    fn begin_checkpoint(&mut self, interval: Option<Micros>) -> RequestId {
+        let job = self.job_tid();
         self.sim.request(
             self.console,
             Request::Checkpoint {
                 job,
-                schedule: every.map(CheckpointSchedule::Every),
+                schedule: interval.map(CheckpointSchedule::Interval),
                 end_job: false,
-                wait: true,
+                wait_for_end: true,
             },
         )
     }
 
-    fn checkpoint(&mut self, every: Option<Micros>) -> Result<CheckpointReport, CheckpointFailure> {
-        let job = self.job();
+    fn checkpoint(
+        &mut self,
+        interval: Option<Micros>,
+    ) -> Result<CheckpointReport, CheckpointFailure> {
+        let job = self.job_tid();
         let reply = self.sim.ask(
             self.console,
             Request::Checkpoint {
                 job,
-                schedule: every.map(CheckpointSchedule::Every),
+                schedule: interval.map(CheckpointSchedule::Interval),
                 end_job: false,
-                wait: true,
+                wait_for_end: true,
             },
         );
         let Reply::Checkpointed(result) = reply else {
@@ -151,17 +153,17 @@ impl JobScenario {
         result
     }
 
-    fn signal(&mut self, tid: Tid, signal: i32) {
+    fn send_signal(&mut self, tid: Tid, signal: i32) {
         assert_eq!(
             self.sim.ask(self.console, Request::Signal { tid, signal }),
             Reply::Done
         );
     }
 
-    fn kill_all(&mut self) {
+    fn kill_all_tasks(&mut self) {
         for tid in self.tids.clone() {
             let proc = self.sim.proc_of(tid);
-            self.sim.exit(proc, 9);
+            self.sim.exit_proc(proc, 9);
         }
         self.run_until_all_ended();
     }
@@ -174,14 +176,18 @@ impl JobScenario {
         self.sim.advance(Micros::from_millis(50));
     }
 
-    fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
-        let on = on.iter().map(|name| name.to_string()).collect();
+    fn restart(
+        &mut self,
+        checkpoint_name: &str,
+        host_names: &[&str],
+    ) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
+        let host_names = host_names.iter().map(|name| name.to_string()).collect();
         let reply = self.sim.ask(
             self.console,
             Request::Restart {
-                checkpoint: set.into(),
-                host_names: on,
-                wait: true,
+                checkpoint: checkpoint_name.into(),
+                host_names,
+                wait_for_end: true,
             },
         );
         let Reply::Restarted(result) = reply else {
@@ -193,20 +199,20 @@ impl JobScenario {
     /// Waits for the reply to a checkpoint request.
     fn await_checkpoint(
         &mut self,
-        asked: RequestId,
+        checkpoint_request: RequestId,
     ) -> Result<CheckpointReport, CheckpointFailure> {
         let console = self.console;
         self.sim.run_until("the end of the checkpoint", |sim| {
-            sim.procs[console].replies.contains_key(&asked)
+            sim.procs[console].replies.contains_key(&checkpoint_request)
         });
-        match self.sim.procs[console].replies[&asked].clone() {
+        match self.sim.procs[console].replies[&checkpoint_request].clone() {
             Reply::Checkpointed(result) => result,
             other => panic!("{other:?} (seed {})", self.sim.seed),
         }
     }
 
-    /// Requests a checkpoint of which any step may fail. Asserts that all tasks continue, and that
-    /// no files are left except those of a complete checkpoint. True if the checkpoint succeeded.
+    /// Requests a checkpoint in which any step may fail. Asserts that all tasks continue and that
+    /// only the files of complete checkpoints remain. Returns true if the checkpoint succeeded.
     fn checkpoint_with_faults(&mut self) -> bool {
         self.exchange_messages(30);
         self.sim.random_faults.failed_steps_percent = 8;
@@ -218,7 +224,10 @@ impl JobScenario {
         self.run_until_all_received();
         self.sim.advance(Micros::from_secs(2));
         assert_eq!(
-            (self.sim.image_store.leftovers(), self.sim.tokens_left()),
+            (
+                self.sim.image_store.leftover_counts(),
+                self.sim.resume_token_count()
+            ),
             ((0, 0), 0),
             "seed {}",
             self.sim.seed
@@ -226,13 +235,13 @@ impl JobScenario {
         result.is_ok()
     }
 
-    /// Repeats a restart, of which any step may fail, until it succeeds. Returns the number of
-    /// failures. Asserts that no task runs after a failure.
-    fn restart_with_faults(&mut self, set: &str) -> usize {
-        let mut bad = 0;
+    /// Repeats a restart in which any step may fail until the restart succeeds. Returns the number
+    /// of failures. Asserts that no task runs after a failure.
+    fn restart_with_faults(&mut self, checkpoint_name: &str) -> usize {
+        let mut failure_count = 0;
         self.sim.random_faults.failed_steps_percent = 12;
-        while self.restart(set, &[]).is_err() {
-            bad += 1;
+        while self.restart(checkpoint_name, &[]).is_err() {
+            failure_count += 1;
             self.sim.advance(Micros::from_millis(100));
             for tid in &self.tids {
                 assert!(
@@ -243,13 +252,13 @@ impl JobScenario {
             }
         }
         self.sim.random_faults.failed_steps_percent = 0;
-        bad
+        failure_count
     }
 
-    /// Restarts a checkpoint, lets all tasks exchange messages, and asserts that no temporary state
-    /// of the restart is left.
-    fn restart_and_exchange(&mut self, set: &str) {
-        self.restart(set, &[])
+    /// Restarts a checkpoint and lets all tasks exchange messages. Asserts that no images, drafts
+    /// or resume tokens of the restart remain.
+    fn restart_and_exchange(&mut self, checkpoint_name: &str) {
+        self.restart(checkpoint_name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
         self.run_until_all_connected();
         self.exchange_messages(80);
@@ -264,19 +273,20 @@ impl JobScenario {
         self.run_until_all_received();
         self.sim.advance(Micros::from_secs(2));
         assert_eq!(
-            self.sim.image_store.leftovers(),
+            self.sim.image_store.leftover_counts(),
             (0, 0),
             "seed {}",
             self.sim.seed
         );
     }
 
-    /// Waits until all tasks run in new processes, in addition to the `before` processes that
-    /// existed earlier; then exchanges messages.
-    fn run_until_restarted(&mut self, before: usize) {
-        let all = before + self.tids.len();
-        self.sim
-            .run_until("the job runs again", |sim| sim.procs.len() >= all);
+    /// Waits until all tasks run in new processes, then exchanges messages. `process_count` is the number
+    /// of processes that existed before the restart.
+    fn run_until_restarted(&mut self, process_count: usize) {
+        let expected_count = process_count + self.tids.len();
+        self.sim.run_until("the job runs again", |sim| {
+            sim.procs.len() >= expected_count
+        });
         self.run_until_all_connected();
         self.exchange_messages(100);
         self.run_until_all_connected();
@@ -291,7 +301,7 @@ impl JobScenario {
     }
 }
 
-/// True if the task runs and its daemon knows it.
+/// True if the task runs and its daemon has accepted its connection.
 fn is_connected(sim: &Sim, tid: Tid) -> bool {
     let proc = &sim.procs[sim.proc_of(tid)];
     let is_alive = sim.nodes[&proc.host].is_alive && !proc.exited;
@@ -305,20 +315,20 @@ fn is_listed(sim: &Sim, tid: Tid) -> bool {
         .any(|node| node.machine.tasks.get(tid).is_some())
 }
 
-fn spawn(sim: &mut Sim, by: usize, count: u32) -> Vec<Tid> {
+fn spawn_children(sim: &mut Sim, spawner: usize, count: u32) -> Vec<Tid> {
     spawn_as(
         sim,
-        by,
+        spawner,
         SpawnRequest {
-            file: "child".into(),
-            count,
+            program: "child".into(),
+            task_count: count,
             ..SpawnRequest::default()
         },
     )
 }
 
-fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
-    let Reply::Spawned(results) = sim.ask(by, Request::Spawn(request)) else {
+fn spawn_as(sim: &mut Sim, spawner: usize, request: SpawnRequest) -> Vec<Tid> {
+    let Reply::Spawned(results) = sim.ask(spawner, Request::Spawn(request)) else {
         panic!("no tasks")
     };
     let tids: Vec<Tid> = results.into_iter().flatten().collect();
@@ -334,126 +344,132 @@ fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
 #[test]
 fn restart_continues_from_checkpoint() {
     for seed in seeds(60) {
-        let mut scene = JobScenario::new(seed, 4, 6);
-        scene.exchange_messages(60);
-        let asked = scene.begin_checkpoint(None);
-        scene.exchange_messages(120);
-        let report = scene
-            .await_checkpoint(asked)
+        let mut scenario = JobScenario::new(seed, 4, 6);
+        scenario.exchange_messages(60);
+        let checkpoint_request = scenario.begin_checkpoint(None);
+        scenario.exchange_messages(120);
+        let report = scenario
+            .await_checkpoint(checkpoint_request)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let mut all = scene.tids.clone();
-        all.sort_unstable();
-        assert_eq!(report.tasks, all, "seed {seed}");
-        // The restart undoes all messages that the tasks send after the checkpoint.
-        scene.exchange_messages(40);
-        scene.kill_all();
-        scene.restart_and_exchange(&report.name);
+        let mut sorted_tids = scenario.tids.clone();
+        sorted_tids.sort_unstable();
+        assert_eq!(report.tasks, sorted_tids, "seed {seed}");
+        // The restart undoes the messages that the tasks send after the checkpoint.
+        scenario.exchange_messages(40);
+        scenario.kill_all_tasks();
+        scenario.restart_and_exchange(&report.name);
     }
 }
 
-/// A checkpoint that fails at any step leaves every task running and no files.
 #[test]
 fn failed_checkpoint_leaves_tasks_running() {
-    let (mut good, mut bad) = (0, 0);
+    let (mut success_count, mut failure_count) = (0, 0);
     for seed in seeds(80) {
-        let mut scene = JobScenario::new(seed, 3, 5);
-        *(if scene.checkpoint_with_faults() {
-            &mut good
+        let mut scenario = JobScenario::new(seed, 3, 5);
+        *(if scenario.checkpoint_with_faults() {
+            &mut success_count
         } else {
-            &mut bad
+            &mut failure_count
         }) += 1;
     }
-    assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
+    assert!(
+        success_count > 5 && failure_count > 5,
+        "{success_count} went well, {failure_count} failed"
+    );
 }
 
-/// A restart that fails at any step leaves no task running and can be repeated.
 #[test]
 fn failed_restart_can_be_repeated() {
-    let mut bad = 0;
+    let mut failure_count = 0;
     for seed in seeds(60) {
-        let mut scene = JobScenario::new(seed, 3, 4);
-        scene.exchange_messages(30);
-        let report = scene
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        scenario.exchange_messages(30);
+        let report = scenario
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.kill_all();
-        bad += scene.restart_with_faults(&report.name);
-        scene.run_until_all_connected();
-        scene.exchange_messages(60);
-        scene.run_until_all_received();
+        scenario.kill_all_tasks();
+        failure_count += scenario.restart_with_faults(&report.name);
+        scenario.run_until_all_connected();
+        scenario.exchange_messages(60);
+        scenario.run_until_all_received();
     }
-    assert!(bad > 10, "{bad} restarts failed");
+    assert!(failure_count > 10, "{failure_count} restarts failed");
 }
 
-/// The newest checkpoint of a job is never older than the job's bound or interval.
+/// The newest checkpoint of a job is never older than the maximum age or the interval in the job's
+/// schedule.
 #[test]
 fn checkpoint_age_stays_within_bound() {
-    let bound = Micros::from_secs(4);
-    for (seed, pace) in seeds(10).flat_map(|seed| {
+    let age_max = Micros::from_secs(4);
+    for (seed, schedule) in seeds(10).flat_map(|seed| {
         [
-            (seed, CheckpointSchedule::MaxLoss(bound)),
-            (seed, CheckpointSchedule::Every(bound)),
+            (seed, CheckpointSchedule::MaxLoss(age_max)),
+            (seed, CheckpointSchedule::Interval(age_max)),
         ]
     }) {
-        let mut scene = JobScenario::new(seed, 3, 4);
-        let job = scene.job();
-        let reply = scene.sim.ask(
-            scene.console,
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        let job = scenario.job_tid();
+        let reply = scenario.sim.ask(
+            scenario.console,
             Request::Checkpoint {
                 job,
-                schedule: Some(pace),
+                schedule: Some(schedule),
                 end_job: false,
-                wait: true,
+                wait_for_end: true,
             },
         );
         assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?}");
-        let (mut sets, end) = (1, scene.sim.now + Micros::from_secs(60));
-        let mut last = scene.sim.now;
-        while scene.sim.now < end {
-            scene.sim.advance(Micros::from_millis(20));
-            if scene.sim.image_store.count() > sets {
-                (sets, last) = (scene.sim.image_store.count(), scene.sim.now);
+        let (mut checkpoint_count, end_time) = (1, scenario.sim.now + Micros::from_secs(60));
+        let mut last_checkpoint_time = scenario.sim.now;
+        while scenario.sim.now < end_time {
+            scenario.sim.advance(Micros::from_millis(20));
+            if scenario.sim.image_store.checkpoint_count() > checkpoint_count {
+                (checkpoint_count, last_checkpoint_time) = (
+                    scenario.sim.image_store.checkpoint_count(),
+                    scenario.sim.now,
+                );
             }
             assert!(
-                scene.sim.now.since(last) <= bound,
-                "{sets} sets ({pace:?}, seed {seed})"
+                scenario.sim.now.since(last_checkpoint_time) <= age_max,
+                "{checkpoint_count} sets ({schedule:?}, seed {seed})"
             );
         }
         assert!(
-            sets < 40,
-            "not more often than needed: {sets} ({pace:?}, seed {seed})"
+            checkpoint_count < 40,
+            "not more often than needed: {checkpoint_count} ({schedule:?}, seed {seed})"
         );
     }
 }
 
-/// A checkpoint is not restarted while its tasks are alive.
 #[test]
 fn restart_refused_while_tasks_are_alive() {
-    let mut scene = JobScenario::new(1, 2, 3);
-    let size = |scene: &mut JobScenario, what: GroupRequest| {
-        let proc = scene.sim.proc_of(scene.tids[1]);
-        match scene.sim.ask(proc, Request::Group(what)) {
-            Reply::Group(GroupReply::Number(number)) => number,
+    let mut scenario = JobScenario::new(1, 2, 3);
+    let group_result = |scenario: &mut JobScenario, request: GroupRequest| {
+        let proc = scenario.sim.proc_of(scenario.tids[1]);
+        match scenario.sim.ask(proc, Request::Group(request)) {
+            Reply::Group(GroupReply::Number(group_number)) => group_number,
             other => panic!("{other:?}"),
         }
     };
     assert_eq!(
-        size(
-            &mut scene,
+        group_result(
+            &mut scenario,
             GroupRequest::Join {
                 group: b"us".into()
             }
         ),
         0
     );
-    let report = scene.checkpoint(None).expect("nothing stands in the way");
-    let Err(RestartFailure::TasksAlive(alive)) = scene.restart(&report.name, &[]) else {
+    let report = scenario
+        .checkpoint(None)
+        .expect("nothing stands in the way");
+    let Err(RestartFailure::TasksAlive(live_tasks)) = scenario.restart(&report.name, &[]) else {
         panic!("it began")
     };
-    assert_eq!(alive.len(), 3);
+    assert_eq!(live_tasks.len(), 3);
     assert_eq!(
-        size(
-            &mut scene,
+        group_result(
+            &mut scenario,
             GroupRequest::Size {
                 group: b"us".into()
             }
@@ -461,160 +477,180 @@ fn restart_refused_while_tasks_are_alive() {
         1,
         "who is alive is in its groups"
     );
-    scene.kill_all();
-    let no_host = scene.restart(&report.name, &["nowhere"]);
-    assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
-    let places = scene.restart(&report.name, &["h2"]).expect("all are gone");
-    assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
+    scenario.kill_all_tasks();
+    let no_host_result = scenario.restart(&report.name, &["nowhere"]);
+    assert_eq!(
+        no_host_result,
+        Err(RestartFailure::NoHost("nowhere".into()))
+    );
+    let task_hosts = scenario
+        .restart(&report.name, &["h2"])
+        .expect("all are gone");
+    assert!(
+        task_hosts.iter().all(|(_, host_id)| *host_id == host(2)),
+        "{task_hosts:?}"
+    );
 }
 
-/// A job that must end with its checkpoint ends when the checkpoint is complete, and not before.
+/// A job that must end with its checkpoint ends when the checkpoint is complete, and never earlier.
 #[test]
 fn final_checkpoint_ends_job_when_complete() {
-    let mut ended = 0;
+    let mut ended_count = 0;
     for seed in seeds(60) {
-        let mut scene = JobScenario::new(seed, 3, 4);
-        scene.exchange_messages(30);
-        scene.sim.random_faults.failed_steps_percent = 6;
-        let job = scene.job();
-        let reply = scene.sim.ask(
-            scene.console,
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        scenario.exchange_messages(30);
+        scenario.sim.random_faults.failed_steps_percent = 6;
+        let job = scenario.job_tid();
+        let reply = scenario.sim.ask(
+            scenario.console,
             Request::Checkpoint {
                 job,
                 schedule: None,
                 end_job: true,
-                wait: true,
+                wait_for_end: true,
             },
         );
-        scene.sim.random_faults.failed_steps_percent = 0;
-        let tids = scene.tids.clone();
+        scenario.sim.random_faults.failed_steps_percent = 0;
+        let tids = scenario.tids.clone();
         match reply {
             Reply::Checkpointed(Ok(report)) => {
-                ended += 1;
-                scene.sim.run_until("all have ended", |sim| {
+                ended_count += 1;
+                scenario.sim.run_until("all have ended", |sim| {
                     tids.iter().all(|tid| !is_listed(sim, *tid))
                 });
-                scene.sim.advance(Micros::from_millis(50));
-                scene
+                scenario.sim.advance(Micros::from_millis(50));
+                scenario
                     .restart(&report.name, &[])
                     .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-                scene.run_until_all_connected();
+                scenario.run_until_all_connected();
             }
-            Reply::Checkpointed(Err(_)) => scene.run_until_all_connected(),
+            Reply::Checkpointed(Err(_)) => scenario.run_until_all_connected(),
             other => panic!("{other:?}"),
         }
-        scene.exchange_messages(40);
-        scene.run_until_all_received();
+        scenario.exchange_messages(40);
+        scenario.run_until_all_received();
     }
-    assert!(ended > 5, "{ended} have ended");
+    assert!(ended_count > 5, "{ended_count} have ended");
 }
 
-/// Guests that are paused for an owner are checkpointed without being resumed.
+/// Guests that are paused for an owner are checkpointed and stay paused.
 #[test]
 fn paused_guests_are_checkpointed() {
     for seed in seeds(40) {
-        let mut scene = JobScenario::new(seed, 3, 6);
-        scene.exchange_messages(40);
-        let speaker = scene.sim.enrol(host(2));
+        let mut scenario = JobScenario::new(seed, 3, 6);
+        scenario.exchange_messages(40);
+        let owner_agent = scenario.sim.enrol(host(2));
         assert_eq!(
-            scene
-                .sim
-                .ask(speaker, stop_guests_until(None, EvictionMode::Checkpoint)),
+            scenario.sim.ask(
+                owner_agent,
+                evict_guests_request(None, EvictionMode::Checkpoint)
+            ),
             Reply::Done
         );
-        let rounds = scene.sim.rng.below(40);
-        scene.exchange_messages(rounds);
-        let (job, end) = (scene.job(), seed % 2 == 0);
-        let reply = scene.sim.ask(
-            scene.console,
+        let rounds = scenario.sim.rng.below(40);
+        scenario.exchange_messages(rounds);
+        let (job, end_job) = (scenario.job_tid(), seed % 2 == 0);
+        let reply = scenario.sim.ask(
+            scenario.console,
             Request::Checkpoint {
                 job,
                 schedule: None,
-                end_job: end,
-                wait: true,
+                end_job,
+                wait_for_end: true,
             },
         );
         let Reply::Checkpointed(Ok(report)) = reply else {
             panic!("{reply:?} (seed {seed})")
         };
-        if end {
-            let on = ["h1", "h3"];
-            scene
-                .restart(&report.name, &on)
+        if end_job {
+            let host_names = ["h1", "h3"];
+            scenario
+                .restart(&report.name, &host_names)
                 .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         } else {
-            scene.sim.advance(Micros::from_millis(300));
-            let there =
+            scenario.sim.advance(Micros::from_millis(300));
+            let is_on_h2 =
                 |proc: &&Proc| proc.spawned_tid.is_some() && proc.host == host(2) && !proc.exited;
             assert!(
-                scene.sim.procs.iter().filter(there).all(Proc::is_frozen),
+                scenario
+                    .sim
+                    .procs
+                    .iter()
+                    .filter(is_on_h2)
+                    .all(Proc::is_frozen),
                 "seed {seed}"
             );
-            assert_eq!(scene.sim.ask(speaker, welcome_guests()), Reply::Done);
+            assert_eq!(
+                scenario.sim.ask(owner_agent, welcome_guests_request()),
+                Reply::Done
+            );
         }
-        scene.run_until_all_connected();
-        scene.exchange_messages(60);
-        scene.run_until_all_received();
+        scenario.run_until_all_connected();
+        scenario.exchange_messages(60);
+        scenario.run_until_all_received();
     }
 }
 
-/// A task that was restarted alone as a job of its own reaches the other tasks after a restart of
-/// the whole job.
+/// A task is restarted alone as a job of its own. After a restart of the whole job it exchanges
+/// messages with the other tasks.
 #[test]
 fn inner_job_restart_keeps_links_to_outer_job() {
     for seed in seeds(40) {
-        let mut scene = JobScenario::new(seed, 3, 3);
-        scene.exchange_messages(30);
-        let (root, alone) = (scene.tids[0], scene.tids[1]);
-        let reply = scene.sim.ask(
-            scene.console,
+        let mut scenario = JobScenario::new(seed, 3, 3);
+        scenario.exchange_messages(30);
+        let (root_tid, inner_tid) = (scenario.tids[0], scenario.tids[1]);
+        let reply = scenario.sim.ask(
+            scenario.console,
             Request::Checkpoint {
-                job: alone,
+                job: inner_tid,
                 schedule: None,
                 end_job: true,
-                wait: true,
+                wait_for_end: true,
             },
         );
-        let Reply::Checkpointed(Ok(small)) = reply else {
+        let Reply::Checkpointed(Ok(inner_report)) = reply else {
             panic!("{reply:?} (seed {seed})")
         };
-        assert_eq!(small.tasks, [alone]);
-        scene
+        assert_eq!(inner_report.tasks, [inner_tid]);
+        scenario
             .sim
-            .run_until("it has ended", |sim| !is_listed(sim, alone));
-        scene.sim.advance(Micros::from_millis(50));
-        scene
-            .restart(&small.name, &[])
+            .run_until("it has ended", |sim| !is_listed(sim, inner_tid));
+        scenario.sim.advance(Micros::from_millis(50));
+        scenario
+            .restart(&inner_report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.run_until_all_connected();
-        // In every second run the restarted task and the first task exchange no messages in
-        // between.
+        scenario.run_until_all_connected();
+        // With every second seed, the restarted task and the first task exchange no messages before
+        // the whole job is checkpointed.
         if seed % 2 == 0 {
-            scene.send_number(alone, root);
-            scene.sim.advance(Micros::from_millis(30));
+            scenario.send_number(inner_tid, root_tid);
+            scenario.sim.advance(Micros::from_millis(30));
         }
-        let report = scene
+        let report = scenario
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(report.tasks.len(), 3);
-        scene.kill_all();
-        scene
+        scenario.kill_all_tasks();
+        scenario
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.run_until_all_connected();
-        let last = |sim: &Sim, at: Tid, from: Tid| {
-            let mut seen = sim.procs[sim.proc_of(at)].received.iter().rev();
-            seen.any(|seen| *seen == Received::Message(from, bytes::Bytes::from_static(b"after")))
+        scenario.run_until_all_connected();
+        let last_number = |sim: &Sim, receiver: Tid, from: Tid| {
+            let mut item = sim.procs[sim.proc_of(receiver)].received.iter().rev();
+            item.any(|item| *item == Received::Message(from, bytes::Bytes::from_static(b"after")))
         };
-        let (one, other) = (scene.sim.proc_of(alone), scene.sim.proc_of(root));
-        scene.sim.send_message(one, root, b"after");
-        scene
-            .sim
-            .run_until("the root has heard it", |sim| last(sim, root, alone));
-        scene.sim.send_message(other, alone, b"after");
-        scene
-            .sim
-            .run_until("it has heard the root", |sim| last(sim, alone, root));
+        let (inner_proc, root_proc) = (
+            scenario.sim.proc_of(inner_tid),
+            scenario.sim.proc_of(root_tid),
+        );
+        scenario.sim.send_message(inner_proc, root_tid, b"after");
+        scenario.sim.run_until("the root has heard it", |sim| {
+            last_number(sim, root_tid, inner_tid)
+        });
+        scenario.sim.send_message(root_proc, inner_tid, b"after");
+        scenario.sim.run_until("it has heard the root", |sim| {
+            last_number(sim, inner_tid, root_tid)
+        });
     }
 }
 
@@ -622,59 +658,62 @@ fn inner_job_restart_keeps_links_to_outer_job() {
 #[test]
 fn outsiders_reach_restarted_tasks() {
     for seed in seeds(40) {
-        let mut scene = JobScenario::new(seed, 3, 3);
-        let (outside, inside) = (scene.sim.procs[scene.console].tid(), scene.tids[1]);
+        let mut scenario = JobScenario::new(seed, 3, 3);
+        let (outsider_tid, member_tid) =
+            (scenario.sim.procs[scenario.console].tid(), scenario.tids[1]);
         for _ in 0..5 {
-            scene.send_number(outside, inside);
-            scene.send_number(inside, outside);
-            scene.sim.advance(Micros::from_millis(2));
+            scenario.send_number(outsider_tid, member_tid);
+            scenario.send_number(member_tid, outsider_tid);
+            scenario.sim.advance(Micros::from_millis(2));
         }
-        let report = scene
+        let report = scenario
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         for _ in 0..7 {
-            scene.send_number(inside, outside);
-            scene.send_number(outside, inside);
+            scenario.send_number(member_tid, outsider_tid);
+            scenario.send_number(outsider_tid, member_tid);
         }
-        scene.kill_all();
-        scene
+        scenario.kill_all_tasks();
+        scenario
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.run_until_all_connected();
-        let heard = |sim: &Sim, at: Tid, from: Tid| {
-            let numbers = sim.procs[sim.proc_of(at)]
-                .received
-                .iter()
-                .filter_map(move |seen| match seen {
+        scenario.run_until_all_connected();
+        let received_numbers = |sim: &Sim, receiver: Tid, from: Tid| {
+            let numbers = sim.procs[sim.proc_of(receiver)].received.iter().filter_map(
+                move |item| match item {
                     Received::Message(src, body) if *src == from => Some(u32::from_be_bytes(
                         body[..4].try_into().expect("four bytes"),
                     )),
                     _ => None,
-                });
+                },
+            );
             numbers
                 .filter(|number| *number >= 1000)
                 .collect::<Vec<u32>>()
         };
-        // A peer that was notified of the exit considers the task dead until the task sends a
-        // message.
-        let proc = scene.sim.proc_of(inside);
-        scene
+        // A peer that was notified of a task's exit considers the task dead until the restarted
+        // task sends a message.
+        let proc = scenario.sim.proc_of(member_tid);
+        scenario
             .sim
-            .send_message(proc, outside, &1000u32.to_be_bytes());
-        scene
-            .sim
-            .run_until("it has spoken", |sim| heard(sim, outside, inside) == [1000]);
+            .send_message(proc, outsider_tid, &1000u32.to_be_bytes());
+        scenario.sim.run_until("it has spoken", |sim| {
+            received_numbers(sim, outsider_tid, member_tid) == [1000]
+        });
         for number in 1001..1010u32 {
-            let proc = scene.sim.proc_of(inside);
-            scene.sim.send_message(proc, outside, &number.to_be_bytes());
-            scene.sim.advance(Micros::from_millis(1));
-            scene
+            let proc = scenario.sim.proc_of(member_tid);
+            scenario
                 .sim
-                .send_message(scene.console, inside, &number.to_be_bytes());
+                .send_message(proc, outsider_tid, &number.to_be_bytes());
+            scenario.sim.advance(Micros::from_millis(1));
+            scenario
+                .sim
+                .send_message(scenario.console, member_tid, &number.to_be_bytes());
         }
-        let all: Vec<u32> = (1000..1010).collect();
-        scene.sim.run_until("both have heard all", |sim| {
-            heard(sim, outside, inside) == all && heard(sim, inside, outside) == all[1..]
+        let expected: Vec<u32> = (1000..1010).collect();
+        scenario.sim.run_until("both have heard all", |sim| {
+            received_numbers(sim, outsider_tid, member_tid) == expected
+                && received_numbers(sim, member_tid, outsider_tid) == expected[1..]
         });
     }
 }

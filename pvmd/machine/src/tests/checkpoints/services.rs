@@ -8,14 +8,15 @@ use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::task::{MailboxRequest, Reply, Request};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 
-/// Members of a group that wait in a barrier complete it after a restart in a new virtual machine.
+/// Members of a group wait in a barrier during a checkpoint. After a restart in a new virtual
+/// machine they complete the barrier.
 #[test]
 fn barrier_completes_in_new_virtual_machine() {
     for seed in seeds(30) {
-        let mut scene = JobScenario::new(seed, 3, 4);
-        for tid in scene.tids.clone() {
-            let proc = scene.sim.proc_of(tid);
-            let reply = scene.sim.ask(
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        for tid in scenario.tids.clone() {
+            let proc = scenario.sim.proc_of(tid);
+            let reply = scenario.sim.ask(
                 proc,
                 Request::Group(GroupRequest::Join {
                     group: b"us".into(),
@@ -26,7 +27,7 @@ fn barrier_completes_in_new_virtual_machine() {
                 "{reply:?}"
             );
         }
-        let barrier = |sim: &mut Sim, tid: Tid| {
+        let enter_barrier = |sim: &mut Sim, tid: Tid| {
             let proc = sim.proc_of(tid);
             (
                 tid,
@@ -34,33 +35,36 @@ fn barrier_completes_in_new_virtual_machine() {
                     proc,
                     Request::Group(GroupRequest::Barrier {
                         group: b"us".into(),
-                        count: 4,
+                        required_members: 4,
                     }),
                 ),
             )
         };
-        let waiting: Vec<(Tid, RequestId)> = scene.tids[..3]
+        let waiting_requests: Vec<(Tid, RequestId)> = scenario.tids[..3]
             .iter()
             .copied()
-            .map(|tid| barrier(&mut scene.sim, tid))
+            .map(|tid| enter_barrier(&mut scenario.sim, tid))
             .collect();
-        scene.sim.advance(Micros::from_millis(20));
-        let report = scene
+        scenario.sim.advance(Micros::from_millis(20));
+        let report = scenario
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let mut scene = rebuild_virtual_machine(scene);
-        let places = scene
+        let mut scenario = rebuild_virtual_machine(scenario);
+        let task_hosts = scenario
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
-            places.iter().all(|(_, at)| *at == HostId::MASTER),
-            "{places:?}"
+            task_hosts
+                .iter()
+                .all(|(_, host_id)| *host_id == HostId::MASTER),
+            "{task_hosts:?}"
         );
-        scene.run_until_all_connected();
-        let last = barrier(&mut scene.sim, scene.tids[3]);
-        let all: Vec<(Tid, RequestId)> = waiting.into_iter().chain([last]).collect();
-        scene.sim.run_until("all have met", |sim| {
-            all.iter().all(|(tid, id)| {
+        scenario.run_until_all_connected();
+        let last_entry = enter_barrier(&mut scenario.sim, scenario.tids[3]);
+        let barrier_requests: Vec<(Tid, RequestId)> =
+            waiting_requests.into_iter().chain([last_entry]).collect();
+        scenario.sim.run_until("all have met", |sim| {
+            barrier_requests.iter().all(|(tid, id)| {
                 let replies = &sim.procs[sim.proc_of(*tid)].replies;
                 matches!(replies.get(id), Some(Reply::Group(GroupReply::Number(0))))
             })
@@ -68,22 +72,22 @@ fn barrier_completes_in_new_virtual_machine() {
     }
 }
 
-/// Loses the whole virtual machine. Creates a new one with the same store.
-pub(super) fn rebuild_virtual_machine(scene: JobScenario) -> JobScenario {
+/// Drops the whole virtual machine and creates a new one with the same store.
+pub(super) fn rebuild_virtual_machine(scenario: JobScenario) -> JobScenario {
     let JobScenario {
         sim: Sim {
-            image_store: old,
+            image_store: old_store,
             seed,
             ..
         },
         tids,
         ..
-    } = scene;
-    let spared = old.highest_task_numbers();
-    let mut sim = Sim::with(seed + 1000, |config| {
-        config.reserved_ids_max = spared.clone()
+    } = scenario;
+    let reserved_ids_max = old_store.highest_task_numbers();
+    let mut sim = Sim::with_config(seed + 1000, |config| {
+        config.reserved_ids_max = reserved_ids_max.clone()
     });
-    sim.image_store.adopt_checkpoints(old);
+    sim.image_store.adopt_checkpoints(old_store);
     let console = sim.enrol(HostId::MASTER);
     assert!(
         !tids.contains(&sim.procs[console].tid()),
@@ -99,7 +103,7 @@ fn new_context(sim: &mut Sim, proc: usize) -> i32 {
     ctx
 }
 
-fn put_mail(scene: &mut JobScenario, by: usize, name: &str, body: &'static [u8]) {
+fn put_mailbox_entry(scenario: &mut JobScenario, proc: usize, name: &str, body: &'static [u8]) {
     let (src, dst, body) = (Tid::NONE, Tid::NONE, bytes::Bytes::from_static(body));
     let message = Message {
         src,
@@ -110,22 +114,25 @@ fn put_mail(scene: &mut JobScenario, by: usize, name: &str, body: &'static [u8])
         enc: 0,
         body,
     };
-    let put = MailboxRequest::Put {
+    let put_request = MailboxRequest::Put {
         name: name.into(),
         flags: 0,
         message,
     };
-    let reply = scene.sim.ask(by, Request::Mailbox(put));
+    let reply = scenario.sim.ask(proc, Request::Mailbox(put_request));
     assert_eq!(reply, Reply::MailboxIndex(0));
 }
 
-fn take_mail(scene: &mut JobScenario, name: &str) -> Option<bytes::Bytes> {
-    let take = MailboxRequest::Take {
+fn take_mailbox_entry(scenario: &mut JobScenario, name: &str) -> Option<bytes::Bytes> {
+    let take_request = MailboxRequest::Take {
         name: name.into(),
         index: 0,
         flags: 0,
     };
-    match scene.sim.ask(scene.console, Request::Mailbox(take)) {
+    match scenario
+        .sim
+        .ask(scenario.console, Request::Mailbox(take_request))
+    {
         Reply::Mailbox(message) => Some(message.body),
         _ => None,
     }
@@ -135,52 +142,67 @@ fn take_mail(scene: &mut JobScenario, name: &str) -> Option<bytes::Bytes> {
 #[test]
 fn restart_restores_mailbox_and_contexts() {
     for seed in seeds(20) {
-        let mut scene = JobScenario::new(seed, 3, 4);
-        let (mut owned, console) = (Vec::new(), scene.console);
-        for tid in scene.tids.clone() {
-            let proc = scene.sim.proc_of(tid);
-            owned.push((tid, new_context(&mut scene.sim, proc)));
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        let (mut task_contexts, console) = (Vec::new(), scenario.console);
+        for tid in scenario.tids.clone() {
+            let proc = scenario.sim.proc_of(tid);
+            task_contexts.push((tid, new_context(&mut scenario.sim, proc)));
         }
-        let (first, last) = (
-            scene.sim.proc_of(scene.tids[0]),
-            scene.sim.proc_of(scene.tids[3]),
+        let (first_proc, last_proc) = (
+            scenario.sim.proc_of(scenario.tids[0]),
+            scenario.sim.proc_of(scenario.tids[3]),
         );
-        put_mail(&mut scene, first, "ours", b"as it was");
-        put_mail(&mut scene, console, "theirs", b"of the console");
-        let report = scene
+        put_mailbox_entry(&mut scenario, first_proc, "ours", b"as it was");
+        put_mailbox_entry(&mut scenario, console, "theirs", b"of the console");
+        let report = scenario
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        put_mail(&mut scene, first, "ours", b"what did not happen");
-        let free = |ctx| Request::FreeContext { ctx };
-        assert_eq!(scene.sim.ask(last, free(owned[3].1)), Reply::Done);
-        let mut scene = rebuild_virtual_machine(scene);
-        let theirs = new_context(&mut scene.sim, scene.console);
-        assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
-        scene
+        put_mailbox_entry(&mut scenario, first_proc, "ours", b"what did not happen");
+        let free_request = |ctx| Request::FreeContext { ctx };
+        assert_eq!(
+            scenario
+                .sim
+                .ask(last_proc, free_request(task_contexts[3].1)),
+            Reply::Done
+        );
+        let mut scenario = rebuild_virtual_machine(scenario);
+        let console_ctx = new_context(&mut scenario.sim, scenario.console);
+        assert!(
+            task_contexts.iter().all(|(_, ctx)| *ctx != console_ctx),
+            "seed {seed}"
+        );
+        scenario
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.run_until_all_connected();
+        scenario.run_until_all_connected();
         assert_eq!(
-            take_mail(&mut scene, "ours").as_deref(),
+            take_mailbox_entry(&mut scenario, "ours").as_deref(),
             Some(&b"as it was"[..]),
             "seed {seed}"
         );
-        assert_eq!(take_mail(&mut scene, "theirs"), None, "seed {seed}");
-        for (tid, ctx) in owned {
-            let (console, proc) = (scene.console, scene.sim.proc_of(tid));
+        assert_eq!(
+            take_mailbox_entry(&mut scenario, "theirs"),
+            None,
+            "seed {seed}"
+        );
+        for (tid, ctx) in task_contexts {
+            let (console, proc) = (scenario.console, scenario.sim.proc_of(tid));
             assert!(
-                matches!(scene.sim.ask(console, free(ctx)), Reply::Failed { .. }),
+                matches!(
+                    scenario.sim.ask(console, free_request(ctx)),
+                    Reply::Failed { .. }
+                ),
                 "seed {seed}"
             );
             assert_eq!(
-                scene.sim.ask(proc, free(ctx)),
+                scenario.sim.ask(proc, free_request(ctx)),
                 Reply::Done,
                 "{tid} (seed {seed})"
             );
         }
-        scene.kill_all();
+        scenario.kill_all_tasks();
         assert_eq!(
-            take_mail(&mut scene, "ours"),
+            take_mailbox_entry(&mut scenario, "ours"),
             None,
             "an entry goes with its owner (seed {seed})"
         );
@@ -190,127 +212,141 @@ fn restart_restores_mailbox_and_contexts() {
 /// A checkpoint is not restarted if other tasks own its mailbox entries or contexts.
 #[test]
 fn restart_refused_on_mailbox_or_context_conflict() {
-    let mut scene = JobScenario::new(7, 2, 2);
-    let (first, console) = (scene.sim.proc_of(scene.tids[0]), scene.console);
-    put_mail(&mut scene, first, "ours", b"1");
-    let report = scene.checkpoint(None).expect("nothing stands in the way");
-    scene.kill_all();
-    put_mail(&mut scene, console, "ours", b"2");
+    let mut scenario = JobScenario::new(7, 2, 2);
+    let (first_proc, console) = (scenario.sim.proc_of(scenario.tids[0]), scenario.console);
+    put_mailbox_entry(&mut scenario, first_proc, "ours", b"1");
+    let report = scenario
+        .checkpoint(None)
+        .expect("nothing stands in the way");
+    scenario.kill_all_tasks();
+    put_mailbox_entry(&mut scenario, console, "ours", b"2");
     assert_eq!(
-        scene.restart(&report.name, &[]),
+        scenario.restart(&report.name, &[]),
         Err(RestartFailure::MailboxInUse(vec!["ours 0".into()]))
     );
-    assert_eq!(take_mail(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
-    let gone = MailboxRequest::Delete {
+    assert_eq!(
+        take_mailbox_entry(&mut scenario, "ours").as_deref(),
+        Some(&b"2"[..])
+    );
+    let delete_request = MailboxRequest::Delete {
         name: "ours".into(),
         index: 0,
     };
-    assert_eq!(scene.sim.ask(console, Request::Mailbox(gone)), Reply::Done);
-    scene
+    assert_eq!(
+        scenario.sim.ask(console, Request::Mailbox(delete_request)),
+        Reply::Done
+    );
+    scenario
         .restart(&report.name, &[])
         .expect("nothing stands in the way any more");
-    scene.run_until_all_connected();
-    let first = scene.sim.proc_of(scene.tids[0]);
-    let ctx = new_context(&mut scene.sim, first);
-    let report = scene.checkpoint(None).expect("nothing stands in the way");
-    scene.kill_all();
-    let machine = &mut scene
+    scenario.run_until_all_connected();
+    let first_proc = scenario.sim.proc_of(scenario.tids[0]);
+    let ctx = new_context(&mut scenario.sim, first_proc);
+    let report = scenario
+        .checkpoint(None)
+        .expect("nothing stands in the way");
+    scenario.kill_all_tasks();
+    let machine = &mut scenario
         .sim
         .nodes
-        .get_mut(&host_of(ctx))
+        .get_mut(&host_of_context(ctx))
         .expect("there")
         .machine;
-    let other = Tid::from_raw(0x40999);
-    machine.reserve_contexts(vec![(ctx, other)]);
+    let other_tid = Tid::from_raw(0x40999);
+    machine.reserve_contexts(vec![(ctx, other_tid)]);
     assert_eq!(
-        scene.restart(&report.name, &[]),
+        scenario.restart(&report.name, &[]),
         Err(RestartFailure::ContextsInUse(vec![ctx]))
     );
 }
 
-fn host_of(ctx: i32) -> HostId {
+fn host_of_context(ctx: i32) -> HostId {
     Tid::from_raw(ctx).birth_host().expect("a host gave it out")
 }
 
-/// A barrier that completes during a checkpoint has, after the restart, been passed by all members
-/// or by none.
+/// A barrier completes during a checkpoint. After the restart all members have passed it, or none
+/// has.
 #[test]
 fn barrier_during_checkpoint_is_all_or_none() {
     for seed in seeds(120) {
-        let mut scene = JobScenario::new(seed, 4, 4);
-        for tid in scene.tids.clone() {
-            let proc = scene.sim.proc_of(tid);
-            scene.sim.ask(
+        let mut scenario = JobScenario::new(seed, 4, 4);
+        for tid in scenario.tids.clone() {
+            let proc = scenario.sim.proc_of(tid);
+            scenario.sim.ask(
                 proc,
                 Request::Group(GroupRequest::Join {
                     group: b"us".into(),
                 }),
             );
         }
-        // Every task enters the barrier again as soon as it has passed it; its process counts the
-        // passes.
-        let step = |scene: &mut JobScenario| {
-            for tid in scene.tids.clone() {
-                let proc = scene.sim.proc_of(tid);
-                let p = &scene.sim.procs[proc];
+        // Every task enters the barrier again as soon as it has passed it. The process of a task
+        // counts the passes.
+        let reenter_barriers = |scenario: &mut JobScenario| {
+            for tid in scenario.tids.clone() {
+                let proc = scenario.sim.proc_of(tid);
+                let p = &scenario.sim.procs[proc];
                 if p.exited || p.is_frozen() || p.conn.is_none() {
                     continue;
                 }
-                let open = p.pending_request_count();
-                if open == 0 {
-                    scene.sim.request(
+                let pending_count = p.pending_request_count();
+                if pending_count == 0 {
+                    scenario.sim.request(
                         proc,
                         Request::Group(GroupRequest::Barrier {
                             group: b"us".into(),
-                            count: 4,
+                            required_members: 4,
                         }),
                     );
                 }
             }
-            let wait = Micros(scene.sim.rng.below(1_500));
-            scene.sim.advance(wait);
+            let delay = Micros(scenario.sim.rng.below(1_500));
+            scenario.sim.advance(delay);
         };
-        for _ in 0..scene.sim.rng.below(40) {
-            step(&mut scene);
+        for _ in 0..scenario.sim.rng.below(40) {
+            reenter_barriers(&mut scenario);
         }
-        let asked = scene.begin_checkpoint(None);
-        let console = scene.console;
-        while !scene.sim.procs[console].replies.contains_key(&asked) {
-            step(&mut scene);
+        let checkpoint_request = scenario.begin_checkpoint(None);
+        let console = scenario.console;
+        while !scenario.sim.procs[console]
+            .replies
+            .contains_key(&checkpoint_request)
+        {
+            reenter_barriers(&mut scenario);
         }
-        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone()
+        let Reply::Checkpointed(Ok(report)) =
+            scenario.sim.procs[console].replies[&checkpoint_request].clone()
         else {
             panic!(
                 "{:?} (seed {seed})",
-                scene.sim.procs[console].replies[&asked]
+                scenario.sim.procs[console].replies[&checkpoint_request]
             )
         };
-        scene.kill_all();
-        scene
+        scenario.kill_all_tasks();
+        scenario
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.run_until_all_connected();
-        let passed = |scene: &JobScenario| -> Vec<usize> {
-            scene
+        scenario.run_until_all_connected();
+        let pass_counts = |scenario: &JobScenario| -> Vec<usize> {
+            scenario
                 .tids
                 .iter()
-                .map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].replies.len())
+                .map(|tid| scenario.sim.procs[scenario.sim.proc_of(*tid)].replies.len())
                 .collect()
         };
-        let before = passed(&scene);
-        let most = before.iter().max().copied().unwrap_or_default();
+        let counts_before = pass_counts(&scenario);
+        let max_count = counts_before.iter().max().copied().unwrap_or_default();
         for _ in 0..400 {
-            step(&mut scene);
+            reenter_barriers(&mut scenario);
         }
-        let after = passed(&scene);
+        let counts_after = pass_counts(&scenario);
         assert!(
-            after.iter().all(|count| *count > most + 3),
-            "{before:?}, then {after:?} (seed {seed})"
+            counts_after.iter().all(|count| *count > max_count + 3),
+            "{counts_before:?}, then {counts_after:?} (seed {seed})"
         );
-        let (least, most) = (after.iter().min(), after.iter().max());
+        let (min_count, max_count) = (counts_after.iter().min(), counts_after.iter().max());
         assert!(
-            most.copied() <= least.map(|least| least + 1),
-            "{after:?} (seed {seed})"
+            max_count.copied() <= min_count.map(|min_count| min_count + 1),
+            "{counts_after:?} (seed {seed})"
         );
     }
 }

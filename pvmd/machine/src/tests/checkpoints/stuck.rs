@@ -1,4 +1,4 @@
-//! Jobs that must be restarted and that no host accepts.
+//! Restarts of jobs that no host accepts.
 
 use super::{JobScenario, host};
 use crate::tests::scenario::list_events;
@@ -9,161 +9,168 @@ use sempa_proto::migration::Refusal;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// Creates a job that has lost a host and that no other host accepts. Returns also the number of
-/// processes at the loss.
+/// Creates a job that has lost a host and that no other host accepts. Returns the job and the
+/// number of processes before the loss.
 fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
-    let mut scene = JobScenario::new(seed, 4, 6);
-    scene
+    let mut scenario = JobScenario::new(seed, 4, 6);
+    scenario
         .checkpoint(Some(Micros::from_millis(600)))
         .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-    for at in [HostId::MASTER, host(2), host(3), host(4)] {
-        scene.sim.verdicts.insert(
-            at,
+    for host_id in [HostId::MASTER, host(2), host(3), host(4)] {
+        scenario.sim.verdicts.insert(
+            host_id,
             vec![Refusal::NoEngine {
-                host: at,
+                host: host_id,
                 why: "none".into(),
             }],
         );
     }
-    let before = scene.sim.procs.len();
-    scene.sim.kill_host(host(3));
-    (scene, before)
+    let process_count = scenario.sim.procs.len();
+    scenario.sim.kill_host(host(3));
+    (scenario, process_count)
 }
 
-/// Returns the times at which a restart has failed.
-fn restart_failure_times(scene: &mut JobScenario) -> Vec<Micros> {
-    let Reply::Events(events) = scene.sim.ask(
-        scene.console,
+/// Returns the times of failed restarts in the event log.
+fn restart_failure_times(scenario: &mut JobScenario) -> Vec<Micros> {
+    let Reply::Events(events) = scenario.sim.ask(
+        scenario.console,
         Request::Events {
             first_number: 0,
-            limit: 65_536,
+            events_max: 65_536,
         },
     ) else {
         panic!("no events")
     };
-    let failed = events
+    let failure_times = events
         .iter()
         .filter(|event| matches!(event.kind, EventKind::RestartFailed { .. }));
-    failed.map(|event| event.at).collect()
+    failure_times.map(|event| event.at).collect()
 }
 
-fn cancel_checkpointing(scene: &mut JobScenario, job: Tid) {
+fn cancel_checkpointing(scenario: &mut JobScenario, job: Tid) {
     let request = Request::Checkpoint {
         job,
-        schedule: Some(CheckpointSchedule::Never),
+        schedule: Some(CheckpointSchedule::Disabled),
         end_job: false,
-        wait: false,
+        wait_for_end: false,
     };
-    assert_eq!(scene.sim.ask(scene.console, request), Reply::Done);
+    assert_eq!(scenario.sim.ask(scenario.console, request), Reply::Done);
 }
 
-/// Restarts of a job that no host accepts are repeated at growing intervals, and at once when a
-/// host joins.
+/// The master repeats the restart of a job that no host accepts at growing intervals, and
+/// immediately when a host joins.
 #[test]
 fn restart_retries_back_off_until_a_host_joins() {
     for seed in 0..2 {
-        let (mut scene, before) = unplaceable_job(seed);
-        scene.sim.advance(Micros::from_secs(2 * 3600));
-        let failed = restart_failure_times(&mut scene);
-        let pauses: Vec<u64> = failed
+        let (mut scenario, process_count) = unplaceable_job(seed);
+        scenario.sim.advance(Micros::from_secs(2 * 3600));
+        let failure_times = restart_failure_times(&mut scenario);
+        let intervals: Vec<u64> = failure_times
             .windows(2)
             .map(|pair| pair[1].since(pair[0]).0 / 1_000_000)
             .collect();
         assert!(
-            pauses[..9].iter().all(|pause| (2..4).contains(pause)),
-            "{pauses:?} (seed {seed})"
+            intervals[..9]
+                .iter()
+                .all(|interval| (2..4).contains(interval)),
+            "{intervals:?} (seed {seed})"
         );
         assert!(
-            pauses[20..].iter().all(|pause| (600..603).contains(pause)),
-            "{pauses:?} (seed {seed})"
+            intervals[20..]
+                .iter()
+                .all(|interval| (600..603).contains(interval)),
+            "{intervals:?} (seed {seed})"
         );
-        scene.sim.verdicts.clear();
-        let come = scene.sim.now;
-        let reply = scene.sim.ask(
-            scene.console,
+        scenario.sim.verdicts.clear();
+        let join_time = scenario.sim.now;
+        let reply = scenario.sim.ask(
+            scenario.console,
             Request::AddHosts {
-                lines: vec!["h5".into()],
+                host_file_lines: vec!["h5".into()],
             },
         );
         assert!(
-            matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()),
+            matches!(&reply, Reply::HostsAdded(results) if results[0].result.is_ok()),
             "{reply:?}"
         );
-        scene.run_until_restarted(before);
+        scenario.run_until_restarted(process_count);
         assert!(
-            scene.sim.now.since(come) < Micros::from_secs(60),
+            scenario.sim.now.since(join_time) < Micros::from_secs(60),
             "it was not tried at once (seed {seed})"
         );
     }
 }
 
-/// Restarts of a job that no host accepts stop when its checkpointing is cancelled.
+/// The master no longer repeats the restart of a job whose checkpointing is cancelled.
 #[test]
 fn cancelled_checkpointing_stops_restart_retries() {
-    let (mut scene, before) = unplaceable_job(1);
-    let job = scene.job();
-    scene.sim.advance(Micros::from_secs(60));
-    cancel_checkpointing(&mut scene, job);
-    let failed = restart_failure_times(&mut scene).len();
-    assert!(failed > 10, "{failed} times");
-    scene.sim.verdicts.clear();
-    scene.sim.advance(Micros::from_secs(3600));
+    let (mut scenario, process_count) = unplaceable_job(1);
+    let job = scenario.job_tid();
+    scenario.sim.advance(Micros::from_secs(60));
+    cancel_checkpointing(&mut scenario, job);
+    let failure_count = restart_failure_times(&mut scenario).len();
+    assert!(failure_count > 10, "{failure_count} times");
+    scenario.sim.verdicts.clear();
+    scenario.sim.advance(Micros::from_secs(3600));
     assert_eq!(
         (
-            restart_failure_times(&mut scene).len(),
-            scene.sim.procs.len()
+            restart_failure_times(&mut scenario).len(),
+            scenario.sim.procs.len()
         ),
-        (failed, before)
+        (failure_count, process_count)
     );
 }
 
-/// A checkpoint that is completed only after its job has begun to roll back is removed.
+/// A checkpoint is removed if it becomes complete after its job has begun to roll back.
 #[test]
 fn checkpoint_completed_after_rollback_is_removed() {
-    let mut late = 0;
+    let mut late_count = 0;
     for seed in 0..20 {
-        let mut scene = JobScenario::new(seed, 4, 6);
-        scene
+        let mut scenario = JobScenario::new(seed, 4, 6);
+        scenario
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let (before, procs) = (scene.sim.image_store.count(), scene.sim.procs.len());
-        while scene.sim.image_store.count() == before {
-            assert!(scene.sim.step(), "no other checkpoint (seed {seed})");
+        let (checkpoint_count, process_count) = (
+            scenario.sim.image_store.checkpoint_count(),
+            scenario.sim.procs.len(),
+        );
+        while scenario.sim.image_store.checkpoint_count() == checkpoint_count {
+            assert!(scenario.sim.step(), "no other checkpoint (seed {seed})");
         }
-        // The store has the checkpoint, but the master does not know that yet.
-        scene.sim.kill_host(host(3));
-        scene.sim.handle(
+        // The store contains the complete checkpoint, but the master has not yet been notified.
+        scenario.sim.kill_host(host(3));
+        scenario.sim.handle(
             HostId::MASTER,
             Event::HostLost {
                 host: host(3),
                 why: "it was killed".into(),
             },
         );
-        scene.run_until_restarted(procs);
-        let events = list_events(&mut scene.sim, scene.console);
-        let told: Vec<&String> = events
+        scenario.run_until_restarted(process_count);
+        let events = list_events(&mut scenario.sim, scenario.console);
+        let removed_names: Vec<&String> = events
             .iter()
-            .filter_map(|kind| match kind {
-                EventKind::Checkpointed {
-                    checkpoint: set, ..
-                } => Some(set),
+            .filter_map(|event| match event {
+                EventKind::Checkpointed { checkpoint, .. } => Some(checkpoint),
                 _ => None,
             })
             .collect();
-        let there: Vec<String> = scene
+        let stored_names: Vec<String> = scenario
             .list_checkpoints()
             .into_iter()
             .map(|entry| entry.name)
             .collect();
         assert!(
-            there.iter().all(|set| told.contains(&set)),
-            "{there:?} are there, {told:?} were told (seed {seed})"
+            stored_names
+                .iter()
+                .all(|checkpoint| removed_names.contains(&checkpoint)),
+            "{stored_names:?} are there, {removed_names:?} were told (seed {seed})"
         );
-        late += usize::from(
+        late_count += usize::from(
             events
                 .iter()
-                .any(|kind| matches!(kind, EventKind::Restarted { .. })),
+                .any(|event| matches!(event, EventKind::Restarted { .. })),
         );
     }
-    assert!(late > 10, "the job went back {late} times only");
+    assert!(late_count > 10, "the job went back {late_count} times only");
 }

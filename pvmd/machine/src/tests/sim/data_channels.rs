@@ -1,21 +1,21 @@
-//! The data channels between the simulated hosts. The streams are split and joined by the daemon's
-//! own code; each stream has its own delays.
+//! The data channels between the simulated hosts. The daemon's own code distributes the items over
+//! streams and merges the streams; each stream has its own random delays.
 
-use super::{Channel, Sim, SimEvent, pair};
+use super::{Channel, Sim, SimEvent, host_pair};
 use crate::Event;
 use crate::pair_streams::{
-    FenceReceiver, FenceSender, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
+    FenceReceiver, FenceSender, LaneEntry, LaneId, MainEntry, StreamChoice, link_ends,
 };
 use sempa_proto::HostId;
 use sempa_proto::host::DataMsg;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// One direction of one session: sender, receiver, and number of the session.
+/// One direction of one session: sender, receiver, and serial number of the session.
 pub(super) type ChannelId = (HostId, HostId, u64);
 
-/// Messages that wait for a session, in order.
-pub(super) type Unsent = VecDeque<(Channel, Event)>;
+/// Messages that wait for a session, in order of sending.
+pub(super) type UnsentMessages = VecDeque<(Channel, Event)>;
 
 /// An item of one of the streams of a data channel.
 #[derive(Clone, Debug)]
@@ -24,42 +24,42 @@ pub(super) enum StreamItem {
     Lane(LaneId, LaneEntry<DataMsg>),
 }
 
-/// All data channels that ever existed.
+/// All data channels of the run, including those of ended sessions.
 #[derive(Debug)]
 pub(super) struct DataChannels {
-    epoch: Instant,
+    start_instant: Instant,
     channels: BTreeMap<ChannelId, (FenceSender, FenceReceiver<DataMsg>)>,
-    sessions: BTreeMap<(HostId, HostId), u64>,
-    lanes_opened: usize,
+    session_numbers: BTreeMap<(HostId, HostId), u64>,
+    opened_lane_count: usize,
 }
 
 impl Default for DataChannels {
-    fn default() -> DataChannels {
-        DataChannels {
-            epoch: Instant::now(),
+    fn default() -> Self {
+        Self {
+            start_instant: Instant::now(),
             channels: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            lanes_opened: 0,
+            session_numbers: BTreeMap::new(),
+            opened_lane_count: 0,
         }
     }
 }
 
 impl DataChannels {
-    /// Begins a new session, in which no state of an earlier session is left.
+    /// Begins a new session of this direction. The session contains no state of an earlier session.
     pub(super) fn begin_session(&mut self, from: HostId, to: HostId) {
-        *self.sessions.entry((from, to)).or_default() += 1;
+        *self.session_numbers.entry((from, to)).or_default() += 1;
     }
 
     /// Handles the arrival of an item. Returns the events that can be delivered.
-    pub(super) fn on_arrival(&mut self, wire: ChannelId, parcel: StreamItem) -> Vec<Event> {
-        let (_, fence_receiver) = self.channels.entry(wire).or_default();
-        match parcel {
-            StreamItem::Main(parcel) => fence_receiver.push_main(parcel),
-            StreamItem::Lane(lane, parcel) => fence_receiver.push_lane(lane, parcel),
+    pub(super) fn receive_item(&mut self, channel_id: ChannelId, item: StreamItem) -> Vec<Event> {
+        let (_, fence_receiver) = self.channels.entry(channel_id).or_default();
+        match item {
+            StreamItem::Main(item) => fence_receiver.push_main(item),
+            StreamItem::Lane(lane, item) => fence_receiver.push_lane(lane, item),
         }
-        std::iter::from_fn(|| fence_receiver.pop())
+        std::iter::from_fn(|| fence_receiver.next_item())
             .map(|message| Event::HostData {
-                host: wire.0,
+                host: channel_id.0,
                 message,
             })
             .collect()
@@ -67,7 +67,8 @@ impl DataChannels {
 }
 
 impl Sim {
-    /// Sends a message of one daemon to another, or stores it until there is a session.
+    /// Sends a daemon's message to another daemon, or stores the message until the two hosts have a
+    /// session.
     pub(super) fn send_or_store(
         &mut self,
         channel: Channel,
@@ -75,9 +76,9 @@ impl Sim {
         to: HostId,
         event: Event,
     ) {
-        if !self.sessions.contains(&pair(from, to)) {
+        if !self.sessions.contains(&host_pair(from, to)) {
             return self
-                .unsent
+                .unsent_messages
                 .entry((from, to))
                 .or_default()
                 .push_back((channel, event));
@@ -88,16 +89,16 @@ impl Sim {
         }
     }
 
-    /// Returns the number of pair streams that were opened.
-    pub(in crate::tests) fn lanes_opened(&self) -> usize {
-        self.data_channels.lanes_opened
+    /// Returns the number of pair streams that were opened during the run.
+    pub(in crate::tests) fn opened_lane_count(&self) -> usize {
+        self.data_channels.opened_lane_count
     }
 
     pub(super) fn connect_hosts(&mut self, a: HostId, b: HostId) {
-        let both_live = [a, b]
+        let are_both_live = [a, b]
             .iter()
             .all(|h| self.nodes.get(h).is_some_and(|n| n.is_alive));
-        if !both_live || !self.sessions.insert(pair(a, b)) {
+        if !are_both_live || !self.sessions.insert(host_pair(a, b)) {
             return;
         }
         for (from, to) in [(a, b), (b, a)] {
@@ -106,67 +107,75 @@ impl Sim {
                 SimEvent::Machine(to, Event::HostConnected { host: from }),
             );
             self.data_channels.begin_session(from, to);
-            for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
+            for (channel, event) in self.unsent_messages.remove(&(from, to)).unwrap_or_default() {
                 self.send_or_store(channel, from, to, event);
             }
         }
     }
 
-    /// Sends an item over the data channel of an existing session, as the daemon's network code
-    /// does.
-    pub(super) fn send_data(&mut self, from: HostId, to: HostId, carried: DataMsg) {
-        let wire = (
+    /// Sends an item over the data channel of an existing session. Chooses the stream as the
+    /// daemon's network code does.
+    pub(super) fn send_data(&mut self, from: HostId, to: HostId, message: DataMsg) {
+        let channel_id = (
             from,
             to,
             self.data_channels
-                .sessions
+                .session_numbers
                 .get(&(from, to))
                 .copied()
                 .unwrap_or(0),
         );
-        let now = self.data_channels.epoch + Duration::from_micros(self.now.0);
-        let (fence_sender, _) = self.data_channels.channels.entry(wire).or_default();
-        let mut parcels = Vec::new();
-        let ends = match &carried {
-            DataMsg::Frame(body) => ends_of(body),
+        let now = self.data_channels.start_instant + Duration::from_micros(self.now.0);
+        let (fence_sender, _) = self.data_channels.channels.entry(channel_id).or_default();
+        let mut items = Vec::new();
+        let pair = match &message {
+            DataMsg::Frame(body) => link_ends(body),
             _ => None,
         };
-        match ends.map(|ends| (ends, fence_sender.choose_stream(ends, now))) {
-            Some((ends, StreamChoice::Lane { lane, new, barrier })) => {
-                self.data_channels.lanes_opened += usize::from(new);
-                parcels
-                    .extend(barrier.map(|words| StreamItem::Lane(lane, LaneEntry::Barrier(words))));
-                parcels.push(StreamItem::Lane(lane, LaneEntry::Item(carried)));
-                fence_sender.count_frame(ends);
+        match pair.map(|pair| (pair, fence_sender.choose_stream(pair, now))) {
+            Some((
+                pair,
+                StreamChoice::Lane {
+                    lane,
+                    is_new: new_proc,
+                    barrier,
+                },
+            )) => {
+                self.data_channels.opened_lane_count += usize::from(new_proc);
+                items.extend(barrier.map(|lane_barriers| {
+                    StreamItem::Lane(lane, LaneEntry::Barrier(lane_barriers))
+                }));
+                items.push(StreamItem::Lane(lane, LaneEntry::Item(message)));
+                fence_sender.count_frame(pair);
             }
             _ => {
-                let ended = if let DataMsg::Ended { tid: dst, .. } = &carried {
+                let ended_task = if let DataMsg::TaskEnded { tid: dst, .. } = &message {
                     Some(*dst)
                 } else {
                     None
                 };
-                let mut put_main = |fence_sender: &mut FenceSender, parcel| {
-                    parcels.push(StreamItem::Main(parcel));
+                let mut push_main = |fence_sender: &mut FenceSender, item| {
+                    items.push(StreamItem::Main(item));
                     fence_sender.count_main_entry();
                 };
-                if let Some(barriers) = fence_sender.barrier_for(&carried) {
-                    put_main(fence_sender, MainEntry::Barrier(barriers));
+                if let Some(barriers) = fence_sender.barrier_for(&message) {
+                    push_main(fence_sender, MainEntry::Barrier(barriers));
                 }
-                put_main(fence_sender, MainEntry::Item(carried));
-                for lane_end in ended
+                push_main(fence_sender, MainEntry::Item(message));
+                for lane_end in ended_task
                     .map(|task| fence_sender.end_lanes(now, Some(task)))
                     .unwrap_or_default()
                 {
-                    put_main(fence_sender, MainEntry::End(lane_end));
+                    push_main(fence_sender, MainEntry::End(lane_end));
                 }
             }
         }
-        for parcel in parcels {
-            let channel = match &parcel {
+        for item in items {
+            let channel = match &item {
                 StreamItem::Main(_) => Channel::Data(from, to),
-                StreamItem::Lane(lane, _) => Channel::Lane(wire, *lane),
+                StreamItem::Lane(lane, _) => Channel::Lane(channel_id, *lane),
             };
-            self.send_in_order(channel, SimEvent::Data(wire, parcel));
+            self.send_in_order(channel, SimEvent::DataItem(channel_id, item));
         }
     }
 }

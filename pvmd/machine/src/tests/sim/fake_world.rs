@@ -8,7 +8,8 @@ use std::path::PathBuf;
 pub(super) struct FakeWorld {
     pub(super) secret: i32,
     pub(super) unix_time: Micros,
-    /// A program that has been removed.
+    /// Name of a program that cannot be found. A program whose name contains `missing` can never be
+    /// found.
     pub(super) missing_program: Option<&'static str>,
 }
 
@@ -23,7 +24,7 @@ impl World for FakeWorld {
     fn work_dir(&self, dir: Option<&str>) -> PathBuf {
         PathBuf::from(dir.unwrap_or("/home"))
     }
-    fn base_env(&self) -> Vec<Vec<u8>> {
+    fn base_environment(&self) -> Vec<Vec<u8>> {
         vec![b"HOME=/home".to_vec(), b"PVMEPID=7".to_vec()]
     }
     fn unix_time(&self) -> Micros {

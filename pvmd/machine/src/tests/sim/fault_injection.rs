@@ -1,7 +1,7 @@
-//! Injects faults into a migration: before one of its steps begins, or after a step has ended and
-//! before its end is reported.
+//! Injects faults into a migration: before a step begins, or after a step has ended and before the
+//! end is reported.
 
-use super::{Channel, LEASE, Sim, SimEvent, host, pair};
+use super::{Channel, LEASE, Sim, SimEvent, host, host_pair};
 use crate::Event;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -14,18 +14,18 @@ pub(super) type DeferredEvents = Vec<Event>;
 /// Interval between attempts to fetch memory from a stopped source.
 const MEMORY_RETRY_INTERVAL: Micros = Micros::from_millis(50);
 
-/// The edge of a step at which a fault occurs.
+/// The edge of a step, or of the handling of a message, at which a fault occurs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::tests) enum StepEdge {
     /// The step has not begun.
-    Before,
-    /// The step is done and not reported.
-    After,
+    Start,
+    /// The step is complete and not yet reported.
+    End,
 }
 
 pub(in crate::tests) type FaultPoint = (Step, StepEdge);
 
-/// The party that a fault hits. The task migrates from h2 to h3.
+/// The party that a fault hits. The migration has the source h2 and the target h3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Victim {
     Source,
@@ -41,40 +41,39 @@ pub(in crate::tests) enum Victim {
 }
 
 impl Victim {
-    pub(in crate::tests) const ALL: [Victim; 9] = [
-        Victim::Source,
-        Victim::Target,
-        Victim::Master,
-        Victim::SourceTasker,
-        Victim::TargetTasker,
-        Victim::SourceEngine,
-        Victim::TargetEngine,
-        Victim::ResourceManager,
-        Victim::Session,
+    pub(in crate::tests) const ALL: [Self; 9] = [
+        Self::Source,
+        Self::Target,
+        Self::Master,
+        Self::SourceTasker,
+        Self::TargetTasker,
+        Self::SourceEngine,
+        Self::TargetEngine,
+        Self::ResourceManager,
+        Self::Session,
     ];
 
     pub(in crate::tests) fn host(self) -> HostId {
         match self {
-            Victim::Source | Victim::SourceTasker | Victim::SourceEngine | Victim::Session => {
-                host(2)
-            }
-            Victim::Target | Victim::TargetTasker | Victim::TargetEngine => host(3),
-            Victim::Master | Victim::ResourceManager => HostId::MASTER,
+            Self::Source | Self::SourceTasker | Self::SourceEngine | Self::Session => host(2),
+            Self::Target | Self::TargetTasker | Self::TargetEngine => host(3),
+            Self::Master | Self::ResourceManager => HostId::MASTER,
         }
     }
 
-    /// Returns the faults that can hit this victim. Only daemons and sessions can be isolated.
+    /// Returns the faults that can hit this victim. Only daemons and sessions can be isolated for a
+    /// time.
     pub(in crate::tests) fn faults(self) -> Vec<Fault> {
-        let stops = [Fault::Stop(SHORT_OUTAGE), Fault::Stop(LONG_OUTAGE)];
-        let isolations = [Fault::Isolate(SHORT_OUTAGE), Fault::Isolate(LONG_OUTAGE)];
-        let can_be_cut = matches!(
+        let stop_faults = [Fault::Stop(SHORT_OUTAGE), Fault::Stop(LONG_OUTAGE)];
+        let isolation_faults = [Fault::Isolate(SHORT_OUTAGE), Fault::Isolate(LONG_OUTAGE)];
+        let can_be_isolated = matches!(
             self,
-            Victim::Source | Victim::Target | Victim::Master | Victim::Session
+            Self::Source | Self::Target | Self::Master | Self::Session
         );
-        let isolations = isolations.into_iter().filter(|_| can_be_cut);
+        let isolation_faults = isolation_faults.into_iter().filter(|_| can_be_isolated);
         std::iter::once(Fault::Kill)
-            .chain(stops)
-            .chain(isolations)
+            .chain(stop_faults)
+            .chain(isolation_faults)
             .collect()
     }
 }
@@ -89,276 +88,299 @@ pub(in crate::tests) enum Fault {
     Kill,
     /// The victim does not run for this duration.
     Stop(Micros),
-    /// No message passes from or to the victim for this duration.
+    /// No message reaches or leaves the victim for this duration.
     Isolate(Micros),
 }
 
-/// One planned fault, and the migration state of the simulated taskers.
+/// At most one planned fault, and the simulated taskers' state of migrations.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct FaultInjection {
-    planned: Option<(FaultPoint, Victim, Fault)>,
-    pub(in crate::tests) triggered: bool,
-    /// True if all tasks use post-copy and pre-copy; otherwise the use is random.
+    planned_fault: Option<(FaultPoint, Victim, Fault)>,
+    pub(in crate::tests) has_triggered: bool,
+    /// True if all tasks use post-copy and pre-copy; if false, the use is random.
     pub(in crate::tests) always_live_copies: bool,
     /// The points that were reached, in order.
     pub(in crate::tests) reached_points: Vec<FaultPoint>,
-    pub(in crate::tests) resource_manager: Option<usize>,
+    pub(in crate::tests) resource_manager_proc: Option<usize>,
     /// Hosts whose engine fails its next operation.
-    failing_engines: BTreeSet<HostId>,
-    /// Hosts that have lost the memory of post-copy tasks.
-    pub(super) memory_lost: BTreeSet<HostId>,
+    failing_engine_hosts: BTreeSet<HostId>,
+    /// Hosts whose tasker died: the memory that it served for post-copy tasks is lost.
+    pub(super) memory_lost_hosts: BTreeSet<HostId>,
     /// Migrations whose source process was killed.
     pub(super) killed_sources: BTreeSet<MigrationId>,
-    /// Migrations whose target process was released.
-    pub(super) released_targets: BTreeSet<MigrationId>,
+    /// Migrations whose target process may run.
+    pub(super) running_targets: BTreeSet<MigrationId>,
 }
 
 impl FaultInjection {
     /// True if a fault is planned or has occurred.
     pub(super) fn is_active(&self) -> bool {
-        self.triggered || self.planned.is_some()
+        self.has_triggered || self.planned_fault.is_some()
     }
 
-    /// True if the source process of a migration was killed.
+    /// True if a source process was killed in any migration.
     pub(in crate::tests) fn source_was_killed(&self) -> bool {
         !self.killed_sources.is_empty()
     }
 }
 
 impl Sim {
-    /// Plans a fault that occurs when the next migration reaches this point.
+    /// Plans a fault for the time when a migration next reaches this point.
     pub(in crate::tests) fn plan_fault(&mut self, point: FaultPoint, victim: Victim, fault: Fault) {
-        self.injection.planned = Some((point, victim, fault));
+        self.injection.planned_fault = Some((point, victim, fault));
     }
 
-    /// Records that a migration has reached this point, and injects the fault planned for it.
+    /// Records that a migration has reached this point. Injects the fault that is planned for the
+    /// point.
     pub(super) fn reach_point(&mut self, point: FaultPoint) {
         self.injection.reached_points.push(point);
-        if let Some((_, party, blow)) = self.injection.planned.take_if(|(at, ..)| *at == point) {
-            self.injection.triggered = true;
-            self.inject(party, blow);
+        if let Some((_, victim, planned_fault)) = self
+            .injection
+            .planned_fault
+            .take_if(|(planned_point, ..)| *planned_point == point)
+        {
+            self.injection.has_triggered = true;
+            self.inject_fault(victim, planned_fault);
         }
     }
 
-    pub(super) fn inject(&mut self, victim: Victim, fault: Fault) {
-        let on = victim.host();
+    pub(super) fn inject_fault(&mut self, victim: Victim, fault: Fault) {
+        let host_id = victim.host();
         match (victim, fault) {
-            (Victim::Source | Victim::Target | Victim::Master, Fault::Kill) => self.kill_host(on),
+            (Victim::Source | Victim::Target | Victim::Master, Fault::Kill) => {
+                self.kill_host(host_id)
+            }
             (Victim::Source | Victim::Target | Victim::Master, Fault::Isolate(duration)) => {
-                self.isolate(on, duration)
+                self.isolate_host(host_id, duration)
             }
             (Victim::Source | Victim::Target | Victim::Master, Fault::Stop(duration)) => {
                 self.nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .expect("it is there")
                     .deferred_events = Some(DeferredEvents::new());
                 if duration > LEASE {
-                    self.report_silence(on);
+                    self.report_silence(host_id);
                 }
-                self.schedule(self.now + duration, SimEvent::VictimResumes(victim));
+                self.schedule(self.now + duration, SimEvent::VictimResumption(victim));
             }
-            (Victim::SourceTasker | Victim::TargetTasker, Fault::Kill) => self.kill_tasker(on),
+            (Victim::SourceTasker | Victim::TargetTasker, Fault::Kill) => self.kill_tasker(host_id),
             (
                 Victim::SourceTasker | Victim::TargetTasker,
                 Fault::Stop(duration) | Fault::Isolate(duration),
             ) => {
                 self.nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .expect("it is there")
                     .deferred_orders = Some(Vec::new());
-                self.schedule(self.now + duration, SimEvent::VictimResumes(victim));
+                self.schedule(self.now + duration, SimEvent::VictimResumption(victim));
             }
             (Victim::SourceEngine | Victim::TargetEngine, Fault::Kill) => {
-                self.injection.failing_engines.insert(on);
+                self.injection.failing_engine_hosts.insert(host_id);
             }
             (
                 Victim::SourceEngine | Victim::TargetEngine,
                 Fault::Stop(duration) | Fault::Isolate(duration),
             ) => {
-                let last = self.channels.entry(Channel::Tasker(on)).or_default();
-                *last = (*last).max(self.now + duration);
+                let last_arrival = self
+                    .last_arrivals
+                    .entry(Channel::Tasker(host_id))
+                    .or_default();
+                *last_arrival = (*last_arrival).max(self.now + duration);
             }
-            (Victim::ResourceManager, Fault::Kill) => {
-                self.exit(self.injection.resource_manager.expect("there is one"), 9)
-            }
+            (Victim::ResourceManager, Fault::Kill) => self.exit_proc(
+                self.injection.resource_manager_proc.expect("there is one"),
+                9,
+            ),
             (Victim::ResourceManager, Fault::Stop(duration) | Fault::Isolate(duration)) => {
-                self.procs[self.injection.resource_manager.expect("there is one")].paused = true;
-                self.schedule(self.now + duration, SimEvent::VictimResumes(victim));
+                self.procs[self.injection.resource_manager_proc.expect("there is one")].paused =
+                    true;
+                self.schedule(self.now + duration, SimEvent::VictimResumption(victim));
             }
-            // A broken connection is reestablished at once.
-            (Victim::Session, Fault::Kill) => self.separate(host(2), host(3), Micros(1000)),
+            // The hosts can connect again after 1 ms.
+            (Victim::Session, Fault::Kill) => self.separate_hosts(host(2), host(3), Micros(1000)),
             (Victim::Session, Fault::Stop(duration)) => {
                 self.delay_sessions(|pair| pair == (host(2), host(3)), duration)
             }
             (Victim::Session, Fault::Isolate(duration)) => {
-                self.separate(host(2), host(3), duration)
+                self.separate_hosts(host(2), host(3), duration)
             }
         }
     }
 
-    /// Makes the other hosts notice that a host has been silent for longer than the lease.
-    fn report_silence(&mut self, lost: HostId) {
-        let with: Vec<(HostId, HostId)> = self
+    /// Notifies the peers of a silent host, after the lease, that the host is lost.
+    fn report_silence(&mut self, silent_host: HostId) {
+        let sessions: Vec<(HostId, HostId)> = self
             .sessions
             .iter()
             .copied()
-            .filter(|(a, b)| [*a, *b].contains(&lost))
+            .filter(|(a, b)| [*a, *b].contains(&silent_host))
             .collect();
-        for (a, b) in with {
-            let other = if a == lost { b } else { a };
+        for (a, b) in sessions {
+            let peer_host = if a == silent_host { b } else { a };
             let at = self.now + LEASE + Micros(self.rng.below(200_000));
-            self.schedule(at, SimEvent::LossNoticed(other, lost));
-            // The host notices the same when it resumes.
-            self.schedule(at, SimEvent::LossNoticed(lost, other));
+            self.schedule(at, SimEvent::LossDetected(peer_host, silent_host));
+            // The silent host itself is notified of the loss of its peers when it resumes.
+            self.schedule(at, SimEvent::LossDetected(silent_host, peer_host));
         }
     }
 
-    /// Isolates a host from all others.
-    fn isolate(&mut self, lost: HostId, duration: Micros) {
+    /// Isolates a host from all other hosts. A duration shorter than the lease only delays
+    /// messages.
+    fn isolate_host(&mut self, isolated_host: HostId, duration: Micros) {
         if duration < LEASE {
-            return self.delay_sessions(|(a, b)| [a, b].contains(&lost), duration);
+            return self.delay_sessions(|(a, b)| [a, b].contains(&isolated_host), duration);
         }
-        let with: Vec<(HostId, HostId)> = self
+        let sessions: Vec<(HostId, HostId)> = self
             .sessions
             .iter()
             .copied()
-            .filter(|(a, b)| [*a, *b].contains(&lost))
+            .filter(|(a, b)| [*a, *b].contains(&isolated_host))
             .collect();
-        for (a, b) in with {
+        for (a, b) in sessions {
             self.sessions.remove(&(a, b));
             self.drop_in_flight(a, b);
             self.drop_in_flight(b, a);
-            for (by, of) in [(a, b), (b, a)] {
-                // A daemon's lease is shorter than the lease that the master grants it.
-                let (span, scatter) = if of == HostId::MASTER {
+            for (observer, lost_peer) in [(a, b), (b, a)] {
+                // A slave's lease for its master is shorter than the master's lease for a slave.
+                let (delay, scatter_us) = if lost_peer == HostId::MASTER {
                     (Micros(LEASE.0 / 2), 100_000)
                 } else {
                     (LEASE, 200_000)
                 };
-                let at = self.now + span + Micros(self.rng.below(scatter));
-                self.schedule(at, SimEvent::LossNoticed(by, of));
+                let at = self.now + delay + Micros(self.rng.below(scatter_us));
+                self.schedule(at, SimEvent::LossDetected(observer, lost_peer));
             }
         }
     }
 
-    /// Delays everything that is sent on the affected sessions by `duration`.
+    /// Delays all messages on the sessions for which `is_affected` returns true by at least
+    /// `duration`.
     fn delay_sessions(&mut self, is_affected: impl Fn((HostId, HostId)) -> bool, duration: Micros) {
-        let at = self.now + duration;
+        let earliest_arrival = self.now + duration;
         for (a, b) in self
             .sessions
             .iter()
             .copied()
-            .filter(|ends| is_affected(*ends))
+            .filter(|pair_of_hosts| is_affected(*pair_of_hosts))
         {
             for (from, to) in [(a, b), (b, a)] {
                 for channel in [Channel::Control(from, to), Channel::Data(from, to)] {
-                    let last = self.channels.entry(channel).or_default();
-                    *last = at.max(*last);
+                    let last_arrival = self.last_arrivals.entry(channel).or_default();
+                    *last_arrival = earliest_arrival.max(*last_arrival);
                 }
             }
         }
-        for (channel, last) in &mut self.channels {
-            if matches!(channel, Channel::Lane((from, to, _), _) if is_affected(pair(*from, *to))) {
-                *last = at.max(*last);
+        for (channel, last_arrival) in &mut self.last_arrivals {
+            if matches!(channel, Channel::Lane((from, to, _), _) if is_affected(host_pair(*from, *to)))
+            {
+                *last_arrival = earliest_arrival.max(*last_arrival);
             }
         }
     }
 
-    /// Replaces engines that were killed while idle.
+    /// Replaces engines that a fault has killed and that have not been used since.
     pub(in crate::tests) fn replace_engines(&mut self) {
-        self.injection.failing_engines.clear();
+        self.injection.failing_engine_hosts.clear();
     }
 
-    /// Resumes a stopped victim, which handles the events that arrived meanwhile.
+    /// Resumes a stopped victim. The victim handles the events that arrived while it was stopped.
     pub(super) fn resume_victim(&mut self, victim: Victim) {
-        let on = victim.host();
+        let host_id = victim.host();
         match victim {
             Victim::SourceTasker | Victim::TargetTasker => {
-                let late = self
+                let deferred = self
                     .nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .and_then(|node| node.deferred_orders.take());
-                late.into_iter()
+                deferred
+                    .into_iter()
                     .flatten()
-                    .for_each(|message| self.send_to_tasker(on, message));
+                    .for_each(|message| self.send_to_tasker(host_id, message));
             }
             Victim::ResourceManager => {
-                let proc = self.injection.resource_manager.expect("there is one");
+                let proc = self.injection.resource_manager_proc.expect("there is one");
                 self.procs[proc].paused = false;
                 self.resume_proc(proc);
             }
             _ => {
-                let late = self
+                let deferred = self
                     .nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .and_then(|node| node.deferred_events.take());
-                self.flush(on);
-                late.into_iter()
+                self.carry_out_outputs(host_id);
+                deferred
+                    .into_iter()
                     .flatten()
-                    .for_each(|event| self.handle(on, event));
+                    .for_each(|event| self.handle(host_id, event));
             }
         }
     }
 
-    /// Passes a daemon's message to its tasker.
-    pub(super) fn send_to_tasker(&mut self, on: HostId, message: ToTasker) {
-        let node = self.nodes.get_mut(&on).expect("it speaks");
-        if node.tasker_dead {
+    /// Passes a daemon's message to its tasker. The message is lost if the tasker is dead.
+    pub(super) fn send_to_tasker(&mut self, host_id: HostId, message: ToTasker) {
+        let node = self.nodes.get_mut(&host_id).expect("it speaks");
+        if node.is_tasker_dead {
             return;
         }
         match &mut node.deferred_orders {
-            Some(late) => late.push(message),
-            None => self.handle_tasker_order(on, message),
+            Some(deferred_orders) => deferred_orders.push(message),
+            None => self.handle_tasker_order(host_id, message),
         }
     }
 
-    /// As [`Sim::step_result`], but fails if the engine of this host was killed.
-    pub(super) fn step_result_of<T>(&mut self, on: HostId, good: T) -> Result<T, Failure> {
-        if self.injection.failing_engines.remove(&on) {
+    /// Returns the result of [`Sim::step_result`], or an error if the engine of this host was
+    /// killed.
+    pub(super) fn engine_step_result<T>(
+        &mut self,
+        host_id: HostId,
+        success_value: T,
+    ) -> Result<T, Failure> {
+        if self.injection.failing_engine_hosts.remove(&host_id) {
             return Err(Failure::Engine("it was killed".into()));
         }
-        self.step_result(good)
+        self.random_step_result(success_value)
     }
 
-    /// Delivers the remaining memory of a post-copy task. If the memory is lost, the task is
-    /// killed.
+    /// Reports that the remaining memory of a post-copy task has arrived. If the memory is lost,
+    /// reports the failure and kills the task.
     pub(super) fn end_memory_transfer(
         &mut self,
-        on: HostId,
+        host_id: HostId,
         migration: MigrationId,
         from: HostId,
         tid: Tid,
     ) {
         let source = &self.nodes[&from];
-        let is_lost =
-            !source.is_alive || self.is_removed(from) || self.injection.memory_lost.contains(&from);
+        let is_lost = !source.is_alive
+            || self.is_host_removed(from)
+            || self.injection.memory_lost_hosts.contains(&from);
         if !is_lost && (source.deferred_events.is_some() || source.deferred_orders.is_some()) {
-            let retry = SimEvent::MemoryTransferEnded(on, migration, from, tid);
+            let retry = SimEvent::MemoryTransferEnd(host_id, migration, from, tid);
             return self.schedule(self.now + MEMORY_RETRY_INTERVAL, retry);
         }
-        let engine = self.injection.failing_engines.contains(&from)
-            || self.injection.failing_engines.contains(&on);
-        let Some(proc) = self.find_spawned(on, tid) else {
+        let engine_failed = self.injection.failing_engine_hosts.contains(&from)
+            || self.injection.failing_engine_hosts.contains(&host_id);
+        let Some(proc) = self.find_spawned_proc(host_id, tid) else {
             return;
         };
-        let lost = is_lost || engine || self.session_is_broken();
-        let why = || Failure::Images("the rest of its memory cannot be fetched".into());
+        let has_failed = is_lost || engine_failed || self.session_is_broken();
+        let reason = || Failure::Images("the rest of its memory cannot be fetched".into());
         self.send_from_tasker(
-            on,
+            host_id,
             FromTasker::MemoryArrived {
                 migration,
-                result: if lost { Err(why()) } else { Ok(()) },
+                result: if has_failed { Err(reason()) } else { Ok(()) },
             },
         );
-        if lost {
-            self.exit(proc, 9);
+        if has_failed {
+            self.exit_proc(proc, 9);
         }
     }
 
-    /// True while the session of source and target is broken.
+    /// True while any two separated hosts cannot connect again.
     pub(super) fn session_is_broken(&self) -> bool {
         self.queue
             .values()
-            .any(|happening| matches!(happening, SimEvent::Reconnected(..)))
+            .any(|event| matches!(event, SimEvent::Reconnection(..)))
     }
 }

@@ -1,4 +1,4 @@
-//! Images of processes, and the checkpoint store of the simulation.
+//! Images of simulated processes, and the checkpoint store of the simulation.
 
 use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
@@ -15,129 +15,138 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// State that a program whose name contains `keeper` saves when it exits and reads when it is
-/// started again: received messages and counts of sent messages.
+/// State that a program saves when it exits and reads when it is started again: received messages
+/// and counts of sent messages. Only programs whose names contain `keeper` save it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProgramState {
     received: Vec<Received>,
     sent_counts: BTreeMap<Tid, u32>,
 }
 
-/// A dumped process or a program's own state, and the record stored with it.
+/// A dumped process or the saved state of a program, and the record stored with it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StoredImage {
     proc: Option<Proc>,
-    state: Option<ProgramState>,
+    program_state: Option<ProgramState>,
     record: Option<SavedTask>,
 }
 
-/// Image directories, checkpoints, and processes that are built and do not run yet.
+/// Image directories, checkpoints, and restored processes that do not run yet.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct ImageStore {
     images: BTreeMap<(HostId, MigrationId), StoredImage>,
     drafts: BTreeMap<SnapshotId, BTreeMap<Tid, StoredImage>>,
     checkpoints: BTreeMap<String, (CheckpointMeta, BTreeMap<Tid, StoredImage>)>,
     open_checkpoints: BTreeMap<u64, String>,
-    /// Checkpoints of jobs that have ended.
-    ended_jobs: BTreeSet<String>,
-    pub(super) built: BTreeMap<(HostId, MigrationId), Proc>,
+    /// Names of the checkpoints of jobs that have ended.
+    checkpoints_of_ended_jobs: BTreeSet<String>,
+    pub(super) built_procs: BTreeMap<(HostId, MigrationId), Proc>,
     /// Saved states of programs, in files that all hosts share.
     state_files: BTreeMap<Tid, ProgramState>,
-    /// Saved states from a checkpoint, before they get their file names.
+    /// Saved states from a checkpoint whose files are staged under temporary names, and their
+    /// tasks.
     staged_states: BTreeMap<(HostId, MigrationId), (Tid, Option<ProgramState>)>,
-    /// True if target hosts do not report why a copy failed.
+    /// True if target hosts report no reason for a failed copy.
     pub(in crate::tests) hides_copy_errors: bool,
-    /// Copies of checkpoints in the stores of other hosts.
+    /// Copies of checkpoints: the host with the copy and the name of the checkpoint.
     copies: BTreeSet<(HostId, String)>,
 }
 
 impl ImageStore {
-    pub(super) fn drop_images(&mut self, on: HostId, migration: MigrationId) {
-        self.images.remove(&(on, migration));
-        self.staged_states.remove(&(on, migration));
+    pub(super) fn drop_images(&mut self, host_id: HostId, migration: MigrationId) {
+        self.images.remove(&(host_id, migration));
+        self.staged_states.remove(&(host_id, migration));
     }
 
-    /// Returns the numbers of drafts and of images that were not removed.
-    pub(in crate::tests) fn leftovers(&self) -> (usize, usize) {
+    /// Returns the number of drafts, and the number of images and staged states.
+    pub(in crate::tests) fn leftover_counts(&self) -> (usize, usize) {
         (
             self.drafts.len(),
             self.images.len() + self.staged_states.len(),
         )
     }
 
-    /// Returns the number of images and unnamed state files on the matching hosts.
-    pub(in crate::tests) fn leftovers_on(&self, matches: impl Fn(HostId) -> bool) -> usize {
+    /// Returns the number of images and staged states on the hosts for which `matches` returns
+    /// true.
+    pub(in crate::tests) fn leftover_count_on(&self, matches: impl Fn(HostId) -> bool) -> usize {
         self.images
             .keys()
             .chain(self.staged_states.keys())
-            .filter(|(on, _)| matches(*on))
+            .filter(|(host_id, _)| matches(*host_id))
             .count()
     }
 
     /// Returns the number of complete checkpoints.
-    pub(in crate::tests) fn count(&self) -> usize {
+    pub(in crate::tests) fn checkpoint_count(&self) -> usize {
         self.checkpoints.len()
     }
 
     pub(in crate::tests) fn newest_name(&self) -> String {
-        let number = |name: &&String| {
+        let snapshot_number = |name: &&String| {
             name.rsplit('-')
                 .next()
-                .and_then(|number| number.parse::<SnapshotId>().ok())
+                .and_then(|snapshot_number| snapshot_number.parse::<SnapshotId>().ok())
         };
         self.checkpoints
             .keys()
-            .max_by_key(number)
+            .max_by_key(snapshot_number)
             .expect("there is one")
             .clone()
     }
 
-    /// Returns the checkpoints whose jobs have ended for good.
-    pub(in crate::tests) fn ended(&self) -> Vec<String> {
-        self.ended_jobs.iter().cloned().collect()
+    /// Returns the names of the checkpoints of jobs that have ended.
+    pub(in crate::tests) fn checkpoints_of_ended_jobs(&self) -> Vec<String> {
+        self.checkpoints_of_ended_jobs.iter().cloned().collect()
     }
 
-    fn entries(&self) -> Vec<CheckpointEntry> {
-        let entry =
-            |(set, (meta, parts)): (&String, &(CheckpointMeta, BTreeMap<Tid, StoredImage>))| {
+    fn checkpoint_entries(&self) -> Vec<CheckpointEntry> {
+        let make_entry =
+            |(name, (meta, images)): (&String, &(CheckpointMeta, BTreeMap<Tid, StoredImage>))| {
                 CheckpointEntry {
-                    name: set.clone(),
+                    name: name.clone(),
                     job: meta.job,
-                    created: Micros(0),
-                    tasks: parts.len() as u32,
-                    bytes: 1,
+                    created_at: Micros(0),
+                    task_count: images.len() as u32,
+                    stored_bytes: 1,
                     unusable_reason: None,
-                    job_ended_at: self.ended_jobs.contains(set).then_some(Micros(1)),
+                    job_ended_at: self
+                        .checkpoints_of_ended_jobs
+                        .contains(name)
+                        .then_some(Micros(1)),
                     copy_hosts: Vec::new(),
                 }
             };
-        self.checkpoints.iter().map(entry).collect()
+        self.checkpoints.iter().map(make_entry).collect()
     }
 
-    fn remove(
+    fn remove_checkpoints(
         &mut self,
-        which: RemovalSelection,
-        in_use: &BTreeMap<String, RemovalRefusal>,
+        selection: RemovalSelection,
+        refusals: &BTreeMap<String, RemovalRefusal>,
     ) -> RemovalResults {
-        let names = match which {
+        let names = match selection {
             RemovalSelection::Checkpoints(names) => names,
             RemovalSelection::Job(job) => self
-                .entries()
+                .checkpoint_entries()
                 .into_iter()
-                .filter(|set| set.job == job)
-                .map(|set| set.name)
+                .filter(|entry| entry.job == job)
+                .map(|entry| entry.name)
                 .collect(),
         };
-        let mut remove_one = |name: &String| match in_use.get(name) {
+        let mut remove_one = |name: &String| match refusals.get(name) {
             Some(why) => Err(why.clone()),
-            None if self.open_checkpoints.values().any(|open| open == name) => {
+            None if self
+                .open_checkpoints
+                .values()
+                .any(|open_name| open_name == name) =>
+            {
                 Err(RemovalRefusal::InUse)
             }
             None => self
                 .checkpoints
                 .remove(name)
                 .map(|_| 1)
-                .ok_or(RemovalRefusal::Unknown),
+                .ok_or(RemovalRefusal::NoSuchCheckpoint),
         };
         names
             .into_iter()
@@ -145,117 +154,136 @@ impl ImageStore {
             .collect()
     }
 
-    /// Returns the copies of checkpoints and their hosts.
+    /// Returns all copies: the host with the copy and the name of the checkpoint.
     pub(in crate::tests) fn copies(&self) -> Vec<(HostId, String)> {
         self.copies.iter().cloned().collect()
     }
 
-    /// Takes over the checkpoints of another virtual machine.
-    pub(in crate::tests) fn adopt_checkpoints(&mut self, from: ImageStore) {
-        self.checkpoints = from.checkpoints;
+    /// Replaces the checkpoints by those of another virtual machine's store.
+    pub(in crate::tests) fn adopt_checkpoints(&mut self, other_store: Self) {
+        self.checkpoints = other_store.checkpoints;
     }
 
-    /// Returns the highest task number of each host in all checkpoints.
+    /// Returns, for each birth host, the highest task number in all checkpoints.
     pub(in crate::tests) fn highest_task_numbers(&self) -> BTreeMap<HostId, u32> {
         let tids = self
             .checkpoints
             .values()
-            .flat_map(|(_, parts)| parts.keys());
-        let mut spared = BTreeMap::new();
+            .flat_map(|(_, images)| images.keys());
+        let mut highest_numbers = BTreeMap::new();
         for tid in tids {
-            let highest = spared.entry(tid.birth_host().expect("a task")).or_insert(0);
-            *highest = tid.local_part().max(*highest);
+            let highest_number = highest_numbers
+                .entry(tid.birth_host().expect("a task"))
+                .or_insert(0);
+            *highest_number = tid.local_part().max(*highest_number);
         }
-        spared
+        highest_numbers
     }
 }
 
 impl Sim {
-    pub(super) fn dump_image(&mut self, on: HostId, migration: MigrationId, tid: Tid) {
+    pub(super) fn dump_image(&mut self, host_id: HostId, migration: MigrationId, tid: Tid) {
         if let Some(proc) = self
             .procs
             .iter()
-            .find(|p| p.spawned_tid == Some(tid) && p.host == on && !p.exited)
+            .find(|p| p.spawned_tid == Some(tid) && p.host == host_id && !p.exited)
         {
             assert!(
-                proc.conn.is_none() && proc.quiesced.is_some(),
+                proc.conn.is_none() && proc.quiesce_request.is_some(),
                 "only a quiesced task can be dumped (seed {})",
                 self.seed
             );
-            let part = StoredImage {
+            let image = StoredImage {
                 proc: Some(Proc {
                     deferred_events: Vec::new(),
                     ..proc.clone()
                 }),
                 ..StoredImage::default()
             };
-            self.image_store.images.insert((on, migration), part);
+            self.image_store.images.insert((host_id, migration), image);
         }
     }
 
-    /// Builds a process from images. It stays stopped.
+    /// Builds a stopped process from images. Panics if there are no images of a process.
     pub(super) fn build_from_images(
         &mut self,
-        on: HostId,
+        host_id: HostId,
         migration: MigrationId,
-        redirection: &MemoryWrite,
+        memory_write: &MemoryWrite,
     ) {
-        let part = self
+        let image = self
             .image_store
             .images
-            .get(&(on, migration))
+            .get(&(host_id, migration))
             .expect("images come before");
-        let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
-        let mut proc = part.proc.clone().expect("a process");
-        proc.quiesced = Some((redirect.migration, redirect.tokens));
-        (proc.host, proc.stopped_for_migration, proc.paused) = (on, true, false);
-        self.image_store.built.insert((on, migration), proc);
+        let redirect: Redirect = from_bytes(&memory_write.bytes[8..]).expect("it can be read");
+        let mut proc = image.proc.clone().expect("a process");
+        proc.quiesce_request = Some((redirect.migration, redirect.token_paths));
+        (proc.host, proc.stopped_for_migration, proc.paused) = (host_id, true, false);
+        self.image_store
+            .built_procs
+            .insert((host_id, migration), proc);
     }
 
-    /// Lets a built process run. Returns false if there is none.
-    pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
-        let Some(mut proc) = self.image_store.built.remove(&(on, migration)) else {
+    /// Lets a process run that was built from images. Returns false if no process was built for
+    /// this migration.
+    pub(super) fn run_built(
+        &mut self,
+        host_id: HostId,
+        migration: MigrationId,
+        is_paused: bool,
+    ) -> bool {
+        let Some(mut proc) = self.image_store.built_procs.remove(&(host_id, migration)) else {
             return false;
         };
         let tid = proc.spawned_tid;
-        let twice = self
+        let is_duplicate = self
             .procs
             .iter()
-            .any(|p| p.spawned_tid == tid && !p.exited && !self.is_removed(p.host));
-        assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
-        (proc.stopped_for_migration, proc.paused) = (false, held);
+            .any(|p| p.spawned_tid == tid && !p.exited && !self.is_host_removed(p.host));
+        assert!(
+            !is_duplicate,
+            "two live copies of {tid:?} (seed {})",
+            self.seed
+        );
+        (proc.stopped_for_migration, proc.paused) = (false, is_paused);
         self.procs.push(proc);
         true
     }
 
-    /// Models the actions of a library after a restart.
+    /// Models the actions of a library after a restart: its links begin the new incarnation, and it
+    /// repeats requests that the checkpoint contains without a reply.
     pub(super) fn resume_after_restart(&mut self, proc: usize, restart: &RestartInfo) {
         let p = &mut self.procs[proc];
-        p.incarnation = restart.group.incarnation;
+        p.incarnation = restart.restart_group.incarnation;
         for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_peer_gone()) {
-            let before = restart.group.incarnation_before(*peer);
-            before.map(|before| link.accept_incarnation(before));
-            link.begin_incarnation(restart.group.incarnation, before.is_some());
+            let previous_incarnation = restart.restart_group.incarnation_at_checkpoint(*peer);
+            previous_incarnation
+                .map(|previous_incarnation| link.accept_incarnation(previous_incarnation));
+            link.begin_incarnation(
+                restart.restart_group.incarnation,
+                previous_incarnation.is_some(),
+            );
         }
         let repeated_requests: Vec<_> = restart
             .requests_to_repeat
             .iter()
             .filter_map(|id| Some((*id, p.pending_requests.get(id)?.clone())))
             .collect();
-        let (conn, on) = (p.conn.expect("just connected"), p.host);
-        for (id, what) in repeated_requests {
+        let (conn, host_id) = (p.conn.expect("just connected"), p.host);
+        for (id, request) in repeated_requests {
             self.send_from_proc(
                 conn,
-                on,
+                host_id,
                 Event::TaskControl {
                     conn,
-                    message: ToDaemon::Request { id, request: what },
+                    message: ToDaemon::Request { id, request },
                 },
             );
         }
     }
 
-    /// Saves the state of a program, if the program keeps its own state.
+    /// Saves the state of a program if the program keeps its own state.
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
         if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned_tid) {
@@ -272,8 +300,8 @@ impl Sim {
     /// Reads the saved state of a restarted program, if the program keeps its own state.
     pub(super) fn read_state(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
-        let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
-        if let (true, true, Some(tid)) = (again, p.program.contains("keeper"), p.spawned_tid) {
+        let is_restart = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
+        if let (true, true, Some(tid)) = (is_restart, p.program.contains("keeper"), p.spawned_tid) {
             let ProgramState {
                 received,
                 sent_counts,
@@ -287,8 +315,8 @@ impl Sim {
         }
     }
 
-    /// Carries out outputs about the files of programs that write their own checkpoints.
-    fn carry_out_for_states(&mut self, on: HostId, output: Output) {
+    /// Carries out outputs about files in which programs save their own state.
+    fn carry_out_for_states(&mut self, host_id: HostId, output: Output) {
         let tid_of_file = |files: &[PathBuf]| {
             let name = files[0].to_string_lossy().into_owned();
             let tid = name
@@ -305,19 +333,19 @@ impl Sim {
                     .state_files
                     .get(&tid_of_file(&files))
                     .cloned();
-                let count = u32::from(state.is_some());
+                let file_count = u32::from(state.is_some());
                 self.image_store.images.insert(
-                    (on, migration),
+                    (host_id, migration),
                     StoredImage {
-                        state,
+                        program_state: state,
                         ..StoredImage::default()
                     },
                 );
                 let result = self.random_failure().map(|()| DumpReport {
-                    bytes: 10,
-                    files: count,
+                    image_bytes: 10,
+                    image_files: file_count,
                 });
-                self.schedule_soon(on, Event::StateCollected { migration, result });
+                self.schedule_soon(host_id, Event::StateCollected { migration, result });
             }
             Output::StageState {
                 migration, files, ..
@@ -325,80 +353,80 @@ impl Sim {
                 let state = self
                     .image_store
                     .images
-                    .get(&(on, migration))
+                    .get(&(host_id, migration))
                     .expect("images come before")
-                    .state
+                    .program_state
                     .clone();
                 let result = self.random_failure();
                 if result.is_ok() {
                     self.image_store
                         .staged_states
-                        .insert((on, migration), (tid_of_file(&files), state));
+                        .insert((host_id, migration), (tid_of_file(&files), state));
                 }
-                self.schedule_soon(on, Event::StateStaged { migration, result });
+                self.schedule_soon(host_id, Event::StateStaged { migration, result });
             }
             Output::InstallState { migration } => {
-                let staged = self.image_store.staged_states.remove(&(on, migration));
+                let staged_state = self.image_store.staged_states.remove(&(host_id, migration));
                 let result = self.random_failure();
-                if let (true, Some((tid, state))) = (result.is_ok(), staged) {
+                if let (true, Some((tid, state))) = (result.is_ok(), staged_state) {
                     match state {
                         Some(state) => self.image_store.state_files.insert(tid, state),
                         None => self.image_store.state_files.remove(&tid),
                     };
                 }
-                self.schedule_soon(on, Event::StateInstalled { migration, result });
+                self.schedule_soon(host_id, Event::StateInstalled { migration, result });
             }
-            other => self.carry_out_for_checkpoints(on, other),
+            other => self.carry_out_for_checkpoints(host_id, other),
         }
     }
 
-    fn schedule_soon(&mut self, on: HostId, event: Event) {
+    fn schedule_soon(&mut self, host_id: HostId, event: Event) {
         let at = self.now + Micros(200 + self.rng.below(2_000));
-        self.schedule(at, SimEvent::Machine(on, event));
+        self.schedule(at, SimEvent::Machine(host_id, event));
     }
 
     fn random_failure(&mut self) -> Result<(), Failure> {
-        self.step_result(())
+        self.random_step_result(())
     }
 
-    pub(super) fn carry_out_for_store(&mut self, on: HostId, output: Output) {
+    pub(super) fn carry_out_for_store(&mut self, host_id: HostId, output: Output) {
         match output {
             Output::UploadPart {
                 migration,
                 record,
-                to,
+                receiver: to,
             } => {
-                let part = self
+                let image = self
                     .image_store
                     .images
-                    .get_mut(&(on, migration))
+                    .get_mut(&(host_id, migration))
                     .expect("just dumped");
-                part.record = Some(*record);
-                self.deliver_images(on, migration, to);
+                image.record = Some(*record);
+                self.deliver_images(host_id, migration, to);
             }
             Output::SendPart {
-                restart,
+                restart_number: restart,
                 migration,
                 tid,
-                to,
+                receiver: to,
             } => {
-                let (_, parts) =
+                let (_, images) =
                     &self.image_store.checkpoints[&self.image_store.open_checkpoints[&restart]];
-                let part = parts[&tid].clone();
-                self.image_store.images.insert((on, migration), part);
-                self.deliver_images(on, migration, to);
+                let image = images[&tid].clone();
+                self.image_store.images.insert((host_id, migration), image);
+                self.deliver_images(host_id, migration, to);
             }
             Output::ReadPart { migration } => {
                 let record = self
                     .image_store
                     .images
-                    .get(&(on, migration))
-                    .and_then(|part| part.record.clone());
+                    .get(&(host_id, migration))
+                    .and_then(|image| image.record.clone());
                 let result = record.ok_or(Failure::Images("nothing lies there".into()));
-                self.schedule_soon(on, Event::PartRead { migration, result });
+                self.schedule_soon(host_id, Event::PartRead { migration, result });
             }
             Output::OpenCheckpoint {
-                restart,
+                restart_number: restart,
                 checkpoint,
             } => {
                 let meta = self
@@ -410,46 +438,48 @@ impl Sim {
                     .open_checkpoints
                     .insert(restart, checkpoint);
                 self.schedule_soon(
-                    on,
+                    host_id,
                     Event::CheckpointOpened {
-                        restart,
+                        restart_number: restart,
                         result: meta.ok_or("there is no such checkpoint".into()),
                     },
                 );
             }
-            Output::CloseCheckpoint { restart } => {
+            Output::CloseCheckpoint {
+                restart_number: restart,
+            } => {
                 self.image_store.open_checkpoints.remove(&restart);
             }
-            other => self.carry_out_for_drafts(on, other),
+            other => self.carry_out_for_drafts(host_id, other),
         }
     }
 
     /// Carries out outputs about checkpoints that are being written.
-    fn carry_out_for_drafts(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_drafts(&mut self, host_id: HostId, output: Output) {
         match output {
             Output::BeginCheckpoint { snapshot, .. } => {
                 let result = self.random_failure().map_err(|e| e.to_string());
                 if result.is_ok() {
                     self.image_store.drafts.insert(snapshot, BTreeMap::new());
                 }
-                self.schedule_soon(on, Event::CheckpointBegun { snapshot, result });
+                self.schedule_soon(host_id, Event::CheckpointBegun { snapshot, result });
             }
             Output::StorePart {
                 snapshot,
                 migration,
                 tid,
             } => {
-                let part = self
+                let image = self
                     .image_store
                     .images
-                    .get(&(on, migration))
+                    .get(&(host_id, migration))
                     .expect("received")
                     .clone();
                 let result = self.random_failure().map_err(|e| e.to_string());
                 if let Some(draft) = self.image_store.drafts.get_mut(&snapshot) {
-                    draft.insert(tid, part);
+                    draft.insert(tid, image);
                 }
-                self.schedule_soon(on, Event::PartStored { migration, result });
+                self.schedule_soon(host_id, Event::PartStored { migration, result });
             }
             Output::SealCheckpoint { snapshot, meta, .. } => {
                 let draft = self.image_store.drafts.remove(&snapshot).expect("begun");
@@ -466,35 +496,37 @@ impl Sim {
                         .insert(name.clone(), (*meta, draft));
                     (name, 1)
                 });
-                self.schedule_soon(on, Event::CheckpointSealed { snapshot, result });
+                self.schedule_soon(host_id, Event::CheckpointSealed { snapshot, result });
             }
             Output::AbandonCheckpoint { snapshot } => {
                 self.image_store.drafts.remove(&snapshot);
             }
-            other => self.carry_out_for_states(on, other),
+            other => self.carry_out_for_states(host_id, other),
         }
     }
 
     /// Carries out outputs about whole checkpoints.
-    fn carry_out_for_checkpoints(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_checkpoints(&mut self, host_id: HostId, output: Output) {
         match output {
             Output::MarkCheckpoints {
-                checkpoints, ended, ..
+                checkpoints,
+                has_ended,
+                ..
             } => {
                 let jobs: Vec<Tid> = checkpoints
                     .iter()
-                    .filter_map(|set| Some(self.image_store.checkpoints.get(set)?.0.job))
+                    .filter_map(|name| Some(self.image_store.checkpoints.get(name)?.0.job))
                     .collect();
-                for CheckpointEntry { name: set, .. } in self
+                for CheckpointEntry { name, .. } in self
                     .image_store
-                    .entries()
+                    .checkpoint_entries()
                     .into_iter()
-                    .filter(|set| jobs.contains(&set.job))
+                    .filter(|name| jobs.contains(&name.job))
                 {
-                    if ended {
-                        self.image_store.ended_jobs.insert(set)
+                    if has_ended {
+                        self.image_store.checkpoints_of_ended_jobs.insert(name)
                     } else {
-                        self.image_store.ended_jobs.remove(&set)
+                        self.image_store.checkpoints_of_ended_jobs.remove(&name)
                     };
                 }
             }
@@ -502,50 +534,50 @@ impl Sim {
                 tid,
                 id,
                 selection,
-                refused,
+                refusals: refused,
                 ..
             } => {
-                let removed = self.image_store.remove(selection, &refused);
+                let results = self.image_store.remove_checkpoints(selection, &refused);
                 self.schedule_soon(
-                    on,
+                    host_id,
                     Event::CheckpointsRemoved {
                         tid,
                         id,
-                        result: Ok(removed),
+                        result: Ok(results),
                     },
                 );
             }
             Output::DropCheckpoints { checkpoints } => {
-                self.image_store
-                    .copies
-                    .retain(|(at, set)| *at != on || !checkpoints.contains(set));
-                if on == HostId::MASTER {
+                self.image_store.copies.retain(|(copy_host, name)| {
+                    *copy_host != host_id || !checkpoints.contains(name)
+                });
+                if host_id == HostId::MASTER {
                     self.image_store
                         .checkpoints
-                        .retain(|set, _| !checkpoints.contains(set));
+                        .retain(|name, _| !checkpoints.contains(name));
                 }
             }
             Output::ListCheckpoints { tid, id } => {
                 self.schedule_soon(
-                    on,
+                    host_id,
                     Event::CheckpointsListed {
                         tid,
                         id,
-                        result: Ok(self.image_store.entries()),
+                        result: Ok(self.image_store.checkpoint_entries()),
                     },
                 );
             }
-            other => self.carry_out_for_copies(on, other),
+            other => self.carry_out_for_copies(host_id, other),
         }
     }
 
     /// Carries out outputs about copies of checkpoints.
-    fn carry_out_for_copies(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_copies(&mut self, host_id: HostId, output: Output) {
         match output {
             Output::SendCopy {
                 migration,
                 checkpoint,
-                to,
+                receiver: to,
             } => {
                 let result = self.random_failure().map(|()| 1);
                 let expected = self
@@ -555,18 +587,18 @@ impl Sim {
                 if expected && result.is_ok() {
                     self.image_store.copies.insert((to, checkpoint));
                 }
-                // Only the target knows the reason.
-                let unsent = result
+                // Only the target reports the reason; the sender reports success.
+                let sender_result = result
                     .clone()
                     .map_err(|_| Failure::Images("nothing more was taken".into()));
                 if expected && !(self.image_store.hides_copy_errors && result.is_err()) {
                     self.schedule_soon(to, Event::ImagesReceived { migration, result });
                 }
                 self.schedule_soon(
-                    on,
+                    host_id,
                     Event::ImagesSent {
                         migration,
-                        result: unsent,
+                        result: sender_result,
                     },
                 );
             }
@@ -575,29 +607,30 @@ impl Sim {
                 checkpoint,
             } => {
                 self.nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .expect("it speaks")
                     .expected_images
                     .remove(&migration);
-                self.image_store.copies.remove(&(on, checkpoint));
+                self.image_store.copies.remove(&(host_id, checkpoint));
             }
             other => panic!("{other:?}"),
         }
     }
 
-    /// Sends images to another host, or reports them as received if `to` is `None`.
-    fn deliver_images(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
+    /// Sends images to the host `to`. If `to` is `None`, reports the images as received on this
+    /// host.
+    fn deliver_images(&mut self, host_id: HostId, migration: MigrationId, to: Option<HostId>) {
         let result = self.random_failure().map(|()| 1);
         let Some(to) = to else {
-            return self.schedule_soon(on, Event::ImagesReceived { migration, result });
+            return self.schedule_soon(host_id, Event::ImagesReceived { migration, result });
         };
         let expected = self
             .nodes
             .get(&to)
             .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
         if expected {
-            let part = self.image_store.images[&(on, migration)].clone();
-            self.image_store.images.insert((to, migration), part);
+            let image = self.image_store.images[&(host_id, migration)].clone();
+            self.image_store.images.insert((to, migration), image);
             self.schedule_soon(
                 to,
                 Event::ImagesReceived {
@@ -606,6 +639,6 @@ impl Sim {
                 },
             );
         }
-        self.schedule_soon(on, Event::ImagesSent { migration, result });
+        self.schedule_soon(host_id, Event::ImagesSent { migration, result });
     }
 }

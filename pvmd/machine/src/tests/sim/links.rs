@@ -8,8 +8,8 @@ use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkOutput};
 
 impl Sim {
-    /// Carries out the outputs of the links of a process.
-    pub(super) fn run_links(&mut self, proc: usize) {
+    /// Sends the frames of the links of a process and stores the messages that the links deliver.
+    pub(super) fn carry_out_link_outputs(&mut self, proc: usize) {
         let now = self.now;
         let p = &mut self.procs[proc];
         if p.exited || p.is_frozen() {
@@ -25,11 +25,11 @@ impl Sim {
             }
         }
         p.deliver_notifications();
-        let (conn, on) = (p.conn, p.host);
+        let (conn, host_id) = (p.conn, p.host);
         for frame in frames {
             if let Some(conn) = conn {
                 let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-                self.send_from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
+                self.send_from_proc(conn, host_id, Event::TaskLink { conn, frame: bytes });
             }
         }
     }
@@ -39,17 +39,18 @@ impl Sim {
         self.procs[proc]
             .links
             .values_mut()
-            .for_each(|l| l.handle(now, event.clone()));
-        self.run_links(proc);
+            .for_each(|l| l.handle_event(now, event.clone()));
+        self.carry_out_link_outputs(proc);
     }
 
-    pub(super) fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
+    pub(super) fn link_to(&mut self, proc: usize, peer: Tid) -> &mut Link {
         let p = &mut self.procs[proc];
-        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.incarnation);
+        let (tid, route, now, incarnation) =
+            (p.tid(), RouteId(p.route_number), self.now, p.incarnation);
         p.links.entry(peer).or_insert_with(|| {
             let mut link = Link::new(tid, peer);
-            link.begin_incarnation(line, true);
-            link.handle(now, LinkEvent::RouteUp(route));
+            link.begin_incarnation(incarnation, true);
+            link.handle_event(now, LinkEvent::RouteUp(route));
             link
         })
     }

@@ -1,6 +1,6 @@
-//! Injects faults into the checkpoint or the restart of a job, before or after a daemon handles a
-//! message of that operation: an order, a report, or a message of its tasker or of the store. A
-//! message is identified by the name of its type.
+//! Injects faults into the checkpoint or the restart of a job. A fault occurs before or after a
+//! daemon handles a message of the operation: an order, a report, or a message of its tasker or of
+//! the store. The name of a message's type identifies the message.
 
 use super::Sim;
 use super::fault_injection::{Fault, StepEdge, Victim};
@@ -9,20 +9,21 @@ use sempa_proto::HostId;
 use sempa_proto::host::HostMsg;
 use std::collections::BTreeMap;
 
-/// The name of a message, and whether the daemon is about to handle the message or has handled it.
+/// The name of a message, and the edge: the daemon has not handled the message yet, or has handled
+/// it.
 pub(in crate::tests) type MessagePoint = (String, StepEdge);
 
-/// One planned fault, and counts of all points.
+/// At most one planned fault, and the number of times that each point was reached.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct MessageFaults {
     is_counting: bool,
-    planned: Option<(MessagePoint, usize, Victim, Fault)>,
-    /// Number of times that each point was reached.
+    planned_fault: Option<(MessagePoint, usize, Victim, Fault)>,
+    /// Number of times that each point was reached since counting started.
     pub(in crate::tests) times_reached: BTreeMap<MessagePoint, usize>,
 }
 
-/// Returns the name of a message between daemons, or from tasker or store; `None` for messages of
-/// tasks.
+/// Returns the name of a message between daemons, of a tasker or of the store; `None` for all other
+/// events.
 fn message_name(event: &Event) -> Option<String> {
     let text = match event {
         Event::HostControl {
@@ -48,47 +49,48 @@ fn message_name(event: &Event) -> Option<String> {
 }
 
 impl Sim {
-    /// Starts counting the points. Injects `fault` when its point is reached for the `nth` time,
-    /// counted from 0.
-    pub(in crate::tests) fn count_points(
+    /// Starts counting the points. `fault` contains its point and a number `nth`; it is injected
+    /// when the point has been reached `nth` times before.
+    pub(in crate::tests) fn start_counting_points(
         &mut self,
         fault: Option<(MessagePoint, usize, Victim, Fault)>,
     ) {
         self.message_faults = MessageFaults {
             is_counting: true,
-            planned: fault,
+            planned_fault: fault,
             times_reached: BTreeMap::new(),
         };
     }
 
-    /// Returns the name of an event that a running daemon is about to handle, if points are
-    /// counted.
-    pub(super) fn counted_message(&self, on: HostId, event: &Event) -> Option<String> {
+    /// Returns the name of the message in an event that a running daemon will handle. Returns
+    /// `None` if points are not counted.
+    pub(super) fn counted_message_name(&self, host_id: HostId, event: &Event) -> Option<String> {
         let is_counted = self.message_faults.is_counting
             && self
                 .nodes
-                .get(&on)
+                .get(&host_id)
                 .is_some_and(|node| node.is_alive && node.deferred_events.is_none());
         is_counted.then(|| message_name(event)).flatten()
     }
 
-    /// Counts a point, and injects the fault planned for it.
+    /// Counts a point and injects the fault that is planned for this point. Has no effect if
+    /// `message` is `None`.
     pub(super) fn reach_message_point(&mut self, message: Option<&String>, edge: StepEdge) {
         let Some(message) = message else { return };
         let point = (message.clone(), edge);
-        let times = self
+        let times_reached = self
             .message_faults
             .times_reached
             .entry(point.clone())
             .or_default();
-        *times += 1;
-        let times = *times;
-        let is_due = |(wanted, nth, ..): &mut (MessagePoint, usize, Victim, Fault)| {
-            *wanted == point && times > *nth
+        *times_reached += 1;
+        let times_reached = *times_reached;
+        let is_due = |(planned_point, nth, ..): &mut (MessagePoint, usize, Victim, Fault)| {
+            *planned_point == point && times_reached > *nth
         };
-        if let Some((_, _, victim, fault)) = self.message_faults.planned.take_if(is_due) {
-            self.injection.triggered = true;
-            self.inject(victim, fault);
+        if let Some((_, _, victim, fault)) = self.message_faults.planned_fault.take_if(is_due) {
+            self.injection.has_triggered = true;
+            self.inject_fault(victim, fault);
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Simulates a virtual machine in one process: real [`Machine`]s with modelled shells, taskers and
 //! task libraries.
 //!
-//! One seed determines a run. Only the order within each stream between hosts is fixed; every delay
-//! is random. A task is a process with real [`Link`]s. It can quiesce, be paused, migrate to
-//! another host, and resume by a resume token.
+//! One seed determines a run. Only the order within each [`Channel`] between two parties is fixed;
+//! every delay is random. A simulated task is a process with real [`Link`]s. It can quiesce, be
+//! paused, migrate to another host, and resume by a resume token.
 
 mod data_channels;
 mod fake_world;
@@ -42,7 +42,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// Simulated time after which a run that has not finished counts as stuck.
+/// Simulated time after which [`Sim::run_until`] fails a run that has not finished.
 const STUCK_TIMEOUT: Micros = Micros::from_secs(600);
 /// Time after which a silent host counts as lost.
 const LEASE: Micros = Micros::from_millis(500);
@@ -51,7 +51,8 @@ pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
 }
 
-/// Returns `count` seeds from 1 on. If `SEMPA_SEEDS` is set, their number is multiplied by it.
+/// Returns the seeds 1 to `count`. If `SEMPA_SEEDS` is set, its value multiplies the number of
+/// seeds.
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let factor = std::env::var("SEMPA_SEEDS")
         .ok()
@@ -66,34 +67,37 @@ pub(super) struct Node {
     world: FakeWorld,
     pub(super) is_alive: bool,
     pub(super) log: Vec<String>,
-    pub(super) output: Vec<u8>,
-    /// Migrations whose images this host expects.
+    pub(super) task_output: Vec<u8>,
+    /// Migrations for which this host must receive images.
     expected_images: BTreeSet<MigrationId>,
-    /// True if the tasker is dead and the daemon does not know it yet: messages to the tasker are
-    /// lost.
-    pub(super) tasker_dead: bool,
-    /// Events to handle when the daemon resumes; `None` while it runs.
+    /// True if the tasker is dead and the daemon has not yet been notified. Messages to the tasker
+    /// are lost.
+    pub(super) is_tasker_dead: bool,
+    /// Events that the stopped daemon must handle when it resumes; `None` while it runs.
     deferred_events: Option<fault_injection::DeferredEvents>,
-    /// Orders to deliver when the tasker resumes; `None` while it runs.
+    /// Orders that the stopped tasker must receive when it resumes; `None` while it runs.
     deferred_orders: Option<Vec<ToTasker>>,
 }
 
 #[derive(Clone, Debug)]
 enum SimEvent {
     Machine(HostId, Event),
-    Data(data_channels::ChannelId, data_channels::StreamItem),
+    DataItem(data_channels::ChannelId, data_channels::StreamItem),
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
-    /// The time that a process may run before its pause has passed. The number is that of the order
-    /// to pause; a later order replaces it.
-    PauseNow(HostId, usize, u64),
-    LossNoticed(HostId, HostId),
-    VictimResumes(fault_injection::Victim),
+    /// The time for which a process may run before its pause has passed. The values are the host,
+    /// the process, and the number of the order to pause. The event has no effect if a later order
+    /// has replaced this order.
+    PauseDue(HostId, usize, u64),
+    /// The session of two hosts is lost. The first host is notified that the second host is lost.
+    LossDetected(HostId, HostId),
+    VictimResumption(fault_injection::Victim),
     /// All post-copy memory of a task has arrived, or the transfer failed. The values are the
     /// target host, the migration, the source host, and the task.
-    MemoryTransferEnded(HostId, MigrationId, HostId, Tid),
-    Reconnected(HostId, HostId),
+    MemoryTransferEnd(HostId, MigrationId, HostId, Tid),
+    /// Two separated hosts can connect again.
+    Reconnection(HostId, HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,16 +125,18 @@ pub(super) struct Sim {
     pub(super) rng: Rng,
     pub(super) now: Micros,
     queue: BTreeMap<(Micros, u64), SimEvent>,
-    serial: u64,
-    channels: BTreeMap<Channel, Micros>,
+    next_event_serial: u64,
+    /// Arrival time of the last event of each channel; later events of the channel arrive after
+    /// this time.
+    last_arrivals: BTreeMap<Channel, Micros>,
     pub(super) nodes: BTreeMap<HostId, Node>,
     pub(super) procs: Vec<Proc>,
-    conns: BTreeMap<ConnId, usize>,
+    procs_by_conn: BTreeMap<ConnId, usize>,
     next_conn: u64,
     sessions: BTreeSet<(HostId, HostId)>,
     data_channels: data_channels::DataChannels,
-    unsent: BTreeMap<(HostId, HostId), data_channels::Unsent>,
-    tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
+    unsent_messages: BTreeMap<(HostId, HostId), data_channels::UnsentMessages>,
+    resume_tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) random_faults: RandomFaults,
     pub(super) injection: fault_injection::FaultInjection,
     pub(super) message_faults: message_faults::MessageFaults,
@@ -140,73 +146,75 @@ pub(super) struct Sim {
     /// Target host of each migration that accepts pre-copied memory.
     pre_copy_targets: BTreeMap<MigrationId, HostId>,
     pub(super) abandoned_starts: Vec<StartId>,
-    /// Host starts that were prepared for a hoster task.
+    /// Host starts for which a hoster task has an order.
     prepared_starts: Vec<(StartId, HostPlan)>,
-    /// Signals to processes that no simulated tasker has started.
-    pub(super) signalled: Vec<(usize, i32)>,
-    /// Reasons for which a host refuses every task, by host.
+    /// Processes, which no simulated tasker has started, and the signals that their daemons sent to
+    /// them.
+    pub(super) sent_signals: Vec<(usize, i32)>,
+    /// Reasons for which the tasker of a host refuses every task, by host. Other hosts accept every
+    /// task.
     pub(super) verdicts: BTreeMap<HostId, Verdict>,
     pub(super) image_store: image_store::ImageStore,
-    /// Process and task of each program that a migration has started and that waits for permission
-    /// to run, by host and migration.
-    respawned: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
-    /// Programs that ignored a request to exit.
-    pub(super) exit_ignored_by: Vec<usize>,
+    /// Process and task of each program that a migration or a restart has started and that waits
+    /// for permission to run, by host and migration.
+    respawned_procs: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
+    /// Processes that ignored a request to exit, one entry for each request.
+    pub(super) exit_ignoring_procs: Vec<usize>,
 }
 
-fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
+fn host_pair(a: HostId, b: HostId) -> (HostId, HostId) {
     (a.min(b), a.max(b))
 }
 
 /// Returns the address of a host. Four consecutive indices share a network.
-fn address(id: HostId) -> SocketAddr {
+fn host_address(id: HostId) -> SocketAddr {
     SocketAddr::from(([10, 0, (id.index() / 4) as u8, id.index() as u8], 4))
 }
 
-fn config(id: HostId, name: &str) -> MachineConfig {
-    let tmp = format!("/sim/{}", id.index());
+fn machine_config(id: HostId, name: &str) -> MachineConfig {
+    let host_dir = format!("/sim/{}", id.index());
     MachineConfig {
         host: id,
-        name: name.to_string(),
-        vm: "pvm".into(),
+        host_name: name.to_string(),
+        vm_name: "pvm".into(),
         arch: "LINUX64".into(),
         dsig: DSIG_X86_64,
-        addresses: vec![address(id)],
+        addresses: vec![host_address(id)],
         speed: 1000,
         uid: 1000,
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
-        paths: RuntimePaths::from_env(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+        paths: RuntimePaths::from_env(1000, move |v| (v == "PVM_TMP").then(|| host_dir.clone()))
             .expect("a good place"),
-        hostfile: Vec::new(),
+        hostfile_lines: Vec::new(),
         reserved_ids_max: BTreeMap::new(),
-        copies: CopyPolicy::default(),
+        copy_policy: CopyPolicy::default(),
     }
 }
 
 impl Sim {
     /// Creates a master without other hosts.
-    pub(super) fn new(seed: u64) -> Sim {
-        Sim::with(seed, |_| {})
+    pub(super) fn new(seed: u64) -> Self {
+        Self::with_config(seed, |_| {})
     }
 
-    pub(super) fn with(seed: u64, change: impl Fn(&mut MachineConfig)) -> Sim {
-        let mut sim = Sim {
+    pub(super) fn with_config(seed: u64, configure: impl Fn(&mut MachineConfig)) -> Self {
+        let mut sim = Self {
             seed,
             rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(1),
             queue: BTreeMap::new(),
-            serial: 0,
-            channels: BTreeMap::new(),
+            next_event_serial: 0,
+            last_arrivals: BTreeMap::new(),
             nodes: BTreeMap::new(),
             procs: Vec::new(),
-            conns: BTreeMap::new(),
+            procs_by_conn: BTreeMap::new(),
             next_conn: 0,
             sessions: BTreeSet::new(),
             data_channels: data_channels::DataChannels::default(),
-            unsent: BTreeMap::new(),
-            tokens: BTreeMap::new(),
+            unsent_messages: BTreeMap::new(),
+            resume_tokens: BTreeMap::new(),
             random_faults: RandomFaults::default(),
             injection: fault_injection::FaultInjection::default(),
             message_faults: message_faults::MessageFaults::default(),
@@ -215,44 +223,50 @@ impl Sim {
             pre_copy_targets: BTreeMap::new(),
             abandoned_starts: Vec::new(),
             prepared_starts: Vec::new(),
-            signalled: Vec::new(),
+            sent_signals: Vec::new(),
             verdicts: BTreeMap::new(),
             image_store: image_store::ImageStore::default(),
-            respawned: BTreeMap::new(),
-            exit_ignored_by: Vec::new(),
+            respawned_procs: BTreeMap::new(),
+            exit_ignoring_procs: Vec::new(),
         };
-        let mut first = config(HostId::MASTER, "h1");
-        change(&mut first);
-        sim.boot(first);
+        let mut master_config = machine_config(HostId::MASTER, "h1");
+        configure(&mut master_config);
+        sim.boot_host(master_config);
         sim
     }
 
     /// Creates a master, the hosts `h2` to `hN`, and a console on the master. Returns the
     /// simulation and the console's process.
-    pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
-        Sim::cluster_with(seed, hosts, |_| {})
+    pub(super) fn cluster(seed: u64, hosts: usize) -> (Self, usize) {
+        Self::cluster_with(seed, hosts, |_| {})
     }
 
-    /// As [`Sim::cluster`], with a changed configuration of the master.
+    /// Creates the same virtual machine as [`Sim::cluster`]; `configure` may edit the master's
+    /// configuration.
     pub(super) fn cluster_with(
         seed: u64,
         hosts: usize,
-        change: impl Fn(&mut MachineConfig),
-    ) -> (Sim, usize) {
-        let mut sim = Sim::with(seed, change);
+        configure: impl Fn(&mut MachineConfig),
+    ) -> (Self, usize) {
+        let mut sim = Self::with_config(seed, configure);
         let console = sim.enrol(HostId::MASTER);
-        let lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
-        if !lines.is_empty() {
-            let reply = sim.ask(console, Request::AddHosts { lines });
-            let Reply::HostsAdded(added) = reply else {
+        let host_lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
+        if !host_lines.is_empty() {
+            let reply = sim.ask(
+                console,
+                Request::AddHosts {
+                    host_file_lines: host_lines,
+                },
+            );
+            let Reply::HostsAdded(results) = reply else {
                 panic!("{reply:?}")
             };
-            assert!(added.iter().all(|a| a.result.is_ok()), "{added:?}");
+            assert!(results.iter().all(|a| a.result.is_ok()), "{results:?}");
         }
         (sim, console)
     }
 
-    fn boot(&mut self, config: MachineConfig) {
+    fn boot_host(&mut self, config: MachineConfig) {
         let id = config.host;
         let machine = Machine::new(config, self.now);
         let world = FakeWorld {
@@ -267,180 +281,192 @@ impl Sim {
             world,
             is_alive: true,
             log,
-            output,
+            task_output: output,
             expected_images,
-            tasker_dead: false,
+            is_tasker_dead: false,
             deferred_events,
             deferred_orders,
         };
         self.nodes.insert(id, node);
-        self.flush(id);
+        self.carry_out_outputs(id);
         let ready = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
-            engine: Ok("fake".into()),
+            engine_version: Ok("fake".into()),
             freezer: Ok(()),
         });
         self.send_from_tasker(id, ready);
     }
 
-    pub(super) fn schedule_event(&mut self, at: Micros, what: Event, on: HostId) {
-        self.schedule(at, SimEvent::Machine(on, what));
+    pub(super) fn schedule_event(&mut self, at: Micros, event: Event, host_id: HostId) {
+        self.schedule(at, SimEvent::Machine(host_id, event));
     }
 
-    fn schedule(&mut self, at: Micros, what: SimEvent) {
-        self.serial += 1;
-        self.queue.insert((at, self.serial), what);
+    fn schedule(&mut self, at: Micros, event: SimEvent) {
+        self.next_event_serial += 1;
+        self.queue.insert((at, self.next_event_serial), event);
     }
 
-    fn send_in_order(&mut self, channel: Channel, what: SimEvent) {
+    fn send_in_order(&mut self, channel: Channel, event: SimEvent) {
         let at = self.now + Micros(self.rng.below(2_000));
-        let last = self.channels.entry(channel).or_default();
-        *last = at.max(*last);
-        let at = *last;
-        self.schedule(at, what);
+        let last_arrival = self.last_arrivals.entry(channel).or_default();
+        *last_arrival = at.max(*last_arrival);
+        let at = *last_arrival;
+        self.schedule(at, event);
     }
 
-    fn send_from_tasker(&mut self, on: HostId, message: FromTasker) {
+    fn send_from_tasker(&mut self, host_id: HostId, message: FromTasker) {
         self.send_in_order(
-            Channel::Tasker(on),
-            SimEvent::Machine(on, Event::Tasker(message)),
+            Channel::Tasker(host_id),
+            SimEvent::Machine(host_id, Event::Tasker(message)),
         );
     }
 
     fn start_host(&mut self, start: StartId, plan: HostPlan) {
         let at = self.now + Micros(self.rng.below(300_000));
-        let result = if plan.name.starts_with("bad") {
+        let start_result = if plan.name.starts_with("bad") {
             Err((PvmError::CantStart, format!("no way to {}", plan.name)))
         } else {
-            let mut config = config(plan.id, &plan.name);
+            let mut config = machine_config(plan.id, &plan.name);
             config.speed = plan.speed;
-            self.boot(config);
+            self.boot_host(config);
             if !plan.name.starts_with("mute") {
                 self.connect_hosts(HostId::MASTER, plan.id);
             }
             Ok(StartedHost {
                 arch: "LINUX64".into(),
                 dsig: DSIG_X86_64,
-                addresses: vec![address(plan.id)],
+                addresses: vec![host_address(plan.id)],
             })
         };
         self.schedule(
             at,
-            SimEvent::Machine(HostId::MASTER, Event::HostStarted { start, result }),
+            SimEvent::Machine(
+                HostId::MASTER,
+                Event::HostStarted {
+                    start,
+                    result: start_result,
+                },
+            ),
         );
     }
 
-    pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
+    pub(super) fn remove_program(&mut self, host_id: HostId, name: &'static str) {
         self.nodes
-            .get_mut(&on)
+            .get_mut(&host_id)
             .expect("it is there")
             .world
             .missing_program = Some(name);
     }
 
-    /// True if the master has removed the host: its tasks count as dead.
-    fn is_removed(&self, host: HostId) -> bool {
+    /// True if the host table of the master does not contain the host.
+    fn is_host_removed(&self, host: HostId) -> bool {
         self.nodes[&HostId::MASTER]
             .machine
-            .table()
+            .host_table()
             .get(host)
             .is_none()
     }
 
-    /// Kills a host. The other hosts notice its silence.
-    pub(super) fn kill_host(&mut self, lost: HostId) {
-        let Some(node) = self.nodes.get_mut(&lost) else {
+    /// Kills a host. The other hosts are notified of the loss when their lease has expired.
+    pub(super) fn kill_host(&mut self, lost_host: HostId) {
+        let Some(node) = self.nodes.get_mut(&lost_host) else {
             return;
         };
         node.is_alive = false;
-        self.end_procs(lost, |_| true);
-        self.end_sessions(lost);
+        self.end_procs(lost_host, |_| true);
+        self.end_sessions(lost_host);
     }
 
-    /// Ends those processes of a host that match.
-    fn end_procs(&mut self, on: HostId, matches: impl Fn(&Proc) -> bool) {
-        for p in self.procs.iter_mut().filter(|p| p.host == on && matches(p)) {
-            // A dumped process can be built from its images.
+    /// Ends all processes of a host for which `matches` returns true.
+    fn end_procs(&mut self, host_id: HostId, matches: impl Fn(&Proc) -> bool) {
+        for p in self
+            .procs
+            .iter_mut()
+            .filter(|p| p.host == host_id && matches(p))
+        {
+            // A stopped process may have been dumped; its images can still be restored.
             p.images_remain |= p.stopped_for_migration && !p.exited;
             p.exited = true;
         }
     }
 
-    /// Drops the messages that are in flight from one host to another, as when the sender dies.
+    /// Drops the control messages and frames that are in flight from one host to another.
     pub(super) fn drop_in_flight(&mut self, from: HostId, to: HostId) {
-        self.queue.retain(|_, happening| match happening {
-            SimEvent::Machine(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
-            SimEvent::Data((one, other, _), _) => (*one, *other) != (from, to),
+        self.queue.retain(|_, event| match event {
+            SimEvent::Machine(host_id, Event::HostControl { host, .. }) => {
+                (*host, *host_id) != (from, to)
+            }
+            SimEvent::DataItem((item_from, item_to, _), _) => (*item_from, *item_to) != (from, to),
             _ => true,
         });
     }
 
-    /// Separates two hosts for the time `duration` and drops the messages in flight between them.
-    /// Other hosts still reach both hosts.
-    pub(super) fn separate(&mut self, a: HostId, b: HostId, duration: Micros) {
-        if !self.sessions.remove(&pair(a, b)) {
+    /// Separates two hosts for `duration` and drops the messages in flight between them. Each of
+    /// the two hosts can still reach all other hosts.
+    pub(super) fn separate_hosts(&mut self, a: HostId, b: HostId, duration: Micros) {
+        if !self.sessions.remove(&host_pair(a, b)) {
             return;
         }
-        for (by, other) in [(a, b), (b, a)] {
-            self.drop_in_flight(by, other);
-            // The loss is noticed before the connection returns.
-            let seen = self.now + Micros(self.rng.below(duration.0.min(LEASE.0)));
-            self.schedule(seen, SimEvent::LossNoticed(by, other));
+        for (observer, lost_host) in [(a, b), (b, a)] {
+            self.drop_in_flight(observer, lost_host);
+            // Both daemons are notified of the loss before the hosts can connect again.
+            let loss_time = self.now + Micros(self.rng.below(duration.0.min(LEASE.0)));
+            self.schedule(loss_time, SimEvent::LossDetected(observer, lost_host));
         }
-        self.schedule(self.now + duration, SimEvent::Reconnected(a, b));
+        self.schedule(self.now + duration, SimEvent::Reconnection(a, b));
     }
 
-    fn end_sessions(&mut self, lost: HostId) {
-        let ended: Vec<(HostId, HostId)> = self
+    fn end_sessions(&mut self, lost_host: HostId) {
+        let ended_sessions: Vec<(HostId, HostId)> = self
             .sessions
             .iter()
             .copied()
-            .filter(|(a, b)| *a == lost || *b == lost)
+            .filter(|(a, b)| *a == lost_host || *b == lost_host)
             .collect();
-        for (a, b) in ended {
+        for (a, b) in ended_sessions {
             self.sessions.remove(&(a, b));
-            let other = if a == lost { b } else { a };
+            let peer_host = if a == lost_host { b } else { a };
             let at = self.now + LEASE + Micros(self.rng.below(200_000));
-            self.schedule(at, SimEvent::LossNoticed(other, lost));
+            self.schedule(at, SimEvent::LossDetected(peer_host, lost_host));
         }
     }
 
-    fn process(
+    fn add_process(
         &mut self,
-        on: HostId,
+        host_id: HostId,
         program: &str,
-        spawned: Option<Tid>,
+        spawned_tid: Option<Tid>,
         env: Vec<String>,
     ) -> usize {
         self.procs.push(Proc {
-            host: on,
+            host: host_id,
             program: program.to_string(),
-            spawned_tid: spawned,
+            spawned_tid,
             env,
             on_daemon_exit: OnDaemonExit::Terminate,
             conn: None,
             welcome: None,
-            refused: None,
-            rm: None,
+            refusal_reason: None,
+            rm_info: None,
             links: BTreeMap::new(),
-            route: 0,
+            route_number: 0,
             incarnation: 0,
             sent_counts: BTreeMap::new(),
             pending_requests: BTreeMap::new(),
             replies: BTreeMap::new(),
-            next_request: 0,
+            next_request_number: 0,
             received: Vec::new(),
             daemon_messages: Vec::new(),
             deferred_notifications: Vec::new(),
-            quiesced: None,
+            quiesce_request: None,
             stopped_for_migration: false,
             paused: false,
             pause_serial: 0,
             quiesce_runs: 0,
             deferred_events: Vec::new(),
             claim: None,
-            handed_off_for: None,
-            exit_requested: false,
+            handoff_migration: None,
+            was_exit_requested: false,
             exit_status: None,
             exited: false,
             images_remain: false,
@@ -453,24 +479,24 @@ impl Sim {
     pub(super) fn connect(&mut self, proc: usize, claim: Claim) -> ConnId {
         self.next_conn += 1;
         let conn = ConnId(self.next_conn);
-        let on = self.procs[proc].host;
+        let host_id = self.procs[proc].host;
         self.procs[proc].conn = Some(conn);
-        self.conns.insert(conn, proc);
+        self.procs_by_conn.insert(conn, proc);
         let pid = proc as i32 + 100;
-        self.send_from_proc(conn, on, Event::TaskConnected { conn, pid });
+        self.send_from_proc(conn, host_id, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
-        let at_end = self.procs[proc].on_daemon_exit;
+        let on_daemon_exit = self.procs[proc].on_daemon_exit;
         let hello = Hello {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
             claim,
-            own_pid: pid,
+            namespace_pid: pid,
             program,
-            on_daemon_exit: at_end,
+            on_daemon_exit,
         };
         self.send_from_proc(
             conn,
-            on,
+            host_id,
             Event::TaskControl {
                 conn,
                 message: ToDaemon::Hello(hello),
@@ -479,45 +505,50 @@ impl Sim {
         conn
     }
 
-    /// Delays everything that a process sends by at least `by`, as if the daemon were busy with
-    /// other tasks.
-    pub(super) fn delay_proc(&mut self, proc: usize, by: Micros) {
+    /// Delays everything that a process sends by at least `delay`. This models a daemon that is busy
+    /// with other tasks.
+    pub(super) fn delay_proc(&mut self, proc: usize, delay: Micros) {
         let conn = self.procs[proc].conn.expect("connected");
-        let at = self.channels.entry(Channel::FromProc(conn)).or_default();
-        *at = (self.now + by).max(*at);
+        let earliest_arrival = self
+            .last_arrivals
+            .entry(Channel::FromProc(conn))
+            .or_default();
+        *earliest_arrival = (self.now + delay).max(*earliest_arrival);
     }
 
-    pub(super) fn send_from_proc(&mut self, conn: ConnId, on: HostId, event: Event) {
-        self.send_in_order(Channel::FromProc(conn), SimEvent::Machine(on, event));
+    pub(super) fn send_from_proc(&mut self, conn: ConnId, host_id: HostId, event: Event) {
+        self.send_in_order(Channel::FromProc(conn), SimEvent::Machine(host_id, event));
     }
 
-    /// Starts a process as from a command line. Returns when it has enrolled.
-    pub(super) fn enrol(&mut self, on: HostId) -> usize {
-        self.enrol_with(on, OnDaemonExit::Terminate)
+    /// Starts a process as from a command line and waits until it has enrolled. Returns the
+    /// process.
+    pub(super) fn enrol(&mut self, host_id: HostId) -> usize {
+        self.enrol_with(host_id, OnDaemonExit::Terminate)
     }
 
-    /// As [`Sim::enrol`], with the wanted action when the daemon ends.
-    pub(super) fn enrol_with(&mut self, on: HostId, at_end: OnDaemonExit) -> usize {
-        let proc = self.process(on, "cmd", None, vec![]);
-        self.procs[proc].on_daemon_exit = at_end;
-        self.connect(proc, Claim::New);
+    /// Starts a process as [`Sim::enrol`] does. `on_daemon_exit` is the process's choice for the end of its
+    /// daemon.
+    pub(super) fn enrol_with(&mut self, host_id: HostId, on_daemon_exit: OnDaemonExit) -> usize {
+        let proc = self.add_process(host_id, "cmd", None, vec![]);
+        self.procs[proc].on_daemon_exit = on_daemon_exit;
+        self.connect(proc, Claim::NotSpawned);
         self.run_until("accepted", |sim| sim.procs[proc].welcome.is_some());
         proc
     }
 
     /// Starts a process that presents a claim. Does not wait for the answer.
-    pub(super) fn claim(&mut self, on: HostId, claim: Claim) -> usize {
-        let proc = self.process(on, "claimer", None, vec![]);
+    pub(super) fn start_with_claim(&mut self, host_id: HostId, claim: Claim) -> usize {
+        let proc = self.add_process(host_id, "claimer", None, vec![]);
         self.connect(proc, claim);
         proc
     }
 
-    pub(super) fn close(&mut self, proc: usize) {
+    pub(super) fn close_connection(&mut self, proc: usize) {
         if let Some(conn) = self.procs[proc].conn.take() {
-            let on = self.procs[proc].host;
+            let host_id = self.procs[proc].host;
             self.send_from_proc(
                 conn,
-                on,
+                host_id,
                 Event::TaskClosed {
                     conn,
                     protocol_error: None,
@@ -526,52 +557,57 @@ impl Sim {
         }
     }
 
-    /// Sends a request. The reply will be in `replies`.
-    pub(super) fn request(&mut self, proc: usize, what: Request) -> RequestId {
+    /// Sends a request and returns its number. `Proc::replies` will contain the reply.
+    pub(super) fn request(&mut self, proc: usize, request: Request) -> RequestId {
         let p = &mut self.procs[proc];
-        p.next_request += 1;
-        let id = RequestId(p.next_request);
-        let (conn, on) = (p.conn.expect("connected"), p.host);
-        p.pending_requests.insert(id, what.clone());
+        p.next_request_number += 1;
+        let id = RequestId(p.next_request_number);
+        let (conn, host_id) = (p.conn.expect("connected"), p.host);
+        p.pending_requests.insert(id, request.clone());
         self.send_from_proc(
             conn,
-            on,
+            host_id,
             Event::TaskControl {
                 conn,
-                message: ToDaemon::Request { id, request: what },
+                message: ToDaemon::Request { id, request },
             },
         );
         id
     }
 
-    /// Sends a request and waits for its reply.
-    pub(super) fn ask(&mut self, proc: usize, what: Request) -> Reply {
-        let text = format!("{what:?}");
-        let id = self.request(proc, what);
-        self.run_until(&text, |sim| sim.procs[proc].replies.contains_key(&id));
-        self.procs[proc].replies.remove(&id).expect("just seen")
+    /// Sends a request and waits for its reply. Panics if no reply arrives.
+    pub(super) fn ask(&mut self, proc: usize, request: Request) -> Reply {
+        let request_text = format!("{request:?}");
+        let request_id = self.request(proc, request);
+        self.run_until(&request_text, |sim| {
+            sim.procs[proc].replies.contains_key(&request_id)
+        });
+        self.procs[proc]
+            .replies
+            .remove(&request_id)
+            .expect("just seen")
     }
 
     /// Sends a message over the link to another task.
     pub(super) fn send_message(&mut self, proc: usize, dst: Tid, body: &[u8]) {
         let p = &mut self.procs[proc];
-        let (tid, route, open) = (
+        let (tid, route, is_connected) = (
             p.tid(),
-            RouteId(p.route),
-            p.conn.is_some() && p.quiesced.is_none(),
+            RouteId(p.route_number),
+            p.conn.is_some() && p.quiesce_request.is_none(),
         );
-        let (now, line) = (self.now, p.incarnation);
+        let (now, incarnation) = (self.now, p.incarnation);
         let link = p.links.entry(dst).or_insert_with(|| {
             let mut link = Link::new(tid, dst);
-            link.begin_incarnation(line, true);
-            if open {
-                link.handle(now, LinkEvent::RouteUp(route));
+            link.begin_incarnation(incarnation, true);
+            if is_connected {
+                link.handle_event(now, LinkEvent::RouteUp(route));
             }
             link
         });
         link.send(Bytes::new(), Bytes::copy_from_slice(body))
             .expect("far from full");
-        self.run_links(proc);
+        self.carry_out_link_outputs(proc);
     }
 
     fn deliver_to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {
@@ -581,7 +617,7 @@ impl Sim {
         let now = self.now;
         match message {
             ToTask::Welcome(welcome) => self.on_welcome(proc, welcome),
-            ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
+            ToTask::Refused { reason } => self.procs[proc].refusal_reason = Some(reason),
             ToTask::Reply { id, reply } => {
                 self.procs[proc].pending_requests.remove(&id);
                 assert!(
@@ -591,38 +627,43 @@ impl Sim {
             }
             ToTask::Deliver {
                 message,
-                deliver_after: after,
+                deliver_after,
             } => {
-                match after {
-                    Some(mark) => {
-                        self.link_of(proc, mark.peer);
+                match deliver_after {
+                    Some(watermark) => {
+                        self.link_to(proc, watermark.peer);
                         self.procs[proc]
                             .deferred_notifications
-                            .push((mark, message));
+                            .push((watermark, message));
                     }
                     None => self.procs[proc]
                         .received
                         .push(Received::Notification(message)),
                 }
-                self.run_links(proc);
+                self.carry_out_link_outputs(proc);
             }
             ToTask::PeerGone { tid } => {
                 self.procs[proc].daemon_messages.push(message);
-                self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
-                self.run_links(proc);
+                self.link_to(proc, tid)
+                    .handle_event(now, LinkEvent::PeerGone);
+                self.carry_out_link_outputs(proc);
             }
             ToTask::PeerMigrated { tid } => {
                 self.procs[proc].daemon_messages.push(message);
-                self.link_of(proc, tid).handle(now, LinkEvent::PeerMigrated);
-                self.run_links(proc);
+                self.link_to(proc, tid)
+                    .handle_event(now, LinkEvent::PeerMigrated);
+                self.carry_out_link_outputs(proc);
             }
-            ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
+            ToTask::RmChanged { rm } => self.procs[proc].rm_info = rm,
             ToTask::Route { .. } => self.procs[proc].daemon_messages.push(message),
             ToTask::PrepareExit { migration: by } => self.prepare_exit(proc, by),
-            ToTask::Quiesce { migration, tokens } => {
+            ToTask::Quiesce {
+                migration,
+                token_paths: tokens,
+            } => {
                 let p = &mut self.procs[proc];
-                assert!(p.quiesced.is_none(), "asked to quiesce twice");
-                let marks = p
+                assert!(p.quiesce_request.is_none(), "asked to quiesce twice");
+                let watermarks = p
                     .links
                     .values()
                     .map(|l| SendWatermark {
@@ -630,25 +671,25 @@ impl Sim {
                         end_seq: l.queued_end_seq(),
                     })
                     .collect();
-                let on = p.host;
-                p.quiesced = Some((migration, tokens));
+                let host_id = p.host;
+                p.quiesce_request = Some((migration, tokens));
                 let message = ToDaemon::Quiesced {
                     migration,
-                    watermarks: marks,
+                    watermarks,
                     redirect_address: taskers::redirect_address(proc),
                 };
-                self.send_from_proc(conn, on, Event::TaskControl { conn, message });
-                self.close(proc);
+                self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
+                self.close_connection(proc);
                 self.notify_links(proc, &LinkEvent::RouteDown);
             }
         }
     }
 
-    /// Lets quiesced libraries look for their resume tokens.
-    fn look_for_tokens(&mut self) {
+    /// Reconnects each quiesced process that runs and finds its resume token on its host.
+    fn resume_by_tokens(&mut self) {
         for proc in 0..self.procs.len() {
             let p = &self.procs[proc];
-            let Some((migration, paths)) = &p.quiesced else {
+            let Some((migration, paths)) = &p.quiesce_request else {
                 continue;
             };
             if p.is_frozen() || p.exited || p.conn.is_some() {
@@ -656,7 +697,7 @@ impl Sim {
             }
             let token = paths
                 .iter()
-                .find_map(|path| self.tokens.get(&(p.host, path.clone())));
+                .find_map(|path| self.resume_tokens.get(&(p.host, path.clone())));
             if token.is_some_and(|t| t.migration == *migration) {
                 let claim = Claim::Resume {
                     tid: p.tid(),
@@ -667,93 +708,99 @@ impl Sim {
         }
     }
 
-    /// Passes an event to a machine and carries out its outputs.
-    pub(super) fn handle(&mut self, on: HostId, event: Event) {
-        let message = self.counted_message(on, &event);
-        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::Before);
-        self.handle_event(on, event);
-        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::After);
+    /// Passes an event to a machine and carries out the outputs of the machine. Injects a planned
+    /// message fault before or after that.
+    pub(super) fn handle(&mut self, host_id: HostId, event: Event) {
+        let message = self.counted_message_name(host_id, &event);
+        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::Start);
+        self.handle_event(host_id, event);
+        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::End);
     }
 
-    fn handle_event(&mut self, on: HostId, event: Event) {
-        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.is_alive) else {
+    fn handle_event(&mut self, host_id: HostId, event: Event) {
+        let Some(node) = self.nodes.get_mut(&host_id).filter(|n| n.is_alive) else {
             return;
         };
-        if let Some(late) = &mut node.deferred_events {
-            return late.push(event);
+        if let Some(deferred_events) = &mut node.deferred_events {
+            return deferred_events.push(event);
         }
         node.world.unix_time = self.now;
-        node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
-        node.machine.handle(self.now, &mut node.world, event);
-        self.flush(on);
+        node.is_tasker_dead &= !matches!(event, Event::TaskerEnded { .. });
+        node.machine.handle_event(self.now, &mut node.world, event);
+        self.carry_out_outputs(host_id);
     }
 
     /// Passes an event to a machine at a given time. Returns its outputs without carrying them out.
-    pub(super) fn outputs_of(&mut self, on: HostId, now: Micros, event: Event) -> Vec<Output> {
-        let node = self.nodes.get_mut(&on).expect("there");
-        node.machine.handle(now, &mut node.world, event);
-        std::iter::from_fn(|| node.machine.poll()).collect()
+    pub(super) fn handle_without_outputs(
+        &mut self,
+        host_id: HostId,
+        now: Micros,
+        event: Event,
+    ) -> Vec<Output> {
+        let node = self.nodes.get_mut(&host_id).expect("there");
+        node.machine.handle_event(now, &mut node.world, event);
+        std::iter::from_fn(|| node.machine.next_output()).collect()
     }
 
-    fn flush(&mut self, on: HostId) {
-        let runs = |n: &&mut Node| n.is_alive && n.deferred_events.is_none();
+    fn carry_out_outputs(&mut self, host_id: HostId) {
+        let is_running = |n: &&mut Node| n.is_alive && n.deferred_events.is_none();
         while let Some(output) = self
             .nodes
-            .get_mut(&on)
-            .filter(runs)
-            .and_then(|n| n.machine.poll())
+            .get_mut(&host_id)
+            .filter(is_running)
+            .and_then(|n| n.machine.next_output())
         {
-            self.carry_out(on, output);
+            self.carry_out(host_id, output);
         }
     }
 
     fn next_time(&self) -> Option<Micros> {
-        let queued = self.queue.keys().next().map(|(at, _)| *at);
-        let machines = self
+        let queue_time = self.queue.keys().next().map(|(at, _)| *at);
+        let machine_times = self
             .nodes
             .values()
             .filter(|n| n.is_alive && n.deferred_events.is_none())
-            .filter_map(|n| n.machine.next_wakeup());
-        let live = self
+            .filter_map(|n| n.machine.next_wakeup_time());
+        let live_procs = self
             .procs
             .iter()
             .filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
-        let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
-        machines.chain(links).chain(queued).min()
+        let link_times = live_procs.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
+        machine_times.chain(link_times).chain(queue_time).min()
     }
 
-    /// Handles the next event. Returns false when there is none.
+    /// Handles the next event. Returns false if no event is left.
     pub(super) fn step(&mut self) -> bool {
-        self.look_for_tokens();
-        let Some(at) = self.next_time() else {
+        self.resume_by_tokens();
+        let Some(next_time) = self.next_time() else {
             return false;
         };
-        self.now = self.now.max(at);
-        let due = self
+        self.now = self.now.max(next_time);
+        let due_event = self
             .queue
             .first_entry()
             .filter(|e| e.key().0 <= self.now)
             .map(|e| e.remove());
-        self.dispatch(due);
+        self.dispatch(due_event);
         true
     }
 
     fn dispatch(&mut self, due_event: Option<SimEvent>) {
-        let to = match &due_event {
+        let receiver_proc = match &due_event {
             Some(SimEvent::ToProc(proc, ..) | SimEvent::LinkToProc(proc, ..)) => Some(*proc),
-            Some(SimEvent::CloseProc(conn)) => self.conns.get(conn).copied(),
+            Some(SimEvent::CloseProc(conn)) => self.procs_by_conn.get(conn).copied(),
             _ => None,
         };
-        if let Some(proc) = to.filter(|proc| self.procs[*proc].is_frozen()) {
+        if let Some(proc) = receiver_proc.filter(|proc| self.procs[*proc].is_frozen()) {
             return self.procs[proc].deferred_events.extend(due_event);
         }
         match due_event {
-            Some(SimEvent::Machine(on, event)) => self.handle(on, event),
-            Some(SimEvent::Data(wire, parcel)) => {
+            Some(SimEvent::Machine(host_id, event)) => self.handle(host_id, event),
+            Some(SimEvent::DataItem(channel_id, item)) => {
                 self.data_channels
-                    .on_arrival(wire, parcel)
+                    .receive_item(channel_id, item)
                     .into_iter()
-                    .for_each(|event| self.handle(wire.1, event));
+                    .for_each(|event| self.handle(channel_id.1, event));
             }
             Some(SimEvent::ToProc(proc, conn, message)) => {
                 self.deliver_to_proc(proc, conn, message)
@@ -765,55 +812,57 @@ impl Sim {
                     if self.accept_returned(proc, &frame) {
                         return;
                     }
-                    self.link_of(proc, frame.src)
-                        .handle(now, LinkEvent::Frame(frame));
-                    self.run_links(proc);
+                    self.link_to(proc, frame.src)
+                        .handle_event(now, LinkEvent::Frame(frame));
+                    self.carry_out_link_outputs(proc);
                 }
             }
             Some(SimEvent::CloseProc(conn)) => {
                 if let Some(proc) = self
-                    .conns
+                    .procs_by_conn
                     .get(&conn)
                     .copied()
                     .filter(|p| self.procs[*p].conn == Some(conn))
                 {
-                    self.close(proc);
+                    self.close_connection(proc);
                 }
             }
-            Some(SimEvent::LossNoticed(by, lost)) => {
+            Some(SimEvent::LossDetected(observer, lost_host)) => {
                 self.handle(
-                    by,
+                    observer,
                     Event::HostLost {
-                        host: lost,
+                        host: lost_host,
                         why: "silence".into(),
                     },
                 );
             }
-            Some(SimEvent::Reconnected(a, b)) => self.connect_hosts(a, b),
-            Some(SimEvent::VictimResumes(party)) => self.resume_victim(party),
-            Some(SimEvent::MemoryTransferEnded(on, migration, from, tid)) => {
-                self.end_memory_transfer(on, migration, from, tid)
+            Some(SimEvent::Reconnection(a, b)) => self.connect_hosts(a, b),
+            Some(SimEvent::VictimResumption(victim)) => self.resume_victim(victim),
+            Some(SimEvent::MemoryTransferEnd(host_id, migration, from, tid)) => {
+                self.end_memory_transfer(host_id, migration, from, tid)
             }
-            Some(SimEvent::PauseNow(on, proc, number)) => self.pause_now(on, proc, number),
+            Some(SimEvent::PauseDue(host_id, proc, pause_serial)) => {
+                self.pause_now(host_id, proc, pause_serial)
+            }
             None => self.wake_all(),
         }
     }
 
     fn wake_all(&mut self) {
         let now = self.now;
-        let due = |n: &Node| {
+        let is_due = |n: &Node| {
             n.is_alive
                 && n.deferred_events.is_none()
-                && n.machine.next_wakeup().is_some_and(|at| at <= now)
+                && n.machine.next_wakeup_time().is_some_and(|at| at <= now)
         };
-        let nodes: Vec<HostId> = self
+        let due_hosts: Vec<HostId> = self
             .nodes
             .iter()
-            .filter(|(_, n)| due(n))
-            .map(|(id, _)| *id)
+            .filter(|(_, n)| is_due(n))
+            .map(|(host_id, _)| *host_id)
             .collect();
-        for id in nodes {
-            self.handle(id, Event::Wake);
+        for host_id in due_hosts {
+            self.handle(host_id, Event::Wake);
         }
         for proc in 0..self.procs.len() {
             let p = &mut self.procs[proc];
@@ -822,35 +871,36 @@ impl Sim {
                     .values_mut()
                     .filter(|l| l.next_wakeup().is_some_and(|at| at <= now))
                     .for_each(|l| {
-                        l.handle(now, LinkEvent::Wake);
+                        l.handle_event(now, LinkEvent::Wake);
                     });
-                self.run_links(proc);
+                self.carry_out_link_outputs(proc);
             }
         }
     }
 
-    /// Runs until the condition holds. Panics with the logs if it never does.
-    pub(super) fn run_until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
-        let end = self.now + STUCK_TIMEOUT;
+    /// Runs until the condition holds. Panics with the logs if the queue is empty or
+    /// [`STUCK_TIMEOUT`] has passed; `condition_name` is the condition in the message.
+    pub(super) fn run_until(&mut self, condition_name: &str, condition: impl Fn(&Self) -> bool) {
+        let deadline = self.now + STUCK_TIMEOUT;
         while !condition(self) {
-            if self.now > end || !self.step() {
+            if self.now > deadline || !self.step() {
                 let logs: Vec<String> = self
                     .nodes
                     .iter()
                     .map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  ")))
                     .collect();
                 panic!(
-                    "never happened: {what} (seed {})\n{}\n{}",
+                    "never happened: {condition_name} (seed {})\n{}\n{}",
                     self.seed,
                     logs.join("\n"),
-                    self.history()
+                    self.state_report()
                 );
             }
         }
     }
 
-    /// Returns the event log and the state of all processes, for the message of a failed run.
-    pub(super) fn history(&self) -> String {
+    /// Returns the event log and the state of all processes, for the panic message of a failed run.
+    pub(super) fn state_report(&self) -> String {
         let master = self.nodes[&HostId::MASTER]
             .machine
             .master
@@ -861,25 +911,25 @@ impl Sim {
             .entries_since(0, 10_000)
             .into_iter()
             .map(|e| format!("{} {}", e.at.0, e.kind));
-        let procs = self.procs.iter().enumerate().map(|(n, p)| {
-            let Proc { host, spawned_tid: spawned, conn, quiesced, stopped_for_migration, exited, .. } = p;
-            let spawned = spawned.map_or("-".into(), |t| t.to_string());
-            format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped_for_migration} exited {exited}")
+        let procs = self.procs.iter().enumerate().map(|(index, p)| {
+            let Proc { host, spawned_tid, conn, quiesce_request: quiesced, stopped_for_migration, exited, .. } = p;
+            let spawned_tid = spawned_tid.map_or("-".into(), |t| t.to_string());
+            format!("process {index} {spawned_tid} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped_for_migration} exited {exited}")
         });
         events.chain(procs).collect::<Vec<_>>().join("\n")
     }
 
     /// Returns the number of resume tokens on live hosts.
-    pub(super) fn tokens_left(&self) -> usize {
-        self.tokens
+    pub(super) fn resume_token_count(&self) -> usize {
+        self.resume_tokens
             .keys()
-            .filter(|(on, _)| self.nodes[on].is_alive)
+            .filter(|(host_id, _)| self.nodes[host_id].is_alive)
             .count()
     }
 
-    /// Advances the time by `span` and handles the events due until then.
-    pub(super) fn advance(&mut self, span: Micros) {
-        let end = self.now + span;
+    /// Advances the time by `duration` and handles all events that are due until the new time.
+    pub(super) fn advance(&mut self, duration: Micros) {
+        let end = self.now + duration;
         while self.next_time().is_some_and(|at| at <= end) {
             self.step();
         }

@@ -1,7 +1,7 @@
-//! Carries out the outputs of the machines.
+//! Carries out the outputs of the simulated machines.
 
 use super::fault_injection::StepEdge;
-use super::{Channel, Sim, SimEvent, pair};
+use super::{Channel, Sim, SimEvent, host_pair};
 use crate::io::HosterOrder;
 use crate::{ConnId, Event, HostPlan, Output};
 use sempa_proto::host::{DataMsg, HostMsg};
@@ -10,97 +10,114 @@ use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError};
 
 impl Sim {
-    pub(super) fn carry_out(&mut self, on: HostId, output: Output) {
+    pub(super) fn carry_out(&mut self, host_id: HostId, output: Output) {
         match output {
-            Output::ToTask { conn, message } => {
-                let late = self.random_faults.slow_quiesce_percent;
-                if late > 0
+            Output::SendToTask { conn, message } => {
+                let slow_percent = self.random_faults.slow_quiesce_percent;
+                if slow_percent > 0
                     && matches!(message, ToTask::Quiesce { .. })
-                    && self.rng.below(100) < late
+                    && self.rng.below(100) < slow_percent
                 {
                     let at = self.now + Micros(20_000 + self.rng.below(120_000));
-                    self.channels.insert(Channel::ToProc(conn), at);
+                    self.last_arrivals.insert(Channel::ToProc(conn), at);
                 }
                 self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
-            Output::ToTaskWithFds {
+            Output::SendToTaskWithFds {
                 conn,
                 message,
                 descriptors,
             } => {
-                let ToTask::Route { message: word, .. } = &message else {
+                let ToTask::Route {
+                    message: route_message,
+                    ..
+                } = &message
+                else {
                     panic!("{message:?} brings descriptors")
                 };
-                assert_eq!(word.fd_count(), descriptors.count(), "{word:?}");
+                assert_eq!(
+                    route_message.fd_count(),
+                    descriptors.count(),
+                    "{route_message:?}"
+                );
                 self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
-            Output::LinkToTask { conn, frame } => {
+            Output::SendFrameToTask { conn, frame } => {
                 self.send_to_proc(conn, |proc| SimEvent::LinkToProc(proc, conn, frame))
             }
-            Output::DrainConnection { conn } => self.close_exited(conn),
+            Output::DrainConnection { conn } => self.close_exited_proc(conn),
             Output::CloseTask { conn } => self.send_to_proc(conn, |_| SimEvent::CloseProc(conn)),
-            Output::Signal { conn, signal } => {
-                if let Some(p) = self.conns.get(&conn) {
-                    self.signalled.push((*p, signal));
+            Output::SendSignal { conn, signal } => {
+                if let Some(p) = self.procs_by_conn.get(&conn) {
+                    self.sent_signals.push((*p, signal));
                 }
             }
             Output::StartTasker => {}
-            Output::ToTasker(message) => self.send_to_tasker(on, message),
-            Output::Log { text, .. } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
+            Output::SendToTasker(message) => self.send_to_tasker(host_id, message),
+            Output::Log { text, .. } => self
+                .nodes
+                .get_mut(&host_id)
+                .expect("it speaks")
+                .log
+                .push(text),
             Output::LogTaskOutput { bytes, .. } => self
                 .nodes
-                .get_mut(&on)
+                .get_mut(&host_id)
                 .expect("it speaks")
-                .output
+                .task_output
                 .extend(&bytes),
             Output::Shutdown => {
-                self.nodes.get_mut(&on).expect("it speaks").is_alive = false;
-                self.end_procs(on, |p| p.spawned_tid.is_some());
-                self.end_sessions(on);
+                self.nodes.get_mut(&host_id).expect("it speaks").is_alive = false;
+                self.end_procs(host_id, |p| p.spawned_tid.is_some());
+                self.end_sessions(host_id);
             }
-            output => self.carry_out_for_hosts(on, output),
+            output => self.carry_out_for_hosts(host_id, output),
         }
     }
 
-    /// Closes the stream of a process that has exited, even if another process holds its socket.
-    fn close_exited(&mut self, conn: ConnId) {
-        let proc = self.conns[&conn];
+    /// Closes the connection of a process that has exited, even if a child process holds the socket
+    /// open.
+    fn close_exited_proc(&mut self, conn: ConnId) {
+        let proc = self.procs_by_conn[&conn];
         assert!(
             self.procs[proc].exited,
             "only the stream of an exited process can be closed without loss (seed {})",
             self.seed
         );
         if self.procs[proc].conn == Some(conn) {
-            self.close(proc);
+            self.close_connection(proc);
         }
     }
 
     fn send_to_proc(&mut self, conn: ConnId, make_event: impl FnOnce(usize) -> SimEvent) {
-        if let Some(proc) = self.conns.get(&conn).copied() {
+        if let Some(proc) = self.procs_by_conn.get(&conn).copied() {
             self.send_in_order(Channel::ToProc(conn), make_event(proc));
         }
     }
 
-    fn carry_out_for_hosts(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_hosts(&mut self, host_id: HostId, output: Output) {
         match output {
-            Output::ToHost { host, message } => {
+            Output::SendToHost { host, message } => {
                 let event = Event::HostControl {
-                    host: on,
-                    message: round_trip(&message),
+                    host: host_id,
+                    message: encode_and_decode(&message),
                 };
-                self.send_or_store(Channel::Control(on, host), on, host, event);
+                self.send_or_store(Channel::Control(host_id, host), host_id, host, event);
             }
             Output::SendData { host, message } => {
                 let event = Event::HostData {
-                    host: on,
-                    message: round_trip_carried(&message),
+                    host: host_id,
+                    message: encode_and_decode_data(&message),
                 };
-                self.send_or_store(Channel::Data(on, host), on, host, event);
+                self.send_or_store(Channel::Data(host_id, host), host_id, host, event);
             }
-            Output::Connect { host, .. } => self.connect_hosts(on, host),
+            Output::Connect { host, .. } => self.connect_hosts(host_id, host),
             Output::Disconnect { host } => {
-                if self.sessions.remove(&pair(on, host)) {
-                    self.schedule(self.now + Micros(1000), SimEvent::LossNoticed(host, on));
+                if self.sessions.remove(&host_pair(host_id, host)) {
+                    self.schedule(
+                        self.now + Micros(1000),
+                        SimEvent::LossDetected(host, host_id),
+                    );
                 }
             }
             Output::StartHost { start, plan } => self.start_host(start, plan),
@@ -116,15 +133,15 @@ impl Sim {
                     .collect();
                 self.prepared_starts.extend(plans);
                 self.send_in_order(
-                    Channel::Tasker(on),
-                    SimEvent::Machine(on, Event::HostsPrepared { orders }),
+                    Channel::Tasker(host_id),
+                    SimEvent::Machine(host_id, Event::HostsPrepared { orders }),
                 );
             }
             Output::HosterReported { start, line } => {
                 let plan = self
                     .prepared_starts
                     .iter()
-                    .find(|(known, _)| *known == start)
+                    .find(|(prepared_start, _)| *prepared_start == start)
                     .map(|(_, plan)| plan.clone());
                 if line.starts_with("ddpro") {
                     self.start_host(start, plan.expect("it was prepared"));
@@ -134,68 +151,78 @@ impl Sim {
                         line,
                     ));
                     self.send_in_order(
-                        Channel::Tasker(on),
-                        SimEvent::Machine(on, Event::HostStarted { start, result }),
+                        Channel::Tasker(host_id),
+                        SimEvent::Machine(host_id, Event::HostStarted { start, result }),
                     );
                 }
             }
             Output::AbandonStart { start } => self.abandoned_starts.push(start),
-            output => self.carry_out_for_migrations(on, output),
+            output => self.carry_out_for_migrations(host_id, output),
         }
     }
 
-    fn carry_out_for_migrations(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_migrations(&mut self, host_id: HostId, output: Output) {
         match output {
-            Output::SendImagesEarly { migration, to } => self.start_pre_copy(on, migration, to),
-            Output::SendImages { migration, to } => self.send_images(on, migration, to),
+            Output::SendImagesEarly {
+                migration,
+                target: to,
+            } => self.start_pre_copy(host_id, migration, to),
+            Output::SendImages {
+                migration,
+                target: to,
+            } => self.send_images(host_id, migration, to),
             Output::ExpectImages { migration, .. } | Output::ExpectCopy { migration, .. } => {
                 self.nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .expect("it speaks")
                     .expected_images
                     .insert(migration);
             }
-            // The exchange of memory between engines is not simulated.
+            // The transfer of memory between engines is not simulated.
             Output::ServeMemory { .. } | Output::FetchMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes
-                    .get_mut(&on)
+                    .get_mut(&host_id)
                     .expect("it speaks")
                     .expected_images
                     .remove(&migration);
-                self.image_store.drop_images(on, migration);
+                self.image_store.drop_images(host_id, migration);
             }
             Output::WriteToken { path, token } => {
-                self.tokens.insert((on, path), token);
+                self.resume_tokens.insert((host_id, path), token);
             }
             Output::RemoveToken { path } => {
-                self.tokens.remove(&(on, path));
+                self.resume_tokens.remove(&(host_id, path));
             }
-            Output::RecordMigration { migration, tid, to } => {
-                let result = self.step_result(());
+            Output::RecordMigration {
+                migration,
+                tid,
+                target: to,
+            } => {
+                let result = self.random_step_result(());
                 if result.is_ok() {
                     self.recorded_migrations.push((migration, tid, to));
                 }
                 self.schedule(
                     self.now + Micros(500),
-                    SimEvent::Machine(on, Event::MigrationRecorded { migration, result }),
+                    SimEvent::Machine(host_id, Event::MigrationRecorded { migration, result }),
                 );
             }
-            Output::StepStarting { step, .. } => self.reach_point((step, StepEdge::Before)),
-            Output::StepEnded { step, .. } => self.reach_point((step, StepEdge::After)),
-            output => self.carry_out_for_store(on, output),
+            Output::StepStarting { step, .. } => self.reach_point((step, StepEdge::Start)),
+            Output::StepEnded { step, .. } => self.reach_point((step, StepEdge::End)),
+            output => self.carry_out_for_store(host_id, output),
         }
     }
 
-    /// Decides whether pre-copied memory is lost immediately. If not, it may still fail at the end
-    /// like all other images.
-    fn start_pre_copy(&mut self, on: HostId, migration: MigrationId, to: HostId) {
-        let Err(why) = self.step_result(()) else {
+    /// Decides at random whether the transfer of pre-copied memory fails immediately. A transfer
+    /// that does not fail immediately may still fail at its end.
+    fn start_pre_copy(&mut self, host_id: HostId, migration: MigrationId, to: HostId) {
+        let Err(why) = self.random_step_result(()) else {
             return;
         };
         for (host, event) in [
             (
-                on,
+                host_id,
                 Event::ImagesSent {
                     migration,
                     result: Err(why.clone()),
@@ -213,19 +240,19 @@ impl Sim {
         }
     }
 
-    fn send_images(&mut self, on: HostId, migration: MigrationId, to: HostId) {
-        let mut result = self.step_result(100);
+    fn send_images(&mut self, host_id: HostId, migration: MigrationId, to: HostId) {
+        let mut result = self.random_step_result(100);
         if self.injection.is_active() && self.session_is_broken() {
             result = Err(Failure::Images("no session".into()));
         }
-        let sent = result.clone();
+        let source_result = result.clone();
         self.schedule(
             self.now + Micros(900),
             SimEvent::Machine(
-                on,
+                host_id,
                 Event::ImagesSent {
                     migration,
-                    result: sent,
+                    result: source_result,
                 },
             ),
         );
@@ -243,15 +270,15 @@ impl Sim {
 }
 
 /// Encodes and decodes a message, as its transfer over the network does.
-fn round_trip(message: &HostMsg) -> HostMsg {
+fn encode_and_decode(message: &HostMsg) -> HostMsg {
     let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
 }
 
-fn round_trip_carried(carried: &DataMsg) -> DataMsg {
-    if let DataMsg::Frame(bytes) = carried {
+fn encode_and_decode_data(message: &DataMsg) -> DataMsg {
+    if let DataMsg::Frame(bytes) = message {
         return DataMsg::Frame(bytes.clone());
     }
-    let bytes = sempa_proto::frame::to_bytes(carried).expect("it fits");
+    let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
 }

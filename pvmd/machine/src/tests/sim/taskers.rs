@@ -8,7 +8,7 @@ use sempa_proto::task::{Redirect, RedirectAddress};
 use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
-/// Returns where the library of a process looks for a redirect.
+/// Returns the address that the library of a process reports for its redirect.
 pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
     RedirectAddress {
         pid: 7,
@@ -18,69 +18,75 @@ pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
 
 impl Sim {
     /// Kills the tasker of a host with all its processes. A new tasker starts at once.
-    pub(in crate::tests) fn kill_tasker(&mut self, on: HostId) {
-        let dead: Vec<usize> = (0..self.procs.len())
-            .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned_tid.is_some())
+    pub(in crate::tests) fn kill_tasker(&mut self, host_id: HostId) {
+        let dead_procs: Vec<usize> = (0..self.procs.len())
+            .filter(|p| self.procs[*p].host == host_id && self.procs[*p].spawned_tid.is_some())
             .collect();
-        for proc in dead {
-            self.close(proc);
+        for proc in dead_procs {
+            self.close_connection(proc);
         }
-        self.end_procs(on, |p| p.spawned_tid.is_some());
-        self.injection.memory_lost.insert(on);
-        self.pre_copy_targets.retain(|_, at| *at != on);
-        // Messages that the tasker had sent arrive before the report of its end.
-        self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
+        self.end_procs(host_id, |p| p.spawned_tid.is_some());
+        self.injection.memory_lost_hosts.insert(host_id);
+        self.pre_copy_targets
+            .retain(|_, target_host| *target_host != host_id);
+        // Messages that the dead tasker had sent arrive before the report of its death.
+        self.nodes
+            .get_mut(&host_id)
+            .expect("it is there")
+            .is_tasker_dead = true;
         self.send_in_order(
-            Channel::Tasker(on),
+            Channel::Tasker(host_id),
             SimEvent::Machine(
-                on,
-                Event::TaskerGone {
+                host_id,
+                Event::TaskerEnded {
                     why: "signal 9".into(),
                 },
             ),
         );
         let ready = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
-            engine: Ok("fake".into()),
+            engine_version: Ok("fake".into()),
             freezer: Ok(()),
         });
-        self.send_from_tasker(on, ready);
+        self.send_from_tasker(host_id, ready);
     }
 
-    /// Ends the process of a task.
-    pub(in crate::tests) fn exit(&mut self, proc: usize, status: i32) {
+    /// Ends the process of a task and reports its exit. Has no effect if the process has already
+    /// ended.
+    pub(in crate::tests) fn exit_proc(&mut self, proc: usize, status: i32) {
         if std::mem::replace(&mut self.procs[proc].exited, true) {
             return;
         }
-        self.close(proc);
+        self.close_connection(proc);
         self.report_exit(proc, status);
     }
 
-    /// Ends the process of a task whose socket another process holds open.
-    pub(in crate::tests) fn exit_with_socket_held(&mut self, proc: usize, status: i32) {
+    /// Ends the process of a task while a child process holds the socket open: the connection is
+    /// not closed.
+    pub(in crate::tests) fn exit_with_open_socket(&mut self, proc: usize, status: i32) {
         self.procs[proc].exited = true;
         self.report_exit(proc, status);
     }
 
     fn report_exit(&mut self, proc: usize, status: i32) {
-        let on = self.procs[proc].host;
+        let host_id = self.procs[proc].host;
         if let Some(tid) = self.procs[proc].spawned_tid {
-            let used = Usage {
+            let usage = Usage {
                 user: Micros(self.procs[proc].cpu_micros),
                 ..Usage::default()
             };
-            self.send_from_tasker(on, FromTasker::Exited { tid, status, used });
+            self.send_from_tasker(host_id, FromTasker::Exited { tid, status, usage });
         }
     }
 
-    fn verdict_of(&self, on: HostId) -> Verdict {
-        self.verdicts.get(&on).cloned().unwrap_or_default()
+    fn host_verdict(&self, host_id: HostId) -> Verdict {
+        self.verdicts.get(&host_id).cloned().unwrap_or_default()
     }
 
-    pub(super) fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
+    pub(super) fn find_spawned_proc(&self, host_id: HostId, tid: Tid) -> Option<usize> {
         self.procs
             .iter()
-            .position(|p| p.spawned_tid == Some(tid) && p.host == on && !p.exited)
+            .position(|p| p.spawned_tid == Some(tid) && p.host == host_id && !p.exited)
     }
 
     pub(in crate::tests) fn proc_of(&self, tid: Tid) -> usize {
@@ -93,35 +99,39 @@ impl Sim {
             .expect("there is such a task")
     }
 
-    pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
+    pub(super) fn random_step_result<T>(&mut self, success_value: T) -> Result<T, Failure> {
         if self.rng.below(100) < self.random_faults.failed_steps_percent {
             Err(Failure::Engine("thrown".into()))
         } else {
-            Ok(good)
+            Ok(success_value)
         }
     }
 
-    pub(super) fn handle_tasker_order(&mut self, on: HostId, message: ToTasker) {
+    pub(super) fn handle_tasker_order(&mut self, host_id: HostId, message: ToTasker) {
         match message {
             ToTasker::Start(start) => {
                 let tid = start.tid;
                 if start.path.to_string_lossy().contains("broken") {
                     return self.send_from_tasker(
-                        on,
+                        host_id,
                         FromTasker::StartFailed {
                             tid,
-                            why: "thrown".into(),
+                            reason: "thrown".into(),
                         },
                     );
                 }
-                let twice = self
+                let is_duplicate = self
                     .procs
                     .iter()
                     .any(|p| p.spawned_tid == Some(tid) && !p.exited);
-                assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
-                let proc = self.create_process(on, &start);
+                assert!(
+                    !is_duplicate,
+                    "two live copies of {tid} (seed {})",
+                    self.seed
+                );
+                let proc = self.create_process(host_id, &start);
                 self.send_from_tasker(
-                    on,
+                    host_id,
                     FromTasker::Started {
                         tid,
                         pid: 1000 + proc as i32,
@@ -129,157 +139,156 @@ impl Sim {
                 );
                 self.connect_if_runnable(proc);
             }
-            ToTasker::RequestExit { tid, engine } => self.request_exit(on, tid, engine),
-            // Processes of the task that survive it are not simulated.
+            ToTasker::RequestExit { tid, engine } => {
+                self.request_exit_and_wait(host_id, tid, engine)
+            }
+            // Only one process per task is simulated, so no process of a task survives its exit.
             ToTasker::WithdrawExitRequest { .. } => {}
             ToTasker::Signal { tid, .. } => {
-                if let Some(proc) = self.find_spawned(on, tid)
+                if let Some(proc) = self.find_spawned_proc(host_id, tid)
                     && !self.procs[proc].program.contains("stubborn")
                 {
-                    self.exit(proc, 15);
+                    self.exit_proc(proc, 15);
                 }
             }
             ToTasker::Kill { tid } => {
-                if let Some(proc) = self.find_spawned(on, tid) {
-                    self.exit(proc, 9);
+                if let Some(proc) = self.find_spawned_proc(host_id, tid) {
+                    self.exit_proc(proc, 9);
                 }
             }
-            ToTasker::Pause {
-                tid,
-                run_for: after,
-            }
-            | ToTasker::ResumeToQuiesce {
-                tid,
-                run_for: after,
-                ..
-            } => {
-                if let Some(proc) = self.find_spawned(on, tid) {
-                    self.pause_after(on, proc, after);
+            ToTasker::Pause { tid, run_time } | ToTasker::ResumeToQuiesce { tid, run_time, .. } => {
+                if let Some(proc) = self.find_spawned_proc(host_id, tid) {
+                    self.pause_after(host_id, proc, run_time);
                 }
             }
             ToTasker::Resume { tid } => {
-                if let Some(proc) = self.find_spawned(on, tid) {
+                if let Some(proc) = self.find_spawned_proc(host_id, tid) {
                     self.procs[proc].pause_serial += 1;
                     self.procs[proc].paused = false;
                     self.resume_proc(proc);
                 }
             }
-            message => self.handle_source_order(on, message),
+            message => self.handle_source_order(host_id, message),
         }
     }
 
-    pub(super) fn pause_after(&mut self, on: HostId, proc: usize, after: Micros) {
+    pub(super) fn pause_after(&mut self, host_id: HostId, proc: usize, run_for: Micros) {
         let p = &mut self.procs[proc];
         p.pause_serial += 1;
-        let number = p.pause_serial;
-        if after == Micros(0) || p.stopped_for_migration {
-            return self.pause_now(on, proc, number);
+        let pause_serial = p.pause_serial;
+        if run_for == Micros(0) || p.stopped_for_migration {
+            return self.pause_now(host_id, proc, pause_serial);
         }
         p.quiesce_runs += u64::from(std::mem::take(&mut p.paused));
-        self.schedule(self.now + after, SimEvent::PauseNow(on, proc, number));
+        self.schedule(
+            self.now + run_for,
+            SimEvent::PauseDue(host_id, proc, pause_serial),
+        );
         self.resume_proc(proc);
     }
 
-    /// Pauses a process at the end of its time to run, unless a later order has replaced this one.
-    pub(super) fn pause_now(&mut self, on: HostId, proc: usize, serial: u64) {
+    /// Pauses a process when its time to run has passed. Has no effect if a later order has
+    /// replaced the order with this number, or if the process has ended or migrated.
+    pub(super) fn pause_now(&mut self, host_id: HostId, proc: usize, pause_serial: u64) {
         let p = &mut self.procs[proc];
-        if p.pause_serial != serial || p.exited || p.host != on {
+        if p.pause_serial != pause_serial || p.exited || p.host != host_id {
             return;
         }
         p.paused = true;
         if let Some(tid) = p.spawned_tid {
-            self.send_from_tasker(on, FromTasker::Paused { tid });
+            self.send_from_tasker(host_id, FromTasker::Paused { tid });
         }
     }
 
-    /// Lets a process that was paused handle the deferred events, if it may run.
+    /// Connects a process and handles its deferred events, as far as the process may run.
     pub(super) fn resume_proc(&mut self, proc: usize) {
         while !self.procs[proc].is_frozen() && !self.procs[proc].deferred_events.is_empty() {
-            let first = self.procs[proc].deferred_events.remove(0);
-            self.dispatch(Some(first));
+            let first_event = self.procs[proc].deferred_events.remove(0);
+            self.dispatch(Some(first_event));
         }
         self.connect_if_runnable(proc);
-        self.run_links(proc);
+        self.carry_out_link_outputs(proc);
     }
 
     /// Writes a redirect into the memory of a stopped process.
-    fn write_redirect(&mut self, proc: usize, redirection: &MemoryWrite) {
-        assert_eq!(redirection.address, redirect_address(proc));
-        let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
+    fn write_redirect(&mut self, proc: usize, memory_write: &MemoryWrite) {
+        assert_eq!(memory_write.address, redirect_address(proc));
+        let redirect: Redirect = from_bytes(&memory_write.bytes[8..]).expect("it can be read");
         let p = &mut self.procs[proc];
         assert!(
-            p.quiesced.is_some() && p.is_frozen(),
+            p.quiesce_request.is_some() && p.is_frozen(),
             "only a quiesced process reads its redirect"
         );
-        p.quiesced = Some((redirect.migration, redirect.tokens));
+        p.quiesce_request = Some((redirect.migration, redirect.token_paths));
     }
 
-    fn handle_source_order(&mut self, on: HostId, message: ToTasker) {
+    fn handle_source_order(&mut self, host_id: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
-                let [memory_can_follow, can_pre_copy] =
+                let [supports_post_copy, supports_pre_copy] =
                     [(); 2].map(|()| self.rng.below(2) == 0 || self.injection.always_live_copies);
                 FromTasker::Inspected {
                     migration,
                     result: Ok(TaskFacts::default()),
-                    supports_post_copy: memory_can_follow,
-                    supports_pre_copy: can_pre_copy,
+                    supports_post_copy,
+                    supports_pre_copy,
                 }
             }
             ToTasker::PreCopy { migration, tid, .. } => {
-                // If the target's tasker has died, the transfer never ends; other parts of the
-                // daemon must notice that.
+                // If the target's tasker has died, no report follows. The daemon must detect the
+                // death in another way.
                 if self.pre_copy_targets.remove(&migration).is_none() {
                     return;
                 }
-                let result = self.step_result_of(on, 100);
-                let is_there = self.find_spawned(on, tid).is_some();
+                let result = self.engine_step_result(host_id, 100);
+                let is_found = self.find_spawned_proc(host_id, tid).is_some();
                 FromTasker::PreCopied {
                     migration,
                     result: result
-                        .and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
+                        .and_then(|bytes| is_found.then_some(bytes).ok_or(Failure::TaskEnded)),
                 }
             }
             ToTasker::StopPreCopy { .. } => return,
             ToTasker::Stop {
                 migration,
                 tid,
-                memory_write: redirection,
+                memory_write,
             } => {
-                let Some(proc) = self.find_spawned(on, tid) else {
+                let Some(proc) = self.find_spawned_proc(host_id, tid) else {
                     return;
                 };
-                let result = self.step_result_of(on, ());
+                let result = self.engine_step_result(host_id, ());
                 self.procs[proc].stopped_for_migration = result.is_ok();
-                // The redirect may have been written even though a later part of the step failed.
-                if let Some(redirection) =
-                    redirection.filter(|_| result.is_ok() || self.rng.below(2) == 0)
+                // If the step has failed after the redirect was written, the redirect is still in
+                // memory. The case is random.
+                if let Some(memory_write) =
+                    memory_write.filter(|_| result.is_ok() || self.rng.below(2) == 0)
                 {
-                    let stopped =
+                    let was_stopped =
                         std::mem::replace(&mut self.procs[proc].stopped_for_migration, true);
-                    self.write_redirect(proc, &redirection);
-                    self.procs[proc].stopped_for_migration = stopped;
+                    self.write_redirect(proc, &memory_write);
+                    self.procs[proc].stopped_for_migration = was_stopped;
                 }
                 FromTasker::Stopped { migration, result }
             }
             ToTasker::Dump { migration, tid, .. } => {
-                self.dump_image(on, migration, tid);
-                let result = self.step_result_of(
-                    on,
+                self.dump_image(host_id, migration, tid);
+                let result = self.engine_step_result(
+                    host_id,
                     DumpReport {
-                        bytes: 100,
-                        files: 1,
+                        image_bytes: 100,
+                        image_files: 1,
                     },
                 );
                 FromTasker::Dumped { migration, result }
             }
             ToTasker::AbortMigration { migration, tid } => {
                 assert!(
-                    !self.injection.released_targets.contains(&migration),
+                    !self.injection.running_targets.contains(&migration),
                     "two live copies of {tid} (seed {})",
                     self.seed
                 );
-                if let Some(proc) = self.find_spawned(on, tid) {
+                if let Some(proc) = self.find_spawned_proc(host_id, tid) {
                     self.procs[proc].stopped_for_migration = false;
                     self.resume_proc(proc);
                 }
@@ -287,129 +296,123 @@ impl Sim {
             }
             ToTasker::KillSource { migration, .. } => {
                 self.injection.killed_sources.insert(migration);
-                FromTasker::SourceGone {
+                FromTasker::SourceKilled {
                     migration,
-                    used: Usage::default(),
+                    usage: Usage::default(),
                 }
             }
-            message => return self.handle_question(on, message),
+            message => return self.handle_question(host_id, message),
         };
-        self.send_from_tasker(on, answer);
+        self.send_from_tasker(host_id, answer);
     }
 
-    /// Answers questions that change nothing on the host.
-    fn handle_question(&mut self, on: HostId, message: ToTasker) {
+    /// Answers the messages to a tasker that change nothing on the host.
+    fn handle_question(&mut self, host_id: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
                 migration,
-                verdict: self.verdict_of(on),
+                verdict: self.host_verdict(host_id),
                 supports_post_copy: true,
             },
             ToTasker::CheckSignal { migration, tid, .. } => {
-                let minds = self
-                    .find_spawned(on, tid)
+                let handles_signal = self
+                    .find_spawned_proc(host_id, tid)
                     .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
                 FromTasker::SignalChecked {
                     migration,
-                    handles_signal: minds,
+                    handles_signal,
                 }
             }
-            ToTasker::QueryInspect {
-                query: question,
-                tid,
-            } => {
+            ToTasker::QueryInspect { query, tid } => {
                 let facts = TaskFacts {
-                    resident_bytes: 4096,
+                    memory_bytes: 4096,
                     ..TaskFacts::default()
                 };
                 let result = self
-                    .find_spawned(on, tid)
+                    .find_spawned_proc(host_id, tid)
                     .map(|_| facts)
                     .ok_or(Refusal::NoSuchTask);
-                FromTasker::QueryInspected {
-                    query: question,
-                    result,
-                }
+                FromTasker::QueryInspected { query, result }
             }
-            ToTasker::QueryVerdict {
-                query: question,
-                facts,
-            } => {
-                assert_eq!(facts.resident_bytes, 4096);
+            ToTasker::QueryVerdict { query, facts } => {
+                assert_eq!(facts.memory_bytes, 4096);
                 FromTasker::QueryVerdict {
-                    query: question,
-                    verdict: self.verdict_of(on),
+                    query,
+                    verdict: self.host_verdict(host_id),
                 }
             }
-            message => return self.handle_target_order(on, message),
+            message => return self.handle_target_order(host_id, message),
         };
-        self.send_from_tasker(on, answer);
+        self.send_from_tasker(host_id, answer);
     }
 
-    fn handle_target_order(&mut self, on: HostId, message: ToTasker) {
+    fn handle_target_order(&mut self, host_id: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::ReceivePreCopy { migration, .. } => {
-                let Err(why) = self.step_result_of(on, ()) else {
-                    self.pre_copy_targets.insert(migration, on);
+                let Err(why) = self.engine_step_result(host_id, ()) else {
+                    self.pre_copy_targets.insert(migration, host_id);
                     return;
                 };
-                FromTasker::PreCopyLost { migration, why }
+                FromTasker::PreCopyLost {
+                    migration,
+                    failure: why,
+                }
             }
             ToTasker::Restore {
                 migration,
-                memory_write: again,
-                memory_socket: memory_way,
+                memory_write: redirect_write,
+                memory_socket_path,
                 ..
             } => {
                 self.post_copy_migrations
-                    .extend(memory_way.map(|_| migration));
-                let result = self.step_result_of(on, 4242);
-                if let (Some(redirection), true) = (again, result.is_ok()) {
-                    self.build_from_images(on, migration, &redirection);
+                    .extend(memory_socket_path.map(|_| migration));
+                let result = self.engine_step_result(host_id, 4242);
+                if let (Some(memory_write), true) = (redirect_write, result.is_ok()) {
+                    self.build_from_images(host_id, migration, &memory_write);
                 }
                 FromTasker::Restored { migration, result }
             }
             ToTasker::Run {
                 migration,
-                paused: held,
+                stays_paused: is_paused,
                 ..
-            } if self.run_built(on, migration, held) => FromTasker::Running {
+            } if self.run_built(host_id, migration, is_paused) => FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
             ToTasker::PrepareRestart { migration, start } => {
-                self.prepare_respawn(on, migration, &start)
+                self.prepare_respawn(host_id, migration, &start)
             }
             ToTasker::Run {
                 migration,
-                paused: held,
+                stays_paused: is_paused,
                 ..
-            } if self.respawned.contains_key(&(on, migration)) => {
-                let Some(answer) = self.run_respawned(on, migration, held) else {
+            } if self.respawned_procs.contains_key(&(host_id, migration)) => {
+                let Some(answer) = self.run_respawned(host_id, migration, is_paused) else {
                     return;
                 };
                 answer
             }
             ToTasker::Run {
                 migration,
-                paused: held,
+                stays_paused: is_paused,
                 ..
-            } => return self.run_restored(on, migration, held),
+            } => return self.run_restored(host_id, migration, is_paused),
             ToTasker::Discard { migration } => {
                 self.pre_copy_targets.remove(&migration);
                 self.post_copy_migrations.remove(&migration);
-                self.image_store.built.remove(&(on, migration));
-                self.discard_respawned(on, migration);
+                self.image_store.built_procs.remove(&(host_id, migration));
+                self.discard_respawned(host_id, migration);
                 FromTasker::Discarded { migration }
             }
             other => panic!("{other:?}"),
         };
-        self.send_from_tasker(on, answer);
+        self.send_from_tasker(host_id, answer);
     }
 
-    /// Runs a restored process. Source and target share one [`Proc`], which from here on is the
-    /// target's.
-    fn run_restored(&mut self, on: HostId, migration: MigrationId, held: bool) {
+    /// Runs a restored process. Source and target share one [`Proc`]; from now on it belongs to the
+    /// target.
+    fn run_restored(&mut self, host_id: HostId, migration: MigrationId, is_paused: bool) {
         let (_, tid, _) = *self
             .recorded_migrations
             .iter()
@@ -423,47 +426,47 @@ impl Sim {
             self.seed
         );
         let from = self.procs[proc].host;
-        let source_is_dead = self.injection.killed_sources.contains(&migration)
+        let is_source_dead = self.injection.killed_sources.contains(&migration)
             || self.procs[proc].exited
-            || self.is_removed(from);
+            || self.is_host_removed(from);
         assert!(
-            source_is_dead,
+            is_source_dead,
             "two live copies of {tid} (seed {})",
             self.seed
         );
-        self.injection.released_targets.insert(migration);
+        self.injection.running_targets.insert(migration);
         let p = &mut self.procs[proc];
         if p.exited && !p.images_remain {
             let result = Err(Failure::Engine("there is nothing to run".into()));
-            return self.send_from_tasker(on, FromTasker::Running { migration, result });
+            return self.send_from_tasker(host_id, FromTasker::Running { migration, result });
         }
         (p.exited, p.images_remain) = (false, false);
         (p.host, p.stopped_for_migration, p.paused, p.pause_serial) =
-            (on, false, held, p.pause_serial + 1);
+            (host_id, false, is_paused, p.pause_serial + 1);
         assert!(p.conn.is_none(), "only a quiesced task can migrate");
-        // Drops late messages of a connection that the process had closed.
+        // Drops messages of a connection that the process had closed before the migration.
         p.deferred_events.clear();
         self.send_from_tasker(
-            on,
+            host_id,
             FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
         );
         if self.post_copy_migrations.remove(&migration) {
-            let late = if self.injection.is_active() {
+            let delay_us = if self.injection.is_active() {
                 self.rng.below(20_000)
             } else {
                 0
             };
-            if late > 0 {
+            if delay_us > 0 {
                 return self.schedule(
-                    self.now + Micros(late),
-                    SimEvent::MemoryTransferEnded(on, migration, from, tid),
+                    self.now + Micros(delay_us),
+                    SimEvent::MemoryTransferEnd(host_id, migration, from, tid),
                 );
             }
             self.send_from_tasker(
-                on,
+                host_id,
                 FromTasker::MemoryArrived {
                     migration,
                     result: Ok(()),

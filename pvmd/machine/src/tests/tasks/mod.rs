@@ -1,5 +1,4 @@
-//! Tasks enrol, exchange messages, spawn, watch each other, use the mailbox and obey resource
-//! managers.
+//! Enrolment, messages, spawns, exit notifications, the mailbox, and requests of resource managers.
 
 mod placement_leases;
 mod resource_manager;
@@ -20,8 +19,8 @@ use sempa_proto::{Message, Micros, PvmError, Tid};
 
 pub(super) fn spawn_request(file: &str, count: u32) -> SpawnRequest {
     SpawnRequest {
-        file: file.into(),
-        count,
+        program: file.into(),
+        task_count: count,
         ..SpawnRequest::default()
     }
 }
@@ -47,12 +46,12 @@ fn error_of(reply: Reply) -> PvmError {
     }
 }
 
-fn exit_notification(tids: Vec<Tid>, tag: i32) -> Request {
+fn exit_notification_request(tids: Vec<Tid>, tag: i32) -> Request {
     Request::Notify(NotifyRequest {
         subjects: NotifySubjects::TaskExit(tids),
         ctx: 0,
         tag,
-        cancel: false,
+        is_cancellation: false,
     })
 }
 
@@ -80,7 +79,7 @@ pub(super) fn send_to_daemon(
         enc: ENC_XDR,
         body,
     };
-    let (conn, on) = (
+    let (conn, host_id) = (
         sim.procs[proc].conn.expect("connected"),
         sim.procs[proc].host,
     );
@@ -88,14 +87,14 @@ pub(super) fn send_to_daemon(
         conn,
         message: ToDaemon::Message(message),
     };
-    sim.send_from_proc(conn, on, event);
+    sim.send_from_proc(conn, host_id, event);
 }
 
-fn is_message_of(seen: &Received, tid: Tid) -> bool {
-    matches!(seen, Received::Message(src, _) if *src == tid)
+fn is_message_of(item: &Received, tid: Tid) -> bool {
+    matches!(item, Received::Message(src, _) if *src == tid)
 }
 
-fn put_mail(name: &str, flags: i32, text: &'static str) -> Request {
+fn put_request(name: &str, flags: i32, text: &'static str) -> Request {
     let body = Bytes::from_static(text.as_bytes());
     let message = Message {
         src: Tid::NONE,
@@ -113,7 +112,7 @@ fn put_mail(name: &str, flags: i32, text: &'static str) -> Request {
     })
 }
 
-fn take_mail(name: &str, flags: i32) -> Request {
+fn take_request(name: &str, flags: i32) -> Request {
     Request::Mailbox(MailboxRequest::Take {
         name: name.into(),
         index: 0,
@@ -121,7 +120,6 @@ fn take_mail(name: &str, flags: i32) -> Request {
     })
 }
 
-/// Tasks on all hosts exchange messages in order.
 #[test]
 fn messages_between_all_hosts_keep_order() {
     for seed in seeds(10) {
@@ -133,26 +131,26 @@ fn messages_between_all_hosts_keep_order() {
         let tids: Vec<Tid> = procs.iter().map(|p| sim.procs[*p].tid()).collect();
         assert_eq!(tids[2], Tid::from_raw(0x80001));
         for n in 0..50u32 {
-            for (i, from) in procs.iter().enumerate() {
+            for (sender_index, peer_numbers) in procs.iter().enumerate() {
                 for to in tids
                     .iter()
                     .enumerate()
-                    .filter(|(j, _)| *j != i)
+                    .filter(|(receiver_index, _)| *receiver_index != sender_index)
                     .map(|(_, t)| *t)
                 {
-                    sim.send_message(*from, to, &n.to_be_bytes());
+                    sim.send_message(*peer_numbers, to, &n.to_be_bytes());
                 }
             }
         }
-        let all = |s: &Sim| procs.iter().all(|p| s.procs[*p].received.len() == 50 * 5);
-        sim.run_until("all messages", all);
+        let all_arrived = |s: &Sim| procs.iter().all(|p| s.procs[*p].received.len() == 50 * 5);
+        sim.run_until("all messages", all_arrived);
         for p in &procs {
             for peer in &tids {
-                let from = sim.procs[*p].received.iter().filter_map(|s| match s {
+                let peer_numbers = sim.procs[*p].received.iter().filter_map(|s| match s {
                     Received::Message(src, body) if src == peer => Some(integers(body)[0]),
                     _ => None,
                 });
-                let numbers: Vec<i32> = from.collect();
+                let numbers: Vec<i32> = peer_numbers.collect();
                 assert!(
                     numbers.is_empty() || numbers == (0..50).collect::<Vec<_>>(),
                     "seed {seed}"
@@ -162,52 +160,54 @@ fn messages_between_all_hosts_keep_order() {
     }
 }
 
-/// The inbox keeps all last messages of an exited task until its receiver can accept them.
+/// The inbox keeps all last messages of an exited task until its receiver accepts them.
 #[test]
 fn inbox_keeps_all_last_messages() {
-    // These frames are never repeated. Their size exceeds the windows of many links.
+    // These frames are never retransmitted. Their total size exceeds the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
     let mut inbox = Inbox::default();
     (0..count).for_each(|_| inbox.push(PendingItem::Frame(frame.clone())));
     assert_eq!(inbox.drain().len(), count);
 }
 
-/// The last messages of a process arrive before its task ends, however slow its daemon is.
+/// The last messages of a process arrive before its exit notification, however late its daemon
+/// handles them.
 #[test]
 fn last_messages_precede_exit_on_slow_daemon() {
-    // From less to far more than the time for which a daemon waits for the end of a stream.
-    for (seed, behind) in [0, 1, 3, 60].into_iter().enumerate() {
+    // The delays in seconds are shorter and much longer than the time for which a daemon waits for
+    // the end of a stream.
+    for (seed, delay_s) in [0, 1, 3, 60].into_iter().enumerate() {
         let (mut sim, console) = Sim::cluster(seed as u64, 2);
-        for home in 1..=2 {
+        for host_number in 1..=2 {
             let request = SpawnRequest {
                 flags: SPAWN_HOST,
-                place: format!("h{home}"),
+                where_arg: format!("h{host_number}"),
                 ..spawn_request("child", 1)
             };
             let tid = spawned_tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
             sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
             assert_eq!(
-                sim.ask(console, exit_notification(vec![tid], 9)),
+                sim.ask(console, exit_notification_request(vec![tid], 9)),
                 Reply::Done
             );
-            let (child, to) = (sim.proc_of(tid), sim.procs[console].tid());
-            sim.delay_proc(child, Micros::from_secs(behind));
-            (0..3).for_each(|_| sim.send_message(child, to, b"last"));
-            sim.exit(child, 0);
+            let (child_proc, to) = (sim.proc_of(tid), sim.procs[console].tid());
+            sim.delay_proc(child_proc, Micros::from_secs(delay_s));
+            (0..3).for_each(|_| sim.send_message(child_proc, to, b"last"));
+            sim.exit_proc(child_proc, 0);
             sim.run_until("its end is told", |s| {
-                s.procs[console].notifications(9).len() == home
+                s.procs[console].notifications(9).len() == host_number
             });
-            let said = sim.procs[console]
+            let message_count = sim.procs[console]
                 .received
                 .iter()
-                .filter(|seen| is_message_of(seen, tid))
+                .filter(|item| is_message_of(item, tid))
                 .count();
-            assert_eq!(said, 3, "{behind} s behind");
+            assert_eq!(message_count, 3, "{delay_s} s behind");
         }
     }
 }
 
-/// A task whose child process holds its socket open ends soon after its process.
+/// A task ends soon after its process exits, even if a child process holds the socket open.
 #[test]
 fn inherited_socket_does_not_delay_exit() {
     let (mut sim, console) = Sim::cluster(1, 1);
@@ -215,12 +215,12 @@ fn inherited_socket_does_not_delay_exit() {
         .expect("started");
     sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     assert_eq!(
-        sim.ask(console, exit_notification(vec![tid], 9)),
+        sim.ask(console, exit_notification_request(vec![tid], 9)),
         Reply::Done
     );
-    let child = sim.proc_of(tid);
-    sim.send_message(child, sim.procs[console].tid(), b"last");
-    sim.exit_with_socket_held(child, 0);
+    let child_proc = sim.proc_of(tid);
+    sim.send_message(child_proc, sim.procs[console].tid(), b"last");
+    sim.exit_with_open_socket(child_proc, 0);
     sim.run_until("its end is told", |s| {
         s.procs[console].notifications(9).len() == 1
     });
@@ -228,13 +228,14 @@ fn inherited_socket_does_not_delay_exit() {
         sim.procs[console]
             .received
             .iter()
-            .any(|seen| is_message_of(seen, tid)),
+            .any(|item| is_message_of(item, tid)),
         "its last words are there"
     );
-    assert_eq!(sim.procs[child].conn, None);
+    assert_eq!(sim.procs[child_proc].conn, None);
 }
 
-/// A spawn distributes tasks in blocks and begins after the local host.
+/// A spawn distributes tasks in blocks over the hosts, beginning with the host after the local
+/// host.
 #[test]
 fn spawn_distributes_blocks_from_next_host() {
     let (mut sim, console) = Sim::cluster(1, 3);
@@ -244,10 +245,10 @@ fn spawn_distributes_blocks_from_next_host() {
     assert_eq!(home_indices(reply), [2, 3]);
     let reply = sim.ask(console, Request::Spawn(spawn_request("child", 2)));
     assert_eq!(home_indices(reply), [1, 2]);
-    let mut ask = |flags: i32, place: &str, count: u32| {
+    let mut spawn_homes = |flags: i32, host_name: &str, count: u32| {
         let request = SpawnRequest {
             flags,
-            place: place.into(),
+            where_arg: host_name.into(),
             ..spawn_request("child", count)
         };
         spawned_tids(sim.ask(console, Request::Spawn(request)))
@@ -255,18 +256,33 @@ fn spawn_distributes_blocks_from_next_host() {
             .map(|r| r.map(|t| t.host_part()))
             .collect::<Vec<_>>()
     };
-    assert_eq!(ask(SPAWN_HOST, "h3:/var", 2), [Ok(host(3).tid()); 2]);
-    assert_eq!(ask(SPAWN_HOST, ".", 1), [Ok(host(1).tid())]);
-    assert_eq!(ask(SPAWN_HOST, "nohost", 2), [Err(PvmError::NoHost); 2]);
-    assert_eq!(ask(SPAWN_ARCH, "CRAY", 1), [Err(PvmError::NoHost)]);
-    assert_eq!(ask(SPAWN_ARCH, "LINUX64", 3).iter().flatten().count(), 3);
-    assert_eq!(ask(SPAWN_COMPLEMENT, "", 1), [Err(PvmError::NoHost)]);
-    let others = ask(SPAWN_HOST | SPAWN_COMPLEMENT, ".", 4);
+    assert_eq!(
+        spawn_homes(SPAWN_HOST, "h3:/var", 2),
+        [Ok(host(3).tid()); 2]
+    );
+    assert_eq!(spawn_homes(SPAWN_HOST, ".", 1), [Ok(host(1).tid())]);
+    assert_eq!(
+        spawn_homes(SPAWN_HOST, "nohost", 2),
+        [Err(PvmError::NoHost); 2]
+    );
+    assert_eq!(spawn_homes(SPAWN_ARCH, "CRAY", 1), [Err(PvmError::NoHost)]);
+    assert_eq!(
+        spawn_homes(SPAWN_ARCH, "LINUX64", 3)
+            .iter()
+            .flatten()
+            .count(),
+        3
+    );
+    assert_eq!(
+        spawn_homes(SPAWN_COMPLEMENT, "", 1),
+        [Err(PvmError::NoHost)]
+    );
+    let complement_homes = spawn_homes(SPAWN_HOST | SPAWN_COMPLEMENT, ".", 4);
     assert!(
-        others
+        complement_homes
             .iter()
             .all(|r| matches!(r, Ok(t) if *t != host(1).tid())),
-        "{others:?}"
+        "{complement_homes:?}"
     );
 }
 
@@ -277,25 +293,25 @@ fn spawned_task_gets_parent_and_environment() {
     let env = vec![b"PVMCTX=0x0".to_vec(), b"HOME=/mine".to_vec()];
     let request = SpawnRequest {
         env,
-        place: ":/var".into(),
+        where_arg: ":/var".into(),
         ..spawn_request("child", 1)
     };
-    let child =
+    let child_tid =
         spawned_tids(sim.ask(console, Request::Spawn(request.clone())))[0].expect("started");
     let flags = SPAWN_NO_PARENT;
     let orphan = spawned_tids(sim.ask(console, Request::Spawn(SpawnRequest { flags, ..request })))
         [0]
     .expect("started");
     sim.run_until("both are there", |s| {
-        [child, orphan]
+        [child_tid, orphan]
             .iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
-    let proc = sim.proc_of(child);
+    let proc = sim.proc_of(child_tid);
     let welcome = sim.procs[proc].welcome.clone().expect("there");
     assert_eq!(
         (welcome.tid, welcome.parent, welcome.spawned),
-        (child, sim.procs[console].tid(), true)
+        (child_tid, sim.procs[console].tid(), true)
     );
     let env = &sim.procs[proc].env;
     for entry in [
@@ -323,21 +339,21 @@ fn spawned_task_gets_parent_and_environment() {
     );
 }
 
-/// A missing program and a process that cannot be started are different errors.
+/// A missing program and a program that cannot be started cause different errors.
 #[test]
 fn missing_program_differs_from_failed_start() {
     let (mut sim, console) = Sim::cluster(3, 2);
     let reply = sim.ask(console, Request::Spawn(spawn_request("missing", 3)));
     assert_eq!(spawned_tids(reply), [Err(PvmError::NoFile); 3]);
-    let broken = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("broken", 1))))[0]
+    let start_error = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("broken", 1))))[0]
         .expect("it has a tid");
-    sim.ask(console, exit_notification(vec![broken], 9));
+    sim.ask(console, exit_notification_request(vec![start_error], 9));
     sim.run_until("it ended at once", |s| {
         s.procs[console].notifications(9).len() == 1
     });
-    let refused = sim.ask(console, Request::Spawn(spawn_request("child", 0)));
+    let refusal = sim.ask(console, Request::Spawn(spawn_request("child", 0)));
     assert!(matches!(
-        refused,
+        refusal,
         Reply::Failed {
             error: PvmError::BadParam,
             ..
@@ -349,33 +365,35 @@ fn missing_program_differs_from_failed_start() {
 #[test]
 fn second_claim_becomes_new_task() {
     let (mut sim, console) = Sim::cluster(4, 1);
-    let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+    let child_tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
         .expect("started");
     sim.run_until("it is there", |s| {
-        s.procs[s.proc_of(child)].welcome.is_some()
+        s.procs[s.proc_of(child_tid)].welcome.is_some()
     });
-    let proc = sim.proc_of(child);
-    let epid = sim.procs[proc]
+    let proc = sim.proc_of(child_tid);
+    let spawn_token = sim.procs[proc]
         .env
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    let thief = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
-    sim.run_until("accepted", |s| s.procs[thief].welcome.is_some());
-    assert_ne!(sim.procs[thief].tid(), child);
+    let second_claimer = sim.start_with_claim(HostId::MASTER, Claim::Spawned { spawn_token });
+    sim.run_until("accepted", |s| s.procs[second_claimer].welcome.is_some());
+    assert_ne!(sim.procs[second_claimer].tid(), child_tid);
     assert_eq!(
-        sim.procs[thief].welcome.as_ref().map(|w| w.parent),
+        sim.procs[second_claimer].welcome.as_ref().map(|w| w.parent),
         Some(Tid::NONE)
     );
     let migration = sempa_proto::MigrationId(1);
-    let resume = sim.claim(
+    let false_resumer = sim.start_with_claim(
         HostId::MASTER,
         Claim::Resume {
-            tid: child,
+            tid: child_tid,
             migration,
         },
     );
-    sim.run_until("refused", |s| s.procs[resume].refused.is_some());
+    sim.run_until("refused", |s| {
+        s.procs[false_resumer].refusal_reason.is_some()
+    });
 }
 
 /// Watchers are notified of a task's exit after the task's last message.
@@ -383,15 +401,16 @@ fn second_claim_becomes_new_task() {
 fn exit_notification_follows_last_message() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
-            .expect("started");
+        let child_tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))
+            [0]
+        .expect("started");
         sim.run_until("it is there", |s| {
-            s.procs[s.proc_of(child)].welcome.is_some()
+            s.procs[s.proc_of(child_tid)].welcome.is_some()
         });
-        let proc = sim.proc_of(child);
+        let proc = sim.proc_of(child_tid);
         let watchers: Vec<usize> = (1..=3).map(|h| sim.enrol(host(h))).collect();
         for w in &watchers {
-            sim.ask(*w, exit_notification(vec![child], 7));
+            sim.ask(*w, exit_notification_request(vec![child_tid], 7));
         }
         for n in 0..20u32 {
             for w in &watchers {
@@ -399,60 +418,65 @@ fn exit_notification_follows_last_message() {
                 sim.send_message(proc, dst, &n.to_be_bytes());
             }
         }
-        // The process is killed, so that it sends no watermarks itself.
-        sim.exit(proc, 9);
+        // The process is killed, so it sends no watermarks.
+        sim.exit_proc(proc, 9);
         sim.run_until("all notes", |s| {
             watchers
                 .iter()
                 .all(|w| s.procs[*w].notifications(7).len() == 1)
         });
         for w in &watchers {
-            let seen = &sim.procs[*w].received;
+            let received = &sim.procs[*w].received;
             assert!(
-                matches!(seen.last(), Some(Received::Notification(_))),
+                matches!(received.last(), Some(Received::Notification(_))),
                 "seed {seed}"
             );
-            assert_eq!(seen.len(), 21, "seed {seed}");
+            assert_eq!(received.len(), 21, "seed {seed}");
         }
-        // Notifications about dead and unknown tasks are sent at once.
-        let late = sim.enrol(host(2));
+        // A watcher that subscribes to the exit of a dead or unknown task is notified immediately.
+        let late_watcher = sim.enrol(host(2));
         sim.ask(
-            late,
-            exit_notification(
-                vec![child, Tid::from_raw(0x40777), Tid::from_raw(0x3c0001)],
+            late_watcher,
+            exit_notification_request(
+                vec![child_tid, Tid::from_raw(0x40777), Tid::from_raw(0x3c0001)],
                 8,
             ),
         );
-        sim.run_until("three notes", |s| s.procs[late].notifications(8).len() == 3);
+        sim.run_until("three notes", |s| {
+            s.procs[late_watcher].notifications(8).len() == 3
+        });
     }
 }
 
-/// A cancelled notification is sent at once, and only once.
+/// The cancellation of a notification triggers the notification immediately, and only once.
 #[test]
 fn cancelled_notification_comes_at_once() {
     let (mut sim, console) = Sim::cluster(6, 2);
-    let other = sim.enrol(host(2));
-    let dead = sim.procs[other].tid();
-    sim.ask(console, exit_notification(vec![dead, dead], 3));
-    let what = NotifySubjects::TaskExit(vec![dead]);
+    let other_proc = sim.enrol(host(2));
+    let exited_tid = sim.procs[other_proc].tid();
+    sim.ask(
+        console,
+        exit_notification_request(vec![exited_tid, exited_tid], 3),
+    );
+    let subjects = NotifySubjects::TaskExit(vec![exited_tid]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            subjects: what,
+            subjects,
             ctx: 0,
             tag: 3,
-            cancel: true,
+            is_cancellation: true,
         }),
     );
     sim.advance(Micros::from_millis(50));
     assert_eq!(sim.procs[console].notifications(3).len(), 1);
-    sim.ask(other, Request::Exit { watermarks: vec![] });
+    sim.ask(other_proc, Request::Exit { watermarks: vec![] });
     sim.run_until("the other one", |s| {
         s.procs[console].notifications(3).len() == 2
     });
-    let bad = sim.ask(console, exit_notification(vec![Tid::MY_DAEMON], 3));
+    let invalid_reply = sim.ask(console, exit_notification_request(vec![Tid::MY_DAEMON], 3));
     assert!(matches!(
-        bad,
+        invalid_reply,
         Reply::Failed {
             error: PvmError::BadParam,
             ..
@@ -460,68 +484,77 @@ fn cancelled_notification_comes_at_once() {
     ));
 }
 
-/// A spawned task that has left ends with its process, which can enrol again under another tid.
+/// A spawned task that leaves the virtual machine has ended. Its process can enrol again and gets
+/// another tid.
 #[test]
 fn reenrolled_process_gets_new_tid() {
     let (mut sim, console) = Sim::cluster(7, 2);
-    let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+    let child_tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
         .expect("started");
     sim.run_until("it is there", |s| {
-        s.procs[s.proc_of(child)].welcome.is_some()
+        s.procs[s.proc_of(child_tid)].welcome.is_some()
     });
-    let proc = sim.proc_of(child);
-    sim.ask(console, exit_notification(vec![child], 1));
+    let proc = sim.proc_of(child_tid);
+    sim.ask(console, exit_notification_request(vec![child_tid], 1));
     assert_eq!(
         sim.ask(proc, Request::Exit { watermarks: vec![] }),
         Reply::Done
     );
-    sim.close(proc);
+    sim.close_connection(proc);
     sim.advance(Micros::from_millis(200));
     assert!(sim.procs[console].notifications(1).is_empty());
-    let Reply::Tasks(tasks) = sim.ask(console, Request::Tasks { selector: child }) else {
+    let Reply::Tasks(tasks) = sim.ask(
+        console,
+        Request::Tasks {
+            selector: child_tid,
+        },
+    ) else {
         panic!("no list")
     };
     assert_eq!(tasks[0].flags, TASK_FORKED);
-    let epid = sim.procs[proc]
+    let spawn_token = sim.procs[proc]
         .env
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
     sim.procs[proc].welcome = None;
-    sim.connect(proc, Claim::Spawned { spawn_token: epid });
+    sim.connect(proc, Claim::Spawned { spawn_token });
     sim.run_until("again", |s| s.procs[proc].welcome.is_some());
-    assert_ne!(sim.procs[proc].tid(), child);
-    sim.exit(proc, 0);
+    assert_ne!(sim.procs[proc].tid(), child_tid);
+    sim.exit_proc(proc, 0);
     sim.run_until("the end", |s| s.procs[console].notifications(1).len() == 1);
 }
 
-/// Messages wait for a spawned task that has not connected, and are dropped for a dead one.
+/// Messages wait for a spawned task that has not connected yet. They are dropped when the task is
+/// dead.
 #[test]
 fn messages_wait_for_spawned_task() {
     let (mut sim, console) = Sim::cluster(8, 2);
-    let sleeper = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("sleep", 1))))[0]
-        .expect("started");
+    let unconnected_tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("sleep", 1))))
+        [0]
+    .expect("started");
     for n in 0..10u32 {
-        sim.send_message(console, sleeper, &n.to_be_bytes());
+        sim.send_message(console, unconnected_tid, &n.to_be_bytes());
     }
     sim.advance(Micros::from_secs(3));
-    let proc = sim.proc_of(sleeper);
-    let epid = sim.procs[proc]
+    let proc = sim.proc_of(unconnected_tid);
+    let spawn_token = sim.procs[proc]
         .env
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    sim.connect(proc, Claim::Spawned { spawn_token: epid });
+    sim.connect(proc, Claim::Spawned { spawn_token });
     sim.run_until("all that waited", |s| s.procs[proc].received.len() == 10);
-    sim.exit(proc, 0);
+    sim.exit_proc(proc, 0);
     sim.advance(Micros::from_millis(100));
-    sim.send_message(console, sleeper, b"too late");
+    sim.send_message(console, unconnected_tid, b"too late");
     sim.run_until("the sender's link is told and forgets", |s| {
-        s.procs[console].knows_dead(sleeper)
+        s.procs[console].knows_peer_dead(unconnected_tid)
     });
 }
 
-/// Output goes to the collector with its markers, or to the log of the master.
+/// Output goes to the collector with markers for the start and end of tasks. Without a collector it
+/// goes to the log of the master.
 #[test]
 fn output_goes_to_collector_or_master_log() {
     let (mut sim, console) = Sim::cluster(9, 2);
@@ -530,52 +563,57 @@ fn output_goes_to_collector_or_master_log() {
         ctx: 4,
         tag: 44,
     };
-    let child = spawned_tids(sim.ask(
+    let child_tid = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
-            output,
+            output_sink: output,
             ..spawn_request("child", 1)
         }),
     ))[0]
         .expect("started");
     sim.run_until("it is there", |s| {
-        s.procs[s.proc_of(child)].welcome.is_some()
+        s.procs[s.proc_of(child_tid)].welcome.is_some()
     });
-    let on = child.birth_host().expect("a task");
-    let out = |tid: Tid, text: &str| {
+    let host_id = child_tid.birth_host().expect("a task");
+    let task_output = |tid: Tid, text: &str| {
         crate::Event::Tasker(sempa_proto::tasker::FromTasker::Output {
             tid,
             bytes: text.into(),
         })
     };
-    sim.handle(on, out(child, "hello"));
-    let proc = sim.proc_of(child);
-    sim.exit(proc, 0);
+    sim.handle(host_id, task_output(child_tid, "hello"));
+    let proc = sim.proc_of(child_tid);
+    sim.exit_proc(proc, 0);
     sim.run_until("four messages", |s| {
         s.procs[console].notifications(44).len() == 4
     });
-    let notes = sim.procs[console].notifications(44);
-    let second: Vec<i32> = notes.iter().map(|n| integers(&n.body)[1]).collect();
-    let from_its_host: Vec<i32> = second.iter().copied().filter(|mark| *mark != -1).collect();
-    assert_eq!((second.len(), from_its_host), (4, vec![-2, 5, 0]));
+    let notifications = sim.procs[console].notifications(44);
+    let markers: Vec<i32> = notifications.iter().map(|n| integers(&n.body)[1]).collect();
+    let host_markers: Vec<i32> = markers
+        .iter()
+        .copied()
+        .filter(|marker| *marker != -1)
+        .collect();
+    assert_eq!((markers.len(), host_markers), (4, vec![-2, 5, 0]));
     assert!(
-        notes
+        notifications
             .iter()
-            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon_tid()))
+            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == host_id.daemon_tid()))
     );
-    let quiet = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
-        .expect("started");
+    let child_without_sink =
+        spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+            .expect("started");
     sim.handle(
-        quiet.birth_host().expect("a task"),
-        out(quiet, "to the log\n"),
+        child_without_sink.birth_host().expect("a task"),
+        task_output(child_without_sink, "to the log\n"),
     );
     sim.run_until("logged", |s| {
-        s.nodes[&HostId::MASTER].output == b"to the log\n"
+        s.nodes[&HostId::MASTER].task_output == b"to the log\n"
     });
 }
 
-/// A collector is notified of all tasks of a spawn together, so that it never takes the first task
-/// for the last one.
+/// A collector is notified of all tasks of a spawn together, so it never considers the first task
+/// the last one.
 #[test]
 fn collector_learns_all_tasks_of_spawn_first() {
     let (mut sim, console) = Sim::cluster(12, 3);
@@ -584,20 +622,20 @@ fn collector_learns_all_tasks_of_spawn_first() {
         ctx: 4,
         tag: 44,
     };
-    let spawned = spawned_tids(sim.ask(
+    let spawn_results = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
-            output,
+            output_sink: output,
             ..spawn_request("child", 3)
         }),
     ));
-    assert_eq!(spawned.iter().flatten().count(), 3);
-    for child in spawned.into_iter().flatten() {
+    assert_eq!(spawn_results.iter().flatten().count(), 3);
+    for child_tid in spawn_results.into_iter().flatten() {
         sim.run_until("it is there", |s| {
-            s.procs[s.proc_of(child)].welcome.is_some()
+            s.procs[s.proc_of(child_tid)].welcome.is_some()
         });
-        let proc = sim.proc_of(child);
-        sim.exit(proc, 0);
+        let proc = sim.proc_of(child_tid);
+        sim.exit_proc(proc, 0);
     }
     sim.run_until("all ends", |s| {
         s.procs[console]
@@ -607,33 +645,36 @@ fn collector_learns_all_tasks_of_spawn_first() {
             .count()
             == 3
     });
-    let said: Vec<i32> = sim.procs[console]
+    let markers: Vec<i32> = sim.procs[console]
         .notifications(44)
         .iter()
         .map(|n| integers(&n.body)[1])
         .collect();
-    let asked: Vec<usize> = (0..said.len()).filter(|n| said[*n] == -1).collect();
+    let start_positions: Vec<usize> = (0..markers.len()).filter(|n| markers[*n] == -1).collect();
     assert!(
-        asked.len() == 3 && asked[2] == asked[0] + 2,
-        "they come in one go: {said:?}"
+        start_positions.len() == 3 && start_positions[2] == start_positions[0] + 2,
+        "they come in one go: {markers:?}"
     );
 }
 
-/// All hosts share one mailbox, and readers can wait for entries.
+/// All hosts share one mailbox. Readers can wait for an entry that does not exist yet.
 #[test]
 fn mailbox_is_shared_by_all_hosts() {
     let (mut sim, console) = Sim::cluster(10, 3);
     let (a, b) = (sim.enrol(host(2)), sim.enrol(host(3)));
-    let waiting = sim.request(b, take_mail("x", 32));
+    let waiting_request = sim.request(b, take_request("x", 32));
     sim.advance(Micros::from_millis(50));
-    assert!(!sim.procs[b].replies.contains_key(&waiting));
-    assert_eq!(sim.ask(a, put_mail("x", 0, "one")), Reply::MailboxIndex(0));
+    assert!(!sim.procs[b].replies.contains_key(&waiting_request));
+    assert_eq!(
+        sim.ask(a, put_request("x", 0, "one")),
+        Reply::MailboxIndex(0)
+    );
     sim.run_until("the waiting one", |s| {
-        s.procs[b].replies.contains_key(&waiting)
+        s.procs[b].replies.contains_key(&waiting_request)
     });
-    let denied = sim.ask(console, put_mail("x", 0, "two"));
+    let put_reply = sim.ask(console, put_request("x", 0, "two"));
     assert!(matches!(
-        denied,
+        put_reply,
         Reply::Failed {
             error: PvmError::Denied,
             ..
@@ -641,20 +682,20 @@ fn mailbox_is_shared_by_all_hosts() {
     ));
     sim.ask(a, Request::Exit { watermarks: vec![] });
     sim.advance(Micros::from_millis(50));
-    let gone = sim.ask(console, take_mail("x", 0));
+    let take_reply = sim.ask(console, take_request("x", 0));
     assert!(matches!(
-        gone,
+        take_reply,
         Reply::Failed {
             error: PvmError::NotFound,
             ..
         }
     ));
-    // Entries of tasks on a lost host are removed, too.
-    sim.ask(b, put_mail("y", 1, "kept"));
-    sim.ask(b, put_mail("z", 0, "gone"));
+    // The entries of tasks on a lost host are removed, too.
+    sim.ask(b, put_request("y", 1, "kept"));
+    sim.ask(b, put_request("z", 0, "gone"));
     sim.kill_host(host(3));
     sim.advance(Micros::from_secs(3));
-    let Reply::MailboxClasses(classes) = sim.ask(
+    let Reply::MailboxClasses(mailbox_classes) = sim.ask(
         console,
         Request::Mailbox(MailboxRequest::List {
             pattern: String::new(),
@@ -663,7 +704,7 @@ fn mailbox_is_shared_by_all_hosts() {
         panic!("no list")
     };
     assert_eq!(
-        classes
+        mailbox_classes
             .iter()
             .map(|c| (c.name.as_str(), c.entries[0].1))
             .collect::<Vec<_>>(),
@@ -671,7 +712,7 @@ fn mailbox_is_shared_by_all_hosts() {
     );
 }
 
-/// Lists, clock requests, state requests and signals reach every host.
+/// Task lists, clock requests, state requests and signals reach every host.
 #[test]
 fn host_wide_requests_reach_every_host() {
     let (mut sim, console) = Sim::cluster(11, 3);
@@ -681,14 +722,18 @@ fn host_wide_requests_reach_every_host() {
             .flatten()
             .collect();
     sim.advance(Micros::from_millis(50));
-    let list = |sim: &mut Sim, selector: Tid| match sim.ask(console, Request::Tasks { selector }) {
-        Reply::Tasks(tasks) => tasks.into_iter().map(|t| t.tid).collect::<Vec<_>>(),
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(list(&mut sim, Tid::NONE).len(), 4);
-    assert_eq!(list(&mut sim, host(2).tid()), [Tid::from_raw(0x80001)]);
-    assert_eq!(list(&mut sim, children[1]), [children[1]]);
-    assert!(list(&mut sim, Tid::from_raw(0x80099)).is_empty());
+    let list_tasks =
+        |sim: &mut Sim, selector: Tid| match sim.ask(console, Request::Tasks { selector }) {
+            Reply::Tasks(tasks) => tasks.into_iter().map(|t| t.tid).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+    assert_eq!(list_tasks(&mut sim, Tid::NONE).len(), 4);
+    assert_eq!(
+        list_tasks(&mut sim, host(2).tid()),
+        [Tid::from_raw(0x80001)]
+    );
+    assert_eq!(list_tasks(&mut sim, children[1]), [children[1]]);
+    assert!(list_tasks(&mut sim, Tid::from_raw(0x80099)).is_empty());
     assert_eq!(
         error_of(sim.ask(
             console,
@@ -755,60 +800,64 @@ fn host_wide_requests_reach_every_host() {
     );
 }
 
-/// Events of all hosts have consecutive numbers and can be subscribed to.
+/// Events of all hosts have consecutive numbers. A task can subscribe to new events.
 #[test]
 fn events_are_numbered_and_can_be_followed() {
     let (mut sim, console) = Sim::cluster(13, 2);
-    let follower = sim.enrol(host(2));
+    let subscriber = sim.enrol(host(2));
     assert_eq!(
-        sim.ask(follower, Request::Subscribe { ctx: 3, tag: 33 }),
+        sim.ask(subscriber, Request::Subscribe { ctx: 3, tag: 33 }),
         Reply::Done
     );
-    let kind = EventKind::Note {
+    let event = EventKind::Note {
         text: "from far".into(),
     };
     sim.ask(
-        follower,
+        subscriber,
         Request::RecordEvent {
             at: Micros(5),
-            kind: kind.clone(),
+            kind: event.clone(),
         },
     );
     sim.run_until("it comes back", |s| {
-        !s.procs[follower].notifications(33).is_empty()
+        !s.procs[subscriber].notifications(33).is_empty()
     });
-    let note = sim.procs[follower].notifications(33)[0].clone();
-    let entry: Entry = sempa_proto::frame::from_bytes(&note.body).expect("an event");
+    let notification = sim.procs[subscriber].notifications(33)[0].clone();
+    let entry: Entry = sempa_proto::frame::from_bytes(&notification.body).expect("an event");
     assert_eq!(
         (entry.kind, entry.at, entry.host),
-        (kind, Micros(5), host(2))
+        (event, Micros(5), host(2))
     );
     assert_eq!(
-        (note.ctx, note.enc, note.src),
+        (notification.ctx, notification.enc, notification.src),
         (3, DSIG_X86_64, HostId::MASTER.daemon_tid())
     );
-    let Reply::Events(all) = sim.ask(
+    let Reply::Events(all_entries) = sim.ask(
         console,
         Request::Events {
             first_number: 0,
-            limit: 1000,
+            events_max: 1000,
         },
     ) else {
         panic!("no events")
     };
     assert!(
-        all.iter()
+        all_entries
+            .iter()
             .enumerate()
             .all(|(n, e)| e.number == n as u64 + 1)
     );
-    let Reply::Events(some) = sim.ask(
+    let Reply::Events(limited_entries) = sim.ask(
         console,
         Request::Events {
             first_number: 3,
-            limit: 1,
+            events_max: 1,
         },
     ) else {
         panic!("no events")
     };
-    assert_eq!(some.iter().map(|e| e.number).collect::<Vec<_>>(), [3]);
+    assert_eq!(
+        limited_entries.iter().map(|e| e.number).collect::<Vec<_>>(),
+        [3]
+    );
 }

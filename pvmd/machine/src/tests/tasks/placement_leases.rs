@@ -12,8 +12,8 @@ use sempa_proto::task::{LeasedSpawn, Reply, Request, RmServices, SpawnRequest, T
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-/// The use of a placement lease is reported to its resource manager and does not advance the
-/// round-robin order.
+/// The use of a placement lease is reported to the resource manager that granted it. The use does
+/// not advance the round-robin order.
 #[test]
 fn placement_lease_use_is_reported() {
     for seed in seeds(10) {
@@ -22,24 +22,24 @@ fn placement_lease_use_is_reported() {
         sim.ask(
             rm,
             Request::RegisterRm(RmServices {
-                spawn: true,
-                other_requests: false,
+                placement: true,
+                vm_requests: false,
                 task_exits: true,
             }),
         );
-        let giver = sim.procs[rm].tid();
-        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnLeased {
+        let rm_tid = sim.procs[rm].tid();
+        let leased_spawn = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnLeased {
             request,
             lease: LeasedSpawn {
                 rm,
-                wid: 40 + i32::from(n),
+                lease_wid: 40 + i32::from(n),
                 hosts: vec![host(n)],
             },
         };
-        let mut started = Vec::new();
+        let mut started_tasks = Vec::new();
         for n in [3, 3, 1] {
-            let reply = sim.ask(console, granted(n, giver, spawn_request("child", 1)));
-            started.push((n, spawned_tids(reply)[0].expect("started")));
+            let reply = sim.ask(console, leased_spawn(n, rm_tid, spawn_request("child", 1)));
+            started_tasks.push((n, spawned_tids(reply)[0].expect("started")));
         }
         assert_eq!(
             home_indices(sim.ask(console, Request::Spawn(spawn_request("child", 2)))),
@@ -49,52 +49,58 @@ fn placement_lease_use_is_reported() {
         sim.run_until("the giver knows", |s| {
             s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == 3
         });
-        let told = sim.procs[rm].notifications(SM_PLACEMENT_LEASE_USED);
-        let by = sim.procs[console].tid();
-        for ((n, tid), note) in started.iter().zip(told) {
-            let taken = PlacementLeaseUse {
-                spawner: by,
+        let use_reports = sim.procs[rm].notifications(SM_PLACEMENT_LEASE_USED);
+        let spawner = sim.procs[console].tid();
+        for ((n, tid), notification) in started_tasks.iter().zip(use_reports) {
+            let expected_use = PlacementLeaseUse {
+                spawner,
                 tasks: vec![(host(*n), *tid)],
             };
             assert_eq!(
-                (note.wid, unpack_placement_lease_use(note.body.clone())),
-                (40 + i32::from(*n), Ok(taken))
+                (
+                    notification.wid,
+                    unpack_placement_lease_use(notification.body.clone())
+                ),
+                (40 + i32::from(*n), Ok(expected_use))
             );
             assert_eq!(tid.birth_host(), Some(host(*n)));
         }
-        let Reply::Events(log) = sim.ask(
+        let Reply::Events(entries) = sim.ask(
             console,
             Request::Events {
                 first_number: 0,
-                limit: 1000,
+                events_max: 1000,
             },
         ) else {
             panic!("no log")
         };
-        let placed = log
+        let placed_tids = entries
             .iter()
             .filter(|entry| matches!(&entry.kind, EventKind::Placed { .. }))
             .count();
-        assert_eq!(placed, 3, "seed {seed}");
-        // Failures are reported only to the requester, which then asks the resource manager.
+        assert_eq!(placed_tids, 3, "seed {seed}");
+        // A failed spawn is reported only to the requester, which then asks the resource manager.
         assert_eq!(
-            spawned_tids(sim.ask(console, granted(9, giver, spawn_request("child", 1)))),
+            spawned_tids(sim.ask(console, leased_spawn(9, rm_tid, spawn_request("child", 1)))),
             [Err(PvmError::NoHost)]
         );
         assert_eq!(
-            spawned_tids(sim.ask(console, granted(2, giver, spawn_request("missing", 1)))),
+            spawned_tids(sim.ask(
+                console,
+                leased_spawn(2, rm_tid, spawn_request("missing", 1))
+            )),
             [Err(PvmError::NoFile)]
         );
-        for wrong in [
-            granted(2, by, spawn_request("child", 1)),
-            granted(2, giver, spawn_request("child", 2)),
+        for wrong_request in [
+            leased_spawn(2, spawner, spawn_request("child", 1)),
+            leased_spawn(2, rm_tid, spawn_request("child", 2)),
         ] {
-            assert_eq!(error_of(sim.ask(console, wrong)), PvmError::Denied);
+            assert_eq!(error_of(sim.ask(console, wrong_request)), PvmError::Denied);
         }
-        sim.close(rm);
-        sim.run_until("its end", |s| s.procs[console].rm.is_none());
+        sim.close_connection(rm);
+        sim.run_until("its end", |s| s.procs[console].rm_info.is_none());
         assert_eq!(
-            error_of(sim.ask(console, granted(2, giver, spawn_request("child", 1)))),
+            error_of(sim.ask(console, leased_spawn(2, rm_tid, spawn_request("child", 1)))),
             PvmError::Denied
         );
         assert_eq!(
@@ -105,12 +111,12 @@ fn placement_lease_use_is_reported() {
     }
 }
 
-/// The reply to a spawn precedes the order to the tasker and the log entry.
+/// The reply to a spawn request precedes the orders to the tasker and the log entries.
 #[test]
 fn spawn_reply_precedes_start_and_log() {
     let (mut sim, console) = Sim::cluster(1, 1);
     let (now, conn) = (sim.now, sim.procs[console].conn.expect("connected"));
-    let entries = |sim: &Sim| {
+    let count_entries = |sim: &Sim| {
         sim.nodes[&HostId::MASTER]
             .machine
             .master
@@ -120,38 +126,39 @@ fn spawn_reply_precedes_start_and_log() {
             .entries_since(0, 1000)
             .len()
     };
-    let before = entries(&sim);
+    let entry_count = count_entries(&sim);
     let message = ToDaemon::Request {
         id: RequestId(77),
         request: Request::Spawn(spawn_request("child", 2)),
     };
-    let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
-    let answer = |output: &Output| {
+    let outputs =
+        sim.handle_without_outputs(HostId::MASTER, now, Event::TaskControl { conn, message });
+    let is_reply = |output: &Output| {
         matches!(
             output,
-            Output::ToTask {
+            Output::SendToTask {
                 message: ToTask::Reply { .. },
                 ..
             }
         )
     };
-    let order = |output: &Output| matches!(output, Output::ToTasker(ToTasker::Start(_)));
-    let first = outputs.iter().position(order).expect("an order");
-    assert!(outputs.iter().position(answer).expect("an answer") < first);
-    assert_eq!(outputs.iter().filter(|output| order(output)).count(), 2);
-    assert_eq!(entries(&sim), before);
-    // Without another event, the log entry follows a moment later.
-    let due = sim.nodes[&HostId::MASTER]
+    let is_start = |output: &Output| matches!(output, Output::SendToTasker(ToTasker::Start(_)));
+    let start_position = outputs.iter().position(is_start).expect("an order");
+    assert!(outputs.iter().position(is_reply).expect("an answer") < start_position);
+    assert_eq!(outputs.iter().filter(|output| is_start(output)).count(), 2);
+    assert_eq!(count_entries(&sim), entry_count);
+    // If no other event arrives, the log entries follow at most 1 ms later.
+    let wakeup_time = sim.nodes[&HostId::MASTER]
         .machine
-        .next_wakeup()
+        .next_wakeup_time()
         .expect("soon");
-    assert!(due.since(now) <= Micros::from_millis(1));
-    sim.outputs_of(HostId::MASTER, due, Event::Wake);
-    assert_eq!(entries(&sim), before + 2);
+    assert!(wakeup_time.since(now) <= Micros::from_millis(1));
+    sim.handle_without_outputs(HostId::MASTER, wakeup_time, Event::Wake);
+    assert_eq!(count_entries(&sim), entry_count + 2);
 }
 
-/// One request uses several placement leases, one per task, and failures are reported to the
-/// requester.
+/// One request may use several placement leases, with one lease for each task. Failures are
+/// reported to the requester.
 #[test]
 fn one_request_uses_several_placement_leases() {
     for seed in seeds(10) {
@@ -160,67 +167,74 @@ fn one_request_uses_several_placement_leases() {
         sim.ask(
             rm,
             Request::RegisterRm(RmServices {
-                spawn: true,
-                other_requests: false,
+                placement: true,
+                vm_requests: false,
                 task_exits: true,
             }),
         );
-        let (giver, by) = (sim.procs[rm].tid(), sim.procs[console].tid());
-        let granted = |sim: &mut Sim, hosts: &[u16], count: u32| {
-            let grant = LeasedSpawn {
-                rm: giver,
-                wid: 7,
+        let (rm_tid, spawner) = (sim.procs[rm].tid(), sim.procs[console].tid());
+        let spawn_leased = |sim: &mut Sim, hosts: &[u16], count: u32| {
+            let leased_spawn = LeasedSpawn {
+                rm: rm_tid,
+                lease_wid: 7,
                 hosts: hosts.iter().map(|n| host(*n)).collect(),
             };
             sim.ask(
                 console,
                 Request::SpawnLeased {
                     request: spawn_request("child", count),
-                    lease: grant,
+                    lease: leased_spawn,
                 },
             )
         };
-        let first = spawned_tids(granted(&mut sim, &[3, 1, 3, 2], 4));
-        let homes: Vec<_> = first
+        let first_tids = spawned_tids(spawn_leased(&mut sim, &[3, 1, 3, 2], 4));
+        let home_indices: Vec<_> = first_tids
             .iter()
             .map(|tid| tid.expect("started").birth_host().expect("a home").index())
             .collect();
-        assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
-        let second = spawned_tids(granted(&mut sim, &[9, 2, 8], 3));
-        assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
-        assert_eq!(second[1].expect("started").birth_host(), Some(host(2)));
+        assert_eq!(home_indices, [3, 1, 3, 2], "seed {seed}");
+        let second_tids = spawned_tids(spawn_leased(&mut sim, &[9, 2, 8], 3));
+        assert_eq!([second_tids[0], second_tids[2]], [Err(PvmError::NoHost); 2]);
+        assert_eq!(second_tids[1].expect("started").birth_host(), Some(host(2)));
         assert_eq!(
-            spawned_tids(granted(&mut sim, &[9, 8], 2)),
+            spawned_tids(spawn_leased(&mut sim, &[9, 8], 2)),
             [Err(PvmError::NoHost); 2]
         );
-        let many = [2; LEASE_TASKS_MAX + 1];
-        for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
-            assert_eq!(error_of(granted(&mut sim, hosts, count)), PvmError::Denied);
+        let too_many_hosts = [2; LEASE_TASKS_MAX + 1];
+        for (hosts, count) in [
+            (&[2, 2][..], 3),
+            (&[], 1),
+            (&too_many_hosts[..], too_many_hosts.len() as u32),
+        ] {
+            assert_eq!(
+                error_of(spawn_leased(&mut sim, hosts, count)),
+                PvmError::Denied
+            );
         }
         sim.run_until("the giver knows", |s| {
             s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == 2
         });
-        let told = sim.procs[rm]
+        let use_reports = sim.procs[rm]
             .notifications(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_placement_lease_use(note.body).expect("a word"));
-        let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
-        let all = [3, 1, 3, 2]
+            .map(|notification| unpack_placement_lease_use(notification.body).expect("a word"));
+        let located = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
+        let first_tasks = [3, 1, 3, 2]
             .iter()
-            .zip(&first)
-            .map(|(n, tid)| at(*n, tid))
+            .zip(&first_tids)
+            .map(|(n, tid)| located(*n, tid))
             .collect();
         let expected = [
             PlacementLeaseUse {
-                spawner: by,
-                tasks: all,
+                spawner,
+                tasks: first_tasks,
             },
             PlacementLeaseUse {
-                spawner: by,
-                tasks: vec![at(2, &second[1])],
+                spawner,
+                tasks: vec![located(2, &second_tids[1])],
             },
         ];
-        assert_eq!(told.collect::<Vec<_>>(), expected, "seed {seed}");
+        assert_eq!(use_reports.collect::<Vec<_>>(), expected, "seed {seed}");
     }
 }
 
@@ -233,8 +247,8 @@ fn lease_reports_are_batched_in_order() {
         sim.ask(
             rm,
             Request::RegisterRm(RmServices {
-                spawn: true,
-                other_requests: false,
+                placement: true,
+                vm_requests: false,
                 task_exits: false,
             }),
         );
@@ -242,45 +256,54 @@ fn lease_reports_are_batched_in_order() {
             sim.ask(rm, Request::Subscribe { ctx: 3, tag: 33 }),
             Reply::Done
         );
-        let giver = sim.procs[rm].tid();
-        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.rm_batch.batched_total;
-        let mut tids_taken = Vec::new();
+        let rm_tid = sim.procs[rm].tid();
+        let batched_total = |sim: &Sim| {
+            sim.nodes[&HostId::MASTER]
+                .machine
+                .rm_batch
+                .batched_item_count
+        };
+        let mut spawned = Vec::new();
         for n in 1..=LEASE_HOSTS_MAX {
-            let grant = LeasedSpawn {
-                rm: giver,
-                wid: n as i32,
+            let leased_spawn = LeasedSpawn {
+                rm: rm_tid,
+                lease_wid: n as i32,
                 hosts: vec![HostId::MASTER],
             };
             let reply = sim.ask(
                 console,
                 Request::SpawnLeased {
                     request: spawn_request("child", 1),
-                    lease: grant,
+                    lease: leased_spawn,
                 },
             );
-            tids_taken.push(spawned_tids(reply)[0].expect("started"));
+            spawned.push(spawned_tids(reply)[0].expect("started"));
         }
         sim.run_until("the giver knows", |s| {
             s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == LEASE_HOSTS_MAX
         });
-        let told: Vec<_> = sim.procs[rm]
+        let reported_tasks: Vec<_> = sim.procs[rm]
             .notifications(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_placement_lease_use(note.body).expect("a word").tasks)
+            .map(|notification| {
+                unpack_placement_lease_use(notification.body)
+                    .expect("a word")
+                    .tasks
+            })
             .collect();
-        let each: Vec<_> = tids_taken
+        let expected_tasks: Vec<_> = spawned
             .iter()
             .map(|tid| vec![(HostId::MASTER, *tid)])
             .collect();
-        assert_eq!(told, each, "seed {seed}");
-        // Batched messages: one event per placement, one report per lease except at the end of each
-        // half, and starts and exits during the test.
-        let words = LEASE_HOSTS_MAX - 2;
-        let expected = LEASE_HOSTS_MAX + words..=3 * LEASE_HOSTS_MAX + words;
+        assert_eq!(reported_tasks, expected_tasks, "seed {seed}");
+        // Expected number of batched messages: one event for each placement, one report for each
+        // lease except at the end of each half, and messages about starts and exits.
+        let report_count_min = LEASE_HOSTS_MAX - 2;
+        let expected = LEASE_HOSTS_MAX + report_count_min..=3 * LEASE_HOSTS_MAX + report_count_min;
         assert!(
-            expected.contains(&waited(&sim)),
+            expected.contains(&batched_total(&sim)),
             "seed {seed}: {}",
-            waited(&sim)
+            batched_total(&sim)
         );
         assert!(
             sim.procs[rm].notifications(SM_TASKX).is_empty(),
@@ -288,27 +311,27 @@ fn lease_reports_are_batched_in_order() {
         );
 
         sim.advance(Micros::from_secs(2));
-        let before = waited(&sim);
+        let batched_before = batched_total(&sim);
         sim.ask(console, Request::Spawn(spawn_request("child", 1)));
         sim.advance(Micros::from_secs(1));
         assert_eq!(
-            waited(&sim),
-            before,
+            batched_total(&sim),
+            batched_before,
             "seed {seed}: nothing is granted any more"
         );
-        let numbers: Vec<u64> = sim.procs[rm]
+        let event_numbers: Vec<u64> = sim.procs[rm]
             .notifications(33)
             .iter()
-            .map(|note| {
-                sempa_proto::frame::from_bytes::<sempa_proto::event::Event>(&note.body)
+            .map(|notification| {
+                sempa_proto::frame::from_bytes::<sempa_proto::event::Event>(&notification.body)
                     .expect("an event")
                     .number
             })
             .collect();
         assert!(
-            numbers.windows(2).all(|pair| pair[1] == pair[0] + 1),
-            "seed {seed}: {numbers:?}"
+            event_numbers.windows(2).all(|pair| pair[1] == pair[0] + 1),
+            "seed {seed}: {event_numbers:?}"
         );
-        assert!(numbers.len() > 8, "seed {seed}: {numbers:?}");
+        assert!(event_numbers.len() > 8, "seed {seed}: {event_numbers:?}");
     }
 }

@@ -3,42 +3,46 @@
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
 
-/// Contains the last `max` distinct values that were inserted.
+/// A set of at most `max` values. When it is full, an insertion removes the value that was inserted
+/// first.
 #[derive(Debug)]
 pub(crate) struct RecentSet<T> {
-    max: usize,
-    set: HashSet<T>,
-    order: VecDeque<T>,
+    len_max: usize,
+    values: HashSet<T>,
+    insertion_order: VecDeque<T>,
 }
 
 impl<T: Copy + Eq + Hash> RecentSet<T> {
-    pub(crate) fn new(max: usize) -> RecentSet<T> {
-        RecentSet {
-            max,
-            set: HashSet::new(),
-            order: VecDeque::new(),
+    pub(crate) fn new(max: usize) -> Self {
+        Self {
+            len_max: max,
+            values: HashSet::new(),
+            insertion_order: VecDeque::new(),
         }
     }
 
     pub(crate) fn insert(&mut self, value: T) {
-        if self.set.insert(value) {
-            self.order.push_back(value);
+        if self.values.insert(value) {
+            self.insertion_order.push_back(value);
         }
-        while self.order.len() > self.max {
-            let oldest = self.order.pop_front().expect("longer than the limit");
-            self.set.remove(&oldest);
+        while self.insertion_order.len() > self.len_max {
+            let oldest = self
+                .insertion_order
+                .pop_front()
+                .expect("longer than the limit");
+            self.values.remove(&oldest);
         }
     }
 
     /// Removes a value from the set.
     pub(crate) fn remove(&mut self, value: T) {
-        if self.set.remove(&value) {
-            self.order.retain(|other| *other != value);
+        if self.values.remove(&value) {
+            self.insertion_order.retain(|other| *other != value);
         }
     }
 
     pub(crate) fn contains(&self, value: T) -> bool {
-        self.set.contains(&value)
+        self.values.contains(&value)
     }
 }
 
@@ -46,7 +50,7 @@ impl<T: Copy + Eq + Hash> RecentSet<T> {
 mod tests {
     use super::*;
 
-    /// If the set is full, the oldest value is dropped.
+    /// If the set is full, an insertion removes the oldest value.
     #[test]
     fn oldest_values_are_dropped_first() {
         let mut recent = RecentSet::new(2);

@@ -1,11 +1,11 @@
-//! Vacated jobs: if the owners request it, jobs that no host accepts are checkpointed and ended.
-//! They are restarted when there is room.
+//! Vacated jobs: if no host accepts a job and the owners request checkpoints, the job is
+//! checkpointed and ended. It is restarted when there is room.
 
 use crate::common::{
-    TestBed, host_id, migrate_error, spawned_task_info, task_id, task_info, world,
+    TestBed, fake_vm, host_id, migrate_error, spawned_task_info, task_id, task_info,
 };
 use crate::{options_with_history, query};
-use pvm_rm::service::{Options, VACATED_RESERVE_AFTER};
+use pvm_rm::service::{Options, VACATED_RESERVATION_DELAY};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, MigrationCause};
@@ -14,7 +14,7 @@ use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
-/// Returns a job: a top task on h1 with a child on h2 and a child on h3.
+/// Returns the tasks of a job: a top task on h1, a child on h2 and a child on h3.
 fn job_tasks() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
@@ -27,13 +27,15 @@ fn job_tasks() -> [TaskInfo; 3] {
     ]
 }
 
-fn pool() -> TestBed {
-    let vm = world(3);
+/// Returns a service with the job of [`job_tasks`], and three owners who request checkpoints.
+fn vacating_bed() -> TestBed {
+    let vm = fake_vm(3);
     vm.0.borrow_mut().tasks.extend(job_tasks());
-    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
-    TestBed::quiet(&vm)
+    vm.0.borrow_mut().eviction_mode = EvictionMode::Checkpoint;
+    TestBed::start_with_watchers(&vm)
 }
 
+/// Reports the checkpoint of a vacated job and the ends of the tasks of [`job_tasks`].
 fn report_vacated(bed: &mut TestBed, job: Tid) {
     let kind = EventKind::Checkpointed {
         checkpoint: "s1".into(),
@@ -43,26 +45,26 @@ fn report_vacated(bed: &mut TestBed, job: Tid) {
         frozen: Micros(5),
         vacated: true,
     };
-    bed.world().event(host_id(1), kind);
+    bed.state().log_event(host_id(1), kind);
     for info in job_tasks() {
-        let used = Default::default();
-        bed.world().event(
+        let usage = Default::default();
+        bed.state().log_event(
             info.host,
             EventKind::TaskEnded {
                 tid: info.tid,
                 status: 9,
-                used,
+                used: usage,
             },
         );
     }
-    bed.world()
+    bed.state()
         .tasks
         .retain(|task| job_tasks().iter().all(|member| member.tid != task.tid));
-    bed.settle();
+    bed.process_inbox();
 }
 
-/// Lets the owners of all hosts arrive one after the other. Tasks that can migrate do so.
-fn present_owners_everywhere(bed: &mut TestBed) {
+/// Reports the owners of all hosts as present, one after the other. Tasks that can migrate do so.
+fn report_owners_everywhere(bed: &mut TestBed) {
     for host in 1..=3 {
         bed.report_owner_present(host);
         complete_migrations(bed);
@@ -72,64 +74,65 @@ fn present_owners_everywhere(bed: &mut TestBed) {
 /// Completes all migrations that have been requested.
 fn complete_migrations(bed: &mut TestBed) {
     loop {
-        let going = bed.world().take_migrations();
-        if going.is_empty() {
+        let migrations = bed.state().take_migrations();
+        if migrations.is_empty() {
             return;
         }
-        for (tid, to) in going {
-            let from = bed.service.model().host_of(tid).expect("known");
-            bed.world()
+        for (tid, target) in migrations {
+            let source = bed.service.model().host_of(tid).expect("known");
+            bed.state()
                 .tasks
                 .iter_mut()
                 .filter(|task| task.tid == tid)
-                .for_each(|task| task.host = host_id(to));
-            bed.world().migrated(
+                .for_each(|task| task.host = host_id(target));
+            bed.state().report_migrated(
                 tid,
-                from.index(),
-                to,
+                source.index(),
+                target,
                 MigrationCause::Owner {
                     why: "alice on pts/0".into(),
                 },
             );
-            bed.settle();
+            bed.process_inbox();
         }
     }
 }
 
-/// A task that another host accepts migrates, and its job is not checkpointed.
+/// If another host accepts a task, the task migrates, and its job is not checkpointed.
 #[test]
 fn task_with_a_target_only_migrates() {
-    let mut bed = pool();
+    let mut bed = vacating_bed();
     bed.report_owner_present(2);
-    assert_eq!(bed.world().take_migrations().len(), 1);
-    assert!(bed.world().checkpoints.is_empty());
+    assert_eq!(bed.state().take_migrations().len(), 1);
+    assert!(bed.state().checkpointed_jobs.is_empty());
 }
 
-/// If no host accepts a task of a job, the job is vacated once, and restarted on hosts with room.
+/// If no host accepts a task of a job, the job is vacated once. It is restarted when hosts have
+/// room.
 #[test]
 fn unplaceable_job_is_vacated_and_restarted() {
-    let mut bed = pool();
-    present_owners_everywhere(&mut bed);
+    let mut bed = vacating_bed();
+    report_owners_everywhere(&mut bed);
     assert_eq!(
-        bed.world().checkpoints,
+        bed.state().checkpointed_jobs,
         [task_id(1, 7)],
         "the first of it that daemons have started, once"
     );
     report_vacated(&mut bed, task_id(1, 7));
     bed.advance(Micros::from_secs(30));
-    assert!(bed.world().restarts.is_empty(), "there is no room");
+    assert!(bed.state().restart_requests.is_empty(), "there is no room");
     bed.report_owner_absent(3);
     bed.advance(Micros::from_secs(12));
     assert_eq!(
-        bed.world().restarts,
+        bed.state().restart_requests,
         [("s1".to_string(), vec!["h3".to_string(); 3])]
     );
     let tasks = job_tasks().map(|task| (task.tid, host_id(3))).to_vec();
-    bed.world().tasks.extend(job_tasks().map(|task| TaskInfo {
+    bed.state().tasks.extend(job_tasks().map(|task| TaskInfo {
         host: host_id(3),
         ..task
     }));
-    bed.world().event(
+    bed.state().log_event(
         host_id(1),
         EventKind::Restarted {
             checkpoint: "s1".into(),
@@ -140,8 +143,8 @@ fn unplaceable_job_is_vacated_and_restarted() {
     );
     bed.report_absent_owners(&[3]);
     bed.advance(Micros::from_secs(60));
-    assert_eq!(bed.world().checkpoints.len(), 1);
-    assert_eq!(bed.world().restarts.len(), 1);
+    assert_eq!(bed.state().checkpointed_jobs.len(), 1);
+    assert_eq!(bed.state().restart_requests.len(), 1);
     let RmReply::Decisions { decisions, .. } =
         query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 7)))
     else {
@@ -155,25 +158,25 @@ fn unplaceable_job_is_vacated_and_restarted() {
     );
 }
 
-/// A vacated job is not restarted if a user cancels it.
+/// If a user cancels a vacated job, it is not restarted.
 #[test]
 fn ended_vacated_job_is_not_restarted() {
-    let mut bed = pool();
-    present_owners_everywhere(&mut bed);
+    let mut bed = vacating_bed();
+    report_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(2, 9))),
         RmReply::NotFound
     );
     // The request may name any task of the job.
-    let gone = RmReply::VacatedCancelled {
+    let cancelled_reply = RmReply::VacatedCancelled {
         job: task_id(1, 7),
         checkpoint: "s1".into(),
-        starting: false,
+        restart_started: false,
     };
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
-        gone
+        cancelled_reply
     );
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
@@ -181,28 +184,28 @@ fn ended_vacated_job_is_not_restarted() {
     );
     bed.report_owner_absent(3);
     bed.advance(Micros::from_secs(12));
-    assert_eq!(bed.world().restarts, []);
+    assert_eq!(bed.state().restart_requests, []);
     report_vacated(&mut bed, task_id(1, 7));
     bed.report_absent_owners(&[3]);
     bed.advance(Micros::from_secs(12));
-    assert_eq!(bed.world().restarts.len(), 1);
-    let starting = RmReply::VacatedCancelled {
+    assert_eq!(bed.state().restart_requests.len(), 1);
+    let starting_reply = RmReply::VacatedCancelled {
         job: task_id(1, 7),
         checkpoint: "s1".into(),
-        starting: true,
+        restart_started: true,
     };
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(1, 7))),
-        starting
+        starting_reply
     );
 }
 
-/// A job that is being vacated is not restarted if a user cancels it.
+/// If a user cancels a job that is being vacated, it is not restarted.
 #[test]
 fn job_ended_while_vacating_is_not_restarted() {
-    let mut bed = pool();
-    present_owners_everywhere(&mut bed);
-    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
+    let mut bed = vacating_bed();
+    report_owners_everywhere(&mut bed);
+    assert_eq!(bed.state().checkpointed_jobs, [task_id(1, 7)]);
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(2, 7))),
         RmReply::NotFound,
@@ -211,41 +214,41 @@ fn job_ended_while_vacating_is_not_restarted() {
     report_vacated(&mut bed, task_id(1, 7));
     bed.report_owner_absent(3);
     bed.advance(Micros::from_secs(12));
-    assert_eq!(bed.world().restarts, []);
+    assert_eq!(bed.state().restart_requests, []);
 }
 
-/// Hosts that refused a task are tried again before its job is vacated.
+/// Hosts that refused a task get a second request before the job of the task is vacated.
 #[test]
 fn refusals_are_retried_before_vacating() {
-    let mut bed = pool();
+    let mut bed = vacating_bed();
     bed.report_owner_present(3);
     complete_migrations(&mut bed);
     for tid in [task_id(2, 7), task_id(3, 7)] {
-        bed.world().refused_migrations.insert(
+        bed.state().refused_migrations.insert(
             (tid, host_id(1)),
             migrate_error(Failure::Engine("a hiccup".into())),
         );
-        bed.world().refused_migrations.insert(
+        bed.state().refused_migrations.insert(
             (tid, host_id(3)),
             migrate_error(Failure::Engine("a hiccup".into())),
         );
     }
     bed.report_owner_present(2);
-    assert!(bed.world().checkpoints.is_empty());
+    assert!(bed.state().checkpointed_jobs.is_empty());
     for _ in 0..3 {
         bed.advance(Micros::from_secs(10));
         bed.report_absent_owners(&[1]);
         bed.report_owner_present(3);
         bed.report_owner_present(2);
     }
-    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
+    assert_eq!(bed.state().checkpointed_jobs, [task_id(1, 7)]);
 }
 
-/// Only a checkpoint after which the job was ended marks the job as vacated.
+/// Only a checkpoint that ended the job marks the job as vacated.
 #[test]
 fn only_final_checkpoint_vacates_job() {
-    let mut bed = pool();
-    let periodic = EventKind::Checkpointed {
+    let mut bed = vacating_bed();
+    let periodic_checkpoint = EventKind::Checkpointed {
         checkpoint: "s0".into(),
         job: task_id(1, 7),
         tasks: 3,
@@ -253,19 +256,20 @@ fn only_final_checkpoint_vacates_job() {
         frozen: Micros(5),
         vacated: false,
     };
-    present_owners_everywhere(&mut bed);
-    bed.world().event(host_id(1), periodic);
-    bed.settle();
+    report_owners_everywhere(&mut bed);
+    bed.state().log_event(host_id(1), periodic_checkpoint);
+    bed.process_inbox();
     for host in 1..=3 {
         bed.report_owner_absent(host);
     }
     bed.advance(Micros::from_secs(30));
-    assert!(bed.world().restarts.is_empty(), "it lives");
-    present_owners_everywhere(&mut bed);
+    assert!(bed.state().restart_requests.is_empty(), "it lives");
+    report_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
-    // A user restarts the job from another checkpoint. Then the vacated one must not be restarted.
+    // A user restarts the job from another checkpoint. After that, the vacated checkpoint must not
+    // be restarted.
     let tasks = job_tasks().map(|task| (task.tid, host_id(1))).to_vec();
-    bed.world().event(
+    bed.state().log_event(
         host_id(1),
         EventKind::Restarted {
             checkpoint: "s0".into(),
@@ -277,68 +281,75 @@ fn only_final_checkpoint_vacates_job() {
     bed.report_absent_owners(&[1, 2, 3]);
     bed.advance(Micros::from_secs(30));
     assert!(
-        bed.world().restarts.is_empty(),
+        bed.state().restart_requests.is_empty(),
         "it has begun again already"
     );
 }
 
-/// A vacated job is restarted only on hosts whose owners allow its programs and number of tasks.
+/// A vacated job is restarted only on hosts whose owners allow its programs and its number of
+/// tasks.
 #[test]
 fn vacated_job_restarts_within_owner_limits() {
-    let mut bed = pool();
+    let mut bed = vacating_bed();
     for task in job_tasks() {
-        let started = EventKind::TaskStarted {
+        let started_event = EventKind::TaskStarted {
             tid: task.tid,
             parent: task.parent,
             name: "worker".into(),
             user: 0,
         };
-        bed.world().event(task.host, started);
+        bed.state().log_event(task.host, started_event);
     }
-    present_owners_everywhere(&mut bed);
+    report_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
-    bed.world().limits = GuestLimits {
-        programs: vec!["work*".into()],
+    bed.state().guest_limits = GuestLimits {
+        blocked_programs: vec!["work*".into()],
         ..GuestLimits::default()
     };
     bed.report_owner_absent(1);
     bed.advance(Micros::from_secs(20));
     assert!(
-        bed.world().restarts.is_empty(),
+        bed.state().restart_requests.is_empty(),
         "workers are not let in there"
     );
-    bed.world().limits = GuestLimits {
+    bed.state().guest_limits = GuestLimits {
         guests_max: Some(1),
         ..GuestLimits::default()
     };
     bed.report_owner_absent(2);
     bed.advance(Micros::from_secs(8));
-    assert!(bed.world().restarts.is_empty(), "there is one place");
-    bed.world().limits = GuestLimits {
+    assert!(
+        bed.state().restart_requests.is_empty(),
+        "there is one place"
+    );
+    bed.state().guest_limits = GuestLimits {
         guests_max: Some(2),
         ..GuestLimits::default()
     };
     bed.report_owner_absent(3);
     bed.advance(Micros::from_secs(6));
-    let on = ["h2", "h3", "h3"].map(String::from).to_vec();
-    assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
+    let host_names = ["h2", "h3", "h3"].map(String::from).to_vec();
+    assert_eq!(
+        bed.state().restart_requests,
+        [("s1".to_string(), host_names)]
+    );
 }
 
 /// Vacates a job of three tasks, then a job of one task. Every owner allows one guest. All owners
-/// are present for the time `wait`.
-fn large_and_small(wait: Micros) -> TestBed {
-    let mut bed = pool();
-    bed.world().limits = GuestLimits {
+/// are present for the time `presence`.
+fn vacate_two_jobs(presence: Micros) -> TestBed {
+    let mut bed = vacating_bed();
+    bed.state().guest_limits = GuestLimits {
         guests_max: Some(1),
         ..GuestLimits::default()
     };
-    present_owners_everywhere(&mut bed);
+    report_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
-    let (set, job, frozen) = ("s2".into(), task_id(2, 50), Micros(5));
-    bed.world().event(
+    let (checkpoint, job, frozen) = ("s2".into(), task_id(2, 50), Micros(5));
+    bed.state().log_event(
         host_id(2),
         EventKind::Checkpointed {
-            checkpoint: set,
+            checkpoint,
             job,
             tasks: 1,
             bytes: 9,
@@ -346,10 +357,10 @@ fn large_and_small(wait: Micros) -> TestBed {
             vacated: true,
         },
     );
-    bed.settle();
-    for _ in 0..wait.0 / 10_000_000 {
+    bed.process_inbox();
+    for _ in 0..presence.0 / 10_000_000 {
         bed.advance(Micros::from_secs(10));
-        // The load watchers report.
+        // The load watchers send their periodic reports.
         (1..=3).for_each(|host| bed.report_owner_present(host));
     }
     bed.report_owner_absent(3);
@@ -357,160 +368,175 @@ fn large_and_small(wait: Micros) -> TestBed {
     bed
 }
 
-/// For some time, a small vacated job may be restarted before a large one that has waited longer.
+/// Until [`VACATED_RESERVATION_DELAY`] has passed, a small vacated job may be restarted before a
+/// large one that has waited longer.
 #[test]
 fn small_vacated_job_may_overtake_large_one() {
-    let bed = large_and_small(Micros::from_secs(60));
+    let bed = vacate_two_jobs(Micros::from_secs(60));
     assert_eq!(
-        bed.world().restarts,
+        bed.state().restart_requests,
         [("s2".to_string(), vec!["h3".to_string()])]
     );
 }
 
-/// After [`VACATED_RESERVE_AFTER`], free hosts are reserved for the job that has waited longest.
+/// After [`VACATED_RESERVATION_DELAY`], free hosts are reserved for the job that has waited longest.
 #[test]
-fn free_slots_are_kept_for_oldest_vacated_job() {
-    let mut bed = large_and_small(VACATED_RESERVE_AFTER + Micros::from_secs(30));
-    assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
-    // The watcher of h3 sends one more report.
+fn free_hosts_are_reserved_for_oldest_vacated_job() {
+    let mut bed = vacate_two_jobs(VACATED_RESERVATION_DELAY + Micros::from_secs(30));
+    assert_eq!(bed.state().restart_requests, [], "the place on h3 is kept");
+    // All owners leave. Each load watcher sends one more report.
     (1..=3).for_each(|host| bed.report_owner_absent(host));
     bed.advance(Micros::from_secs(8));
-    let on = ["h1", "h2", "h3"].map(String::from).to_vec();
-    assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
+    let host_names = ["h1", "h2", "h3"].map(String::from).to_vec();
+    assert_eq!(
+        bed.state().restart_requests,
+        [("s1".to_string(), host_names)]
+    );
 }
 
 /// A job is not vacated while one of its tasks migrates.
 #[test]
 fn job_is_not_vacated_during_migration() {
-    let mut bed = pool();
+    let mut bed = vacating_bed();
     bed.report_owner_present(3);
-    assert_eq!(bed.world().take_migrations().len(), 1);
+    assert_eq!(bed.state().take_migrations().len(), 1);
     bed.report_owner_present(1);
     bed.report_owner_present(2);
-    assert!(bed.world().checkpoints.is_empty(), "one is on its way");
+    assert!(
+        bed.state().checkpointed_jobs.is_empty(),
+        "one is on its way"
+    );
 }
 
-/// Jobs are not vacated if the owners request migration or termination of guests.
+/// If the owners request migration or termination of guests, no job is vacated.
 #[test]
 fn only_checkpoint_mode_vacates_jobs() {
-    for then in [EvictionMode::Move, EvictionMode::Kill] {
-        let mut bed = pool();
-        bed.world().leave_mode = then;
-        present_owners_everywhere(&mut bed);
-        assert!(bed.world().checkpoints.is_empty(), "{then}");
+    for mode in [EvictionMode::Move, EvictionMode::Kill] {
+        let mut bed = vacating_bed();
+        bed.state().eviction_mode = mode;
+        report_owners_everywhere(&mut bed);
+        assert!(bed.state().checkpointed_jobs.is_empty(), "{mode}");
     }
 }
 
-/// If the checkpoint of a job has failed, the next attempt follows after a delay.
+/// If the checkpoint of a job fails, the next attempt follows after a delay.
 #[test]
 fn failed_vacating_is_retried_later() {
-    let mut bed = pool();
-    present_owners_everywhere(&mut bed);
-    bed.world().event(
+    let mut bed = vacating_bed();
+    report_owners_everywhere(&mut bed);
+    bed.state().log_event(
         host_id(1),
         EventKind::CheckpointFailed {
             job: task_id(1, 7),
             why: "the disk is full".into(),
         },
     );
-    bed.settle();
+    bed.process_inbox();
     for _ in 0..5 {
-        present_owners_everywhere(&mut bed);
+        report_owners_everywhere(&mut bed);
         bed.advance(Micros::from_secs(10));
     }
-    assert_eq!(bed.world().checkpoints.len(), 1);
+    assert_eq!(bed.state().checkpointed_jobs.len(), 1);
     for _ in 0..3 {
-        present_owners_everywhere(&mut bed);
+        report_owners_everywhere(&mut bed);
         bed.advance(Micros::from_secs(10));
     }
-    assert_eq!(bed.world().checkpoints.len(), 2);
+    assert_eq!(bed.state().checkpointed_jobs.len(), 2);
 }
 
-/// A failed restart of a checkpoint is retried at growing intervals.
+/// A failed restart of a checkpoint is retried at growing intervals: at most six times in five
+/// minutes.
 #[test]
 fn failed_restarts_back_off() {
-    let mut bed = pool();
-    present_owners_everywhere(&mut bed);
+    let mut bed = vacating_bed();
+    report_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
-    let mut failed = 0;
+    let mut failure_count = 0;
     for _ in 0..60 {
         bed.report_absent_owners(&[1, 2, 3]);
         bed.advance(Micros::from_secs(5));
-        if bed.world().restarts.len() > failed {
-            failed += 1;
-            let (set, cause, why) = ("s1".into(), "asked".into(), "no host takes it".into());
-            bed.world().event(
+        if bed.state().restart_requests.len() > failure_count {
+            failure_count += 1;
+            let (checkpoint, cause, reason) =
+                ("s1".into(), "asked".into(), "no host takes it".into());
+            bed.state().log_event(
                 host_id(1),
                 EventKind::RestartFailed {
-                    checkpoint: set,
+                    checkpoint,
                     cause,
-                    why,
+                    why: reason,
                 },
             );
         }
     }
-    assert!((3..=6).contains(&failed), "{failed} tries in five minutes");
+    assert!(
+        (3..=6).contains(&failure_count),
+        "{failure_count} tries in five minutes"
+    );
     assert_eq!(
-        bed.world().restarts.len(),
-        failed,
+        bed.state().restart_requests.len(),
+        failure_count,
         "not again while one is under way"
     );
 }
 
-/// Jobs without a known top task, and children of tasks from a command line, are not vacated.
+/// A job is not vacated if its top task is unknown, or if its tasks are children of a task from a
+/// command line.
 #[test]
 fn jobs_without_spawned_root_are_not_vacated() {
-    let vm = world(2);
+    let vm = fake_vm(2);
     let orphan = TaskInfo {
         parent: task_id(1, 99),
         ..spawned_task_info(task_id(2, 7), 2)
     };
-    let by_hand = task_info(task_id(2, 8), 2, TASK_CONNECTED, "");
-    let alone = TaskInfo {
+    let command_line_task = task_info(task_id(2, 8), 2, TASK_CONNECTED, "");
+    let command_line_child = TaskInfo {
         parent: task_id(2, 8),
         ..task_info(task_id(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker")
     };
-    vm.0.borrow_mut().tasks.extend([orphan, by_hand, alone]);
-    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
-    let mut bed = TestBed::quiet(&vm);
+    vm.0.borrow_mut()
+        .tasks
+        .extend([orphan, command_line_task, command_line_child]);
+    vm.0.borrow_mut().eviction_mode = EvictionMode::Checkpoint;
+    let mut bed = TestBed::start_with_watchers(&vm);
     (1..=2).for_each(|host| bed.report_owner_present(host));
-    assert_eq!(bed.world().checkpoints, []);
+    assert_eq!(bed.state().checkpointed_jobs, []);
 }
 
 /// A restarted resource manager restarts the jobs that the previous one has vacated.
 #[test]
 fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");
-    let vm = world(3);
+    let vm = fake_vm(3);
     vm.0.borrow_mut().tasks.extend(job_tasks());
-    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
+    vm.0.borrow_mut().eviction_mode = EvictionMode::Checkpoint;
     let options = || Options {
-        watchers: true,
+        starts_watchers: true,
         ..options_with_history(dir.path())
     };
-    let mut bed = TestBed::quiet_with(&vm, options());
-    present_owners_everywhere(&mut bed);
-    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
+    let mut bed = TestBed::start_with_options(&vm, options());
+    report_owners_everywhere(&mut bed);
+    assert_eq!(bed.state().checkpointed_jobs, [task_id(1, 7)]);
     // The resource manager is killed before the checkpoint is complete.
     bed.advance(Micros::from_secs(2));
     drop(bed);
-    let mut world = vm.0.borrow_mut();
-    let (set, job, frozen) = ("s1".into(), task_id(1, 7), Micros(5));
+    let mut state = vm.0.borrow_mut();
+    let (checkpoint, job, frozen) = ("s1".into(), task_id(1, 7), Micros(5));
     let kind = EventKind::Checkpointed {
-        checkpoint: set,
+        checkpoint,
         job,
         tasks: 3,
         bytes: 9,
         frozen,
         vacated: true,
     };
-    world.event(host_id(1), kind);
-    world.clear_inbox();
-    world
+    state.log_event(host_id(1), kind);
+    state.clear_inbox();
+    state
         .tasks
         .retain(|task| job_tasks().iter().all(|member| member.tid != task.tid));
-    drop(world);
-    let mut bed = TestBed::quiet_with(&vm, options());
+    drop(state);
+    let mut bed = TestBed::start_with_options(&vm, options());
     bed.advance(Micros::from_secs(12));
-    assert_eq!(bed.world().restarts.len(), 1);
+    assert_eq!(bed.state().restart_requests.len(), 1);
 }

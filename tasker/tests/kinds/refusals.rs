@@ -1,8 +1,8 @@
-//! Tests refusals: a task with a resource that does not survive a migration is refused before it
-//! stops, and continues.
+//! Tests refusals. A task with a resource that does not survive a migration is refused before it is
+//! stopped, and continues.
 
 use super::common::tid;
-use super::scene::{Scene, assert_refused};
+use super::fixture::{MigrationFixture, assert_refused};
 use checkpoint::proc;
 use nix::pty::openpty;
 use sempa_proto::migration::Refusal;
@@ -166,20 +166,20 @@ fn a_process_id_namespace_of_its_own_is_refused() {
     assert_refused("own-processes", "", "a process-id namespace of its own");
 }
 
-/// A task whose main thread ended before its other threads is refused.
+/// A task whose main thread has ended before its other threads is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn ended_main_thread_is_refused() {
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("threads");
-    scene.start(&program, &[], "leaderless", "");
-    let result = scene.inspect();
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("threads");
+    fixture.start_and_wait_until_ready(&program, &[], "leaderless", "");
+    let result = fixture.inspect();
     let expected = "a main thread that has ended before the others";
     assert!(
         matches!(&result, Err(Refusal::UnsupportedResource { what }) if what == expected),
         "{result:?}"
     );
-    scene.assert_ends_successfully();
+    fixture.assert_ends_successfully();
 }
 
 #[test]
@@ -197,19 +197,19 @@ fn a_tcp_connection_to_a_stranger_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_unix_socket_connected_to_a_stranger_is_refused() {
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("refused");
-    let path = scene.dir.path().join("stranger").display().to_string();
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("refused");
+    let path = fixture.dir.path().join("stranger").display().to_string();
     let listener = UnixListener::bind(&path).expect("bind");
-    scene.start(&program, &[], "unix-socket", &path);
-    let (_met, _) = listener.accept().expect("it has connected");
-    let result = scene.inspect();
+    fixture.start_and_wait_until_ready(&program, &[], "unix-socket", &path);
+    let (_connection, _) = listener.accept().expect("it has connected");
+    let result = fixture.inspect();
     let expected = format!("a Unix socket connected to {path}");
     assert!(
         matches!(&result, Err(Refusal::UnsupportedResource { what }) if *what == expected),
         "{result:?}"
     );
-    scene.assert_ends_successfully();
+    fixture.assert_ends_successfully();
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn a_named_pipe_that_a_stranger_has_open_is_refused() {
     let dir = tempfile::tempdir().expect("dir");
     let path = dir.path().join("fifo");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
-    let _end = std::fs::File::options()
+    let _open_pipe = std::fs::File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
         .open(&path)
@@ -246,36 +246,37 @@ fn a_terminal_of_somebody_else_is_refused() {
     );
 }
 
-/// Traces the first or the second thread of the task, and asserts the refusal.
-fn assert_refused_while_traced(first: bool) {
-    let mut scene = Scene::begin();
-    let program = scene.compile_c("refused");
-    scene.start(&program, &[], "traced", "");
-    let inner = wait_for_second_thread_id(&mut scene);
-    let root = processes_of(&program)[0];
-    let thread = if first {
-        root
+/// Asserts that a task is refused while one of its threads is traced: the first thread if `trace_first_thread`
+/// is true, otherwise the second.
+fn assert_refused_while_traced(trace_first_thread: bool) {
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("refused");
+    fixture.start_and_wait_until_ready(&program, &[], "traced", "");
+    let namespace_tid = wait_for_second_thread_id(&mut fixture);
+    let root_pid = program_processes(&program)[0];
+    let traced_tid = if trace_first_thread {
+        root_pid
     } else {
-        outer_thread_id(root, inner)
+        thread_id_outside(root_pid, namespace_tid)
     };
     let mut tracer = Command::new(&program)
-        .args(["tracer", "/", &thread.to_string()])
+        .args(["tracer", "/", &traced_tid.to_string()])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .expect("it starts");
-    let mut said = [0u8; 7];
+    let mut tracer_output = [0u8; 7];
     tracer
         .stdout
         .as_mut()
         .expect("piped")
-        .read_exact(&mut said)
+        .read_exact(&mut tracer_output)
         .expect("it says something");
-    let unable = &said != b"traces\n";
-    let result = scene.inspect();
+    let cannot_trace = &tracer_output != b"traces\n";
+    let result = fixture.inspect();
     drop(tracer.stdin.take());
     tracer.wait().expect("it ends");
-    if unable {
+    if cannot_trace {
         eprintln!("nothing may be traced here");
     } else {
         assert!(
@@ -283,35 +284,43 @@ fn assert_refused_while_traced(first: bool) {
             "{result:?}"
         );
     }
-    assert!(scene.inspect().is_ok(), "without it nothing is in the way");
-    scene.migrate_there_and_back();
-    scene.assert_ends_successfully();
+    assert!(
+        fixture.inspect().is_ok(),
+        "without it nothing is in the way"
+    );
+    fixture.migrate_there_and_back();
+    fixture.assert_ends_successfully();
 }
 
-/// Waits until the program has printed the id of its second thread in the task's namespace, and
-/// returns that id.
-fn wait_for_second_thread_id(scene: &mut Scene) -> i32 {
-    let number = |text: &[u8]| -> Option<i32> {
+/// Waits until the program has printed the id of its second thread. Returns that id, which is valid
+/// in the task's namespace.
+fn wait_for_second_thread_id(fixture: &mut MigrationFixture) -> i32 {
+    let parse_tid = |text: &[u8]| -> Option<i32> {
         let text = String::from_utf8_lossy(text).into_owned();
         text.lines()
             .find_map(|line| line.strip_prefix("thread ")?.parse().ok())
     };
-    scene
+    fixture
         .source
-        .wait_for_output(tid(1), &mut scene.output, |text| number(text).is_some());
-    number(&scene.output).expect("just seen")
+        .wait_for_output(tid(1), &mut fixture.output, |text| {
+            parse_tid(text).is_some()
+        });
+    parse_tid(&fixture.output).expect("just seen")
 }
 
-fn processes_of(program: &std::path::Path) -> Vec<i32> {
-    super::common::processes_with(program.to_str().expect("text"))
+fn program_processes(program: &std::path::Path) -> Vec<i32> {
+    super::common::processes_with_text(program.to_str().expect("text"))
 }
 
-/// Returns the id, in the test's PID namespace, of the thread whose id in the task's namespace is
-/// `inner`.
-fn outer_thread_id(pid: i32, inner: i32) -> i32 {
+/// Returns the id, in the test's PID namespace, of the thread of the process `pid` whose id in the
+/// task's namespace is `namespace_tid`.
+fn thread_id_outside(pid: i32, namespace_tid: i32) -> i32 {
     let threads = proc::thread_ids(pid).expect("proc");
-    let is_it = |thread: &i32| proc::innermost_pid(*thread) == Some(inner);
-    threads.into_iter().find(is_it).expect("the thread")
+    let has_namespace_tid = |thread: &i32| proc::innermost_pid(*thread) == Some(namespace_tid);
+    threads
+        .into_iter()
+        .find(has_namespace_tid)
+        .expect("the thread")
 }
 
 #[test]
