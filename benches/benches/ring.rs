@@ -140,8 +140,8 @@ fn round_trip_of_two_threads(bencher: Bencher, record_bytes: usize) {
     });
 }
 
-/// Measures notifications: `notifier_count` peers notify a task, and the task finds all of them and clears
-/// their bits. No thread sleeps.
+/// Measures notifications: `notifier_count` peers notify a task, and the task finds all of them and
+/// clears their bits. No thread sleeps.
 #[divan::bench(args = NOTIFIER_COUNTS)]
 fn notify_and_find_peers(bencher: Bencher, notifier_count: usize) {
     let doorbell = OwnDoorbell::new().expect("the system has memory");

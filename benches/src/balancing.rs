@@ -260,8 +260,8 @@ fn run_repetition(
     })
 }
 
-/// Runs a farm once. If `rm_declared_unit_s` is `None`, no resource manager runs. The inner value is the
-/// number of seconds per unit of work that the tasks declare; if it is `None`, they declare
+/// Runs a farm once. If `rm_declared_unit_s` is `None`, no resource manager runs. The inner value
+/// is the number of seconds per unit of work that the tasks declare; if it is `None`, they declare
 /// nothing.
 fn run_farm(
     hosts: &UnequalHosts,

@@ -143,9 +143,9 @@ fn repetition_count(is_quick: bool) -> usize {
     }
 }
 
-/// Returns the indexes below `system_count` that are not in `failed_indexes`, in the order in which a repetition
-/// measures the systems. Every second repetition reverses the order, because caches may be cold for
-/// the system that is measured first.
+/// Returns the indexes below `system_count` that are not in `failed_indexes`, in the order in which
+/// a repetition measures the systems. Every second repetition reverses the order, because caches
+/// may be cold for the system that is measured first.
 fn system_order(
     system_count: usize,
     repetition: usize,

@@ -218,8 +218,8 @@ fn has_memory(pid: u32) -> bool {
     command_line.is_ok_and(|command_line| !command_line.is_empty())
 }
 
-/// Computes the times of an eviction from the event log and the task's record. `memory_gone_us` is the first
-/// time at which the process had no memory, in microseconds since 1970.
+/// Computes the times of an eviction from the event log and the task's record. `memory_gone_us` is
+/// the first time at which the process had no memory, in microseconds since 1970.
 ///
 /// # Errors
 /// An entry is missing; the error describes it.

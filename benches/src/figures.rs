@@ -133,8 +133,8 @@ pub(crate) fn combine_repetitions(
     })
 }
 
-/// Returns the smallest and the largest median of the time `time_name` if the largest median exceeds the
-/// smallest one by more than the factor `factor`; otherwise `None`.
+/// Returns the smallest and the largest median of the time `time_name` if the largest median
+/// exceeds the smallest one by more than the factor `factor`; otherwise `None`.
 pub(crate) fn median_range_above(
     repetitions: &[TimeSummaries],
     time_name: &str,

@@ -73,7 +73,8 @@ impl Report {
         }
     }
 
-    /// Adds the rows of the measurements `measurements`. The results in `measured_rows` have the same order.
+    /// Adds the rows of the measurements `measurements`. The results in `measured_rows` have the
+    /// same order.
     pub(crate) fn add_rows(&mut self, measurements: &[Measurement], measured_rows: MeasuredRows) {
         for (measurement, results) in measurements.iter().zip(&measured_rows) {
             let arguments = measurement.args.join(" ");
@@ -431,9 +432,9 @@ fn format_goal(row: &Row) -> String {
     goal_parts.join(", ")
 }
 
-/// True if Sempa's time `sempa_us` meets the goal of the row; `None` if the row has no goal or a time is
-/// missing. `pvm_us` is PVM's time, and `reference_us` is the time to which the goal is relative. All
-/// times are in microseconds.
+/// True if Sempa's time `sempa_us` meets the goal of the row; `None` if the row has no goal or a
+/// time is missing. `pvm_us` is PVM's time, and `reference_us` is the time to which the goal is
+/// relative. All times are in microseconds.
 fn is_goal_met(
     row: &Row,
     sempa_us: f64,

@@ -178,7 +178,7 @@ impl<'a> MeasuredVm<'a> {
 
 /// Measures with and without the resource manager and prints a table. Writes the table and JSON to
 /// the folder `results_folder`. Returns true if every overhead with a goal is less than
-/// [`OVERHEAD_PERCENT_END`].
+/// `OVERHEAD_PERCENT_END`.
 pub fn bench_rm(
     prefix: &Path,
     is_own_build: bool,

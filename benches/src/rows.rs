@@ -663,8 +663,8 @@ pub(crate) fn matches_any_pattern(name: &str, patterns: &[String]) -> bool {
         })
 }
 
-/// Returns the measurements of which a row's name matches `patterns`; all measurements if `patterns` is
-/// empty.
+/// Returns the measurements of which a row's name matches `patterns`; all measurements if
+/// `patterns` is empty.
 pub(crate) fn select_measurements(patterns: &[String]) -> Vec<Measurement> {
     let is_selected = |measurement: &&Measurement| {
         patterns.is_empty()

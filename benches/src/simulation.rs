@@ -49,9 +49,9 @@ struct StoredResults<'a> {
     results: Value,
 }
 
-/// Stores the results of a benchmark in the folder `results_folder`: `output`, its output, as `NAME.txt`,
-/// and the content of the file `json_file` as `NAME.json`. `name` is NAME. Returns the content of
-/// `json_file`.
+/// Stores the results of a benchmark in the folder `results_folder`: `output`, its output, as
+/// `NAME.txt`, and the content of the file `json_file` as `NAME.json`. `name` is NAME. Returns the
+/// content of `json_file`.
 fn store_results(
     name: &str,
     output: &str,

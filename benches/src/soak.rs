@@ -91,7 +91,8 @@ const READING_INTERVAL: Duration = Duration::from_millis(500);
 /// structures that are created once may grow until its end.
 const WARM_UP_FRACTION: f64 = 0.3;
 /// A figure is flat if its regression line rises, over all counted migrations, by at most this
-/// fraction of the figure's mean. A rise within the limit of [`FLAT_DEVIATIONS_MAX`] is also accepted.
+/// fraction of the figure's mean. A rise within the limit of [`FLAT_DEVIATIONS_MAX`] is also
+/// accepted.
 const FLAT_RISE_FRACTION_MAX: f64 = 0.02;
 /// A figure is also flat if its regression line rises by at most this number of standard deviations
 /// of the values from the line.
@@ -453,8 +454,8 @@ fn take_sample(vm: &Vm<'_>, migration_count: usize, started_at: Instant) -> Reso
     }
 }
 
-/// Computes the regression line of each figure from the samples after the warm-up. `migration_count` is the
-/// total number of migrations.
+/// Computes the regression line of each figure from the samples after the warm-up.
+/// `migration_count` is the total number of migrations.
 fn figure_trends(samples: &[ResourceSample], migration_count: usize) -> Vec<Trend> {
     let warm_up_count = migration_count as f64 * WARM_UP_FRACTION;
     let counted_samples: Vec<&ResourceSample> = samples

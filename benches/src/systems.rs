@@ -206,8 +206,8 @@ impl<'a> RunningSystems<'a> {
         self.pvm.halt_or_kill()
     }
 
-    /// Runs a measurement `repetition_count` times on each system. Each repetition runs all systems, one
-    /// after another. A system whose run has failed is not run again.
+    /// Runs a measurement `repetition_count` times on each system. Each repetition runs all
+    /// systems, one after another. A system whose run has failed is not run again.
     fn measure_alternately(
         &self,
         measurement: &Measurement,

@@ -55,9 +55,9 @@ mod tests {
     }
 
     /// Simulates dumps that start at the same moment in one directory. Each attempt runs for
-    /// `start_time` before the engine needs the directory, and then occupies the directory for `occupation_time`.
-    /// An attempt that needs an occupied directory collides and is retried. Returns the number of
-    /// attempts of each dump. Panics if a dump must not be retried any more.
+    /// `start_time` before the engine needs the directory, and then occupies the directory for
+    /// `occupation_time`. An attempt that needs an occupied directory collides and is retried.
+    /// Returns the number of attempts of each dump. Panics if a dump must not be retried any more.
     fn count_attempts(
         dump_count: usize,
         start_time: Micros,

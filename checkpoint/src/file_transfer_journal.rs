@@ -255,7 +255,8 @@ mod tests {
         );
     }
 
-    /// Dropping a journal removes its files; after `retain_files` dropping removes only the journal.
+    /// Dropping a journal removes its files; after `retain_files` dropping removes only the
+    /// journal.
     #[test]
     fn dropping_journal_removes_files_unless_kept() {
         let dir = tempfile::tempdir().expect("dir");

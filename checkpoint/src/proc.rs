@@ -129,8 +129,8 @@ pub(crate) fn environment(pid: i32) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
 }
 
-/// Returns the identity of a namespace, as the kernel prints it; `None` if it cannot be read. `process`
-/// is the PID of a process in the namespace, or "self".
+/// Returns the identity of a namespace, as the kernel prints it; `None` if it cannot be read.
+/// `process` is the PID of a process in the namespace, or "self".
 pub(crate) fn namespace(process: &str, name: &str) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{process}/ns/{name}")).ok()
 }

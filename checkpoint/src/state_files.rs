@@ -89,8 +89,8 @@ fn open_regular_file(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Copies these files into an empty image directory. Relative paths start at `work_dir`. Returns the
-/// number of files that exist, and their total size in bytes.
+/// Copies these files into an empty image directory. Relative paths start at `work_dir`. Returns
+/// the number of files that exist, and their total size in bytes.
 ///
 /// # Errors
 /// A file is not a regular file or cannot be read, or there is not enough space for the copies.

@@ -172,7 +172,7 @@ impl Spawn {
     /// Starts the tasks and sends each task the list of its siblings.
     ///
     /// # Errors
-    /// The whole request failed. Errors of single tasks are in [`Spawned::failed`].
+    /// The whole request failed. Errors of single tasks are in [`SpawnOutcome::failed`].
     pub fn start(self) -> Result<SpawnOutcome, Error> {
         let results = self.vm.spawn(self.request(exported_variables()))?;
         let mut outcome = SpawnOutcome {

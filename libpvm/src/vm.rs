@@ -534,8 +534,9 @@ impl Vm {
         ask!(self, "listing the mailbox", request, Reply::MailboxClasses(classes) => classes)
     }
 
-    /// Migrates a task to the host `target_host`, given as its name or as its tid in the form `t80000`. If
-    /// `wait_for_end` is true, the call returns when the migration has ended, otherwise when it has begun.
+    /// Migrates a task to the host `target_host`, given as its name or as its tid in the form
+    /// `t80000`. If `wait_for_end` is true, the call returns when the migration has ended,
+    /// otherwise when it has begun.
     ///
     /// # Errors
     /// [`MigrateError::Refused`] if the migration did not begin, [`MigrateError::Failed`] if it
@@ -560,9 +561,9 @@ impl Vm {
         }
     }
 
-    /// Returns the hosts that would accept a task. `target_host` limits the query to one host, given as its
-    /// name or as its tid in the form `t80000`; `None` queries all hosts. The call neither pauses
-    /// the task nor changes anything; the answer may be outdated a moment later.
+    /// Returns the hosts that would accept a task. `target_host` limits the query to one host,
+    /// given as its name or as its tid in the form `t80000`; `None` queries all hosts. The call
+    /// neither pauses the task nor changes anything; the answer may be outdated a moment later.
     ///
     /// # Errors
     /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.

@@ -132,8 +132,8 @@ impl GroupFiles {
 
 impl LimitingGroup {
     /// Returns the control group with the tightest processor limit among the group of a process and
-    /// all groups that enclose it; `None` if there is no limit. `process_dir` is the directory of the
-    /// process in /proc.
+    /// all groups that enclose it; `None` if there is no limit. `process_dir` is the directory of
+    /// the process in /proc.
     pub fn of_process(process_dir: &Path) -> Option<Self> {
         let cgroups = fs::read(process_dir.join("cgroup")).ok()?;
         let mounts = fs::read(process_dir.join("mountinfo")).ok()?;
@@ -178,7 +178,7 @@ impl LimitingGroup {
 
     /// Returns the limit, and its use since the previous measurement; `None` if the limit was
     /// removed. The use is 0 in the first measurement, and if the previous one is more recent than
-    /// [`MEASURE_INTERVAL_MIN`]. Allocates no memory.
+    /// `MEASURE_INTERVAL_MIN`. Allocates no memory.
     pub fn measure(&mut self, at: Micros) -> Option<LimitUsage> {
         let limit = self.files.processor_limit(&mut self.buffer[..])?;
         let (used_time_ns, throttled_time_ns) =

@@ -84,8 +84,9 @@ impl CpuUsage {
         self.stolen_share.is_none() || at.since(self.reference.at) >= STAT_INTERVAL
     }
 
-    /// Updates the times after readings of the account (`used_us`, in microseconds) and of /proc/stat
-    /// (`stat`, `cores`). Returns the times of all processors and the number of processors.
+    /// Updates the times after readings of the account (`used_us`, in microseconds) and of
+    /// /proc/stat (`stat`, `cores`). Returns the times of all processors and the number of
+    /// processors.
     pub fn update_with_stat(
         &mut self,
         at: Micros,

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 /// Default paths of the login records; the first one that exists is used.
 const UTMP_PATHS: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
-/// Returns the path of the login records: `configured_path` if it is present, otherwise the first default path
-/// that exists.
+/// Returns the path of the login records: `configured_path` if it is present, otherwise the first
+/// default path that exists.
 pub fn utmp_path(configured_path: Option<PathBuf>) -> PathBuf {
     let default_path = || {
         UTMP_PATHS
@@ -72,7 +72,7 @@ pub struct WatchedPath {
 }
 
 impl WatchedPath {
-    /// Creates the entry without watches; [`FileWatcher::arm`] sets them.
+    /// Creates the entry without watches; [`FileWatcher::set_missing_watches`] sets them.
     fn new(path: PathBuf, object_kind: WatchKind) -> Self {
         Self {
             path,
@@ -207,7 +207,7 @@ impl FileWatcher {
 
     /// Tries again to watch a path that could not be watched; must be called periodically. Returns
     /// true if the path must be read now. Returns false if the path was already watched, or if its
-    /// directory was missing in more than [`MISSING_DIR_READS_MAX`] consecutive attempts.
+    /// directory was missing in more than `MISSING_DIR_READS_MAX` consecutive attempts.
     pub fn retry_watch(&mut self, path_index: usize) -> bool {
         if !self.is_unwatched(path_index) {
             return false;
@@ -289,8 +289,8 @@ impl FileWatcher {
         }
     }
 
-    /// Waits until a path may have changed or the descriptor `additional_fd` is readable, but at most for
-    /// `timeout_duration`.
+    /// Waits until a path may have changed or the descriptor `additional_fd` is readable, but at
+    /// most for `timeout_duration`.
     pub fn wait(
         &mut self,
         timeout_duration: Duration,

@@ -181,9 +181,9 @@ impl TaskLoad {
         }
     }
 
-    /// Opens a counter. If the process started after `listed_at_ticks`, the time of the previous listing,
-    /// all its time counts; otherwise only its time after this call. `is_main` is true for a main
-    /// process or control group.
+    /// Opens a counter. If the process started after `listed_at_ticks`, the time of the previous
+    /// listing, all its time counts; otherwise only its time after this call. `is_main` is true for
+    /// a main process or control group.
     fn open_counter(
         &self,
         source: &CounterSource,
@@ -287,8 +287,8 @@ impl TaskLoad {
     }
 }
 
-/// Converts used CPU time to a number of processors. `used_us` is the used time and `total_us` the total
-/// time of all `cores` processors, both in microseconds.
+/// Converts used CPU time to a number of processors. `used_us` is the used time and `total_us` the
+/// total time of all `cores` processors, both in microseconds.
 fn to_processor_count(used_us: u64, total_us: u64, cores: u32) -> f32 {
     used_us as f32 / total_us as f32 * cores as f32
 }

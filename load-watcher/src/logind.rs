@@ -157,8 +157,8 @@ async fn next_signal(signals: &mut MessageStream) -> Option<zbus::Result<zbus::M
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
-/// Reads all sessions of persons. `lock_times` contains, for each locked session by name, the time at
-/// which the lock was first seen. The function updates `lock_times`.
+/// Reads all sessions of persons. `lock_times` contains, for each locked session by name, the time
+/// at which the lock was first seen. The function updates `lock_times`.
 async fn read_sessions(
     bus: &Connection,
     lock_times: &mut BTreeMap<String, Micros>,
@@ -218,8 +218,8 @@ fn u64_property(properties: &HashMap<String, OwnedValue>, name: &str) -> Option<
 }
 
 /// Creates a session from its D-Bus properties, which are mapped to the keys of a session file.
-/// `locked_since` is the time at which the lock of the session's screen was first seen; `None` if the
-/// screen is not locked. Returns `None` if the session does not belong to a person.
+/// `locked_since` is the time at which the lock of the session's screen was first seen; `None` if
+/// the screen is not locked. Returns `None` if the session does not belong to a person.
 fn session_from_properties(
     name: &str,
     properties: &HashMap<String, OwnedValue>,

@@ -161,8 +161,8 @@ impl OwnerOverride {
     }
 }
 
-/// Returns the directory of the overrides: `configured_dir` if it is present and not empty, otherwise
-/// [`OVERRIDES_DIR`].
+/// Returns the directory of the overrides: `configured_dir` if it is present and not empty,
+/// otherwise [`OVERRIDES_DIR`].
 pub fn overrides_dir(configured_dir: Option<PathBuf>) -> PathBuf {
     configured_dir
         .filter(|dir| !dir.as_os_str().is_empty())

@@ -417,7 +417,8 @@ impl MergedPolicy {
         Self { policy, settings }
     }
 
-    /// Adds the settings of `lower_priority`, a policy of lower priority, that this policy does not contain.
+    /// Adds the settings of `lower_priority`, a policy of lower priority, that this policy does not
+    /// contain.
     pub fn fill_missing_from(self, lower_priority: Self) -> Self {
         let Self {
             policy,

@@ -8,7 +8,7 @@ pub const SAMPLE_INTERVAL_CHANGING: Micros = Micros::from_secs(1);
 /// Interval between samples while the load does not change.
 pub const SAMPLE_INTERVAL_UNCHANGED: Micros = Micros::from_secs(5);
 /// Number of consecutive unchanged samples after which the interval becomes
-/// [`SAMPLE_INTERVAL_QUIET`].
+/// [`SAMPLE_INTERVAL_UNCHANGED`].
 const UNCHANGED_SAMPLES_MIN: u32 = 5;
 /// Maximum interval between reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);

@@ -120,7 +120,7 @@ impl StatusListener {
         self.0.as_fd()
     }
 
-    /// Answers waiting clients, at most [`ANSWERS_PER_CALL_MAX`]. A client that does not read
+    /// Answers waiting clients, at most `ANSWERS_PER_CALL_MAX`. A client that does not read
     /// receives only the bytes that fit into the kernel's buffer.
     pub fn answer_queries(&self, status: impl Fn() -> WatcherStatus) {
         let mut status_json = None;

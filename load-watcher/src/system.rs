@@ -26,8 +26,8 @@ pub fn time_of_day() -> Micros {
     )
 }
 
-/// Returns the day of the week and the minute of the day at `unix_seconds` since 1970, in the time zone
-/// of `TZ` or of the machine.
+/// Returns the day of the week and the minute of the day at `unix_seconds` since 1970, in the time
+/// zone of `TZ` or of the machine.
 pub fn local_time(unix_seconds: u64) -> LocalTime {
     let c_time = libc::time_t::try_from(unix_seconds).unwrap_or(0);
     let mut tm_value = MaybeUninit::<libc::tm>::zeroed();

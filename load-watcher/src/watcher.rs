@@ -408,8 +408,8 @@ impl Watcher {
         self.sent_directive = Some(directive);
     }
 
-    /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before the reads,
-    /// so that no change between watch and read is missed.
+    /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before the
+    /// reads, so that no change between watch and read is missed.
     fn read_sources(&mut self, selects_index: impl Fn(usize) -> bool) {
         (0..WATCHED_PATH_COUNT)
             .filter(|path_index| selects_index(*path_index))
@@ -434,8 +434,8 @@ impl Watcher {
         self.log_new_errors(&previous_errors);
     }
 
-    /// Logs the errors of the policies that are not in `previous_errors`, the errors before the last
-    /// reading.
+    /// Logs the errors of the policies that are not in `previous_errors`, the errors before the
+    /// last reading.
     fn log_new_errors(&self, previous_errors: &[String]) {
         self.host_policy
             .errors()
@@ -444,8 +444,8 @@ impl Watcher {
             .for_each(|line| tracing::warn!("{line}"));
     }
 
-    /// Tries again to watch the unwatched paths whose index `selects_index` accepts, and reads the sources
-    /// whose path is watched now.
+    /// Tries again to watch the unwatched paths whose index `selects_index` accepts, and reads the
+    /// sources whose path is watched now.
     fn retry_unwatched(&mut self, selects_index: impl Fn(usize) -> bool) {
         let newly_watched: Vec<bool> = (0..WATCHED_PATH_COUNT)
             .map(|path_index| {

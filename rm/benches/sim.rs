@@ -12,8 +12,8 @@ mod day;
 mod desktop;
 #[path = "../tests/pool/mod.rs"]
 mod pool;
-#[path = "../tests/random/mod.rs"]
-mod random;
+#[path = "../tests/rng/mod.rs"]
+mod rng;
 #[path = "../tests/week/mod.rs"]
 mod week;
 

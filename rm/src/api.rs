@@ -62,7 +62,8 @@ pub trait VmApi {
     ///
     /// Errors of the daemon.
     fn subscribe_events(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Returns at most `count_max` entries of the event log, starting with the number `first_number`.
+    /// Returns at most `count_max` entries of the event log, starting with the number
+    /// `first_number`.
     ///
     /// # Errors
     ///

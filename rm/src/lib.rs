@@ -4,7 +4,7 @@
 //! * [`decide`]: decisions, as pure functions of a snapshot.
 //! * [`model`]: the known state of hosts and tasks, updated by messages and events.
 //! * [`spawns`]: spawn requests that are being carried out.
-//! * [`placement_leases`]: placements granted in advance to tasks that spawn repeatedly.
+//! * [`grants`]: placements granted in advance to tasks that spawn repeatedly.
 //! * [`watchers`]: one load watcher per host, restarted when it ends.
 //! * [`store`]: persistent history: usage, decisions, learned values.
 //! * [`policy`], [`policy_file`]: the policy and its file, which may change at any time.

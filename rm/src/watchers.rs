@@ -31,7 +31,7 @@ const ABANDONED_ORDERS_MAX: usize = 4096;
 /// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WatcherOutput {
-    /// Start a watcher on a host, then call [`Watchers::order_sent`].
+    /// Start a watcher on a host, then call [`Watchers::record_order_sent`].
     Start(HostId),
     /// Request this watcher, which an earlier resource manager started, to report to this one.
     Adopt(Tid),
@@ -303,8 +303,8 @@ impl Watchers {
         }
     }
 
-    /// Handles a report that the task `sender` sends as the watcher of the host `watched_host_id`. Returns true
-    /// if the report is valid.
+    /// Handles a report that the task `sender` sends as the watcher of the host `watched_host_id`.
+    /// Returns true if the report is valid.
     pub fn handle_report(&mut self, now: Micros, sender: Tid, watched_host_id: HostId) -> bool {
         let Some(watcher) = self.watchers.get_mut(&watched_host_id) else {
             return false;
@@ -447,7 +447,7 @@ impl Watchers {
         }
     }
 
-    /// Returns the time at which [`Watchers::tick`] must be called. The time may be earlier than
+    /// Returns the time at which [`Watchers::handle_deadlines`] must be called. The time may be earlier than
     /// necessary.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.checks.first().map(|(check_time, _)| *check_time)

@@ -289,8 +289,8 @@ fn replayed_drain_keeps_host_empty() {
     );
 }
 
-/// Returns a report of a host. If `is_owner_present` is true, the owner is present and requests the checkpoint
-/// of jobs that cannot migrate. Otherwise the owner is absent.
+/// Returns a report of a host. If `is_owner_present` is true, the owner is present and requests the
+/// checkpoint of jobs that cannot migrate. Otherwise the owner is absent.
 fn report_with_checkpoint_mode(host: u16, is_owner_present: bool) -> RecordedInput {
     let RecordedInput::Report {
         mut report,

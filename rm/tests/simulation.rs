@@ -7,7 +7,7 @@ mod day;
 mod desktop;
 mod large;
 mod pool;
-mod random;
+mod rng;
 mod week;
 
 use counting::{Allocations, count_allocations, measure_live_bytes};

@@ -18,16 +18,16 @@ pub(crate) const CLONE_INTO_CGROUP_SUPPORTED: bool = cfg!(target_arch = "x86_64"
 /// Creates a process in the control group (version 2) whose directory is `group`. Returns the PID
 /// of the process.
 ///
-/// The process runs `entry_function` with the argument `plan` on the stack `stack`, and exits with the value
-/// that `entry_function` returns. The calling thread continues after the exec or the exit of the process.
-/// The kernel writes the pidfd to `pidfd`.
+/// The process runs `entry_function` with the argument `plan` on the stack `stack`, and exits with
+/// the value that `entry_function` returns. The calling thread continues after the exec or the exit
+/// of the process. The kernel writes the pidfd to `pidfd`.
 ///
 /// # Errors
 /// Those of `clone3`.
 ///
 /// # Safety
-/// `entry_function` may only do with `plan` what is allowed between `vfork` and `execve`. `pidfd` must be
-/// writable, and no other code may use `stack`.
+/// `entry_function` may only do with `plan` what is allowed between `vfork` and `execve`. `pidfd`
+/// must be writable, and no other code may use `stack`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn into_group(
     entry_function: extern "C" fn(*mut c_void) -> i32,
@@ -53,8 +53,8 @@ pub(crate) unsafe fn into_group(
     let result: i64;
     // SAFETY: the new process begins after the first `syscall` with rax 0, all other registers
     // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. The new
-    // process leaves the assembly code only through `entry_function`, and ends with the last `syscall`. The
-    // calling thread skips that part. The kernel changes only rax, rcx and r11.
+    // process leaves the assembly code only through `entry_function`, and ends with the last
+    // `syscall`. The calling thread skips that part. The kernel changes only rax, rcx and r11.
     unsafe {
         std::arch::asm!(
             "syscall",

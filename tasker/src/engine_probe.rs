@@ -269,8 +269,8 @@ fn retry_delay(failure_count: u32) -> Duration {
         .min(RETRY_DELAY_MAX)
 }
 
-/// Removes from the directory `temp_dir` the probe directories that killed taskers of this user have
-/// left.
+/// Removes from the directory `temp_dir` the probe directories that killed taskers of this user
+/// have left.
 fn remove_stale_dirs(temp_dir: &Path) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in std::fs::read_dir(temp_dir).into_iter().flatten().flatten() {

@@ -110,7 +110,7 @@ fn copy_file_to_images(file: &OpenFile, target: &Path, bytes_max: u64) -> io::Re
 }
 
 /// Files that were written to their original paths at the target. Dropping this value removes the
-/// files unless [`keep`](Self::keep) was called.
+/// files unless [`keep_files`](Self::keep_files) was called.
 #[derive(Debug, Default)]
 pub(crate) struct PlacedFiles(Option<FileTransferJournal>);
 

@@ -112,8 +112,8 @@ impl Freezer {
         Self::create_in(&own_group, Some(mount))
     }
 
-    /// Creates the tasker's directory in the control group `own_group`, and probes freezing. `mount` is
-    /// the private mount that contains `own_group`, if any.
+    /// Creates the tasker's directory in the control group `own_group`, and probes freezing.
+    /// `mount` is the private mount that contains `own_group`, if any.
     fn create_in(own_group: &Path, mount: Option<OwnedFd>) -> Result<Self, FreezerUnavailable> {
         remove_stale_dirs(own_group);
         let (path, dir_lock) = (0..CREATE_DIR_ATTEMPTS_MAX)
@@ -234,7 +234,7 @@ impl ControlGroup {
         }
     }
 
-    /// True from [`ControlGroup::freeze`] on, until the group is thawed. Some processes may not be
+    /// True from [`ControlGroup::start_freeze`] on, until the group is thawed. Some processes may not be
     /// frozen yet.
     pub(crate) fn is_freeze_requested(&self) -> bool {
         self.freeze_requested.get()
@@ -313,8 +313,8 @@ fn mount_own_group() -> io::Result<OwnedFd> {
     })
 }
 
-/// Creates a new directory for the groups of this tasker in the control group `own_group`, and locks it.
-/// Returns `None` if another tasker has removed the directory as stale.
+/// Creates a new directory for the groups of this tasker in the control group `own_group`, and
+/// locks it. Returns `None` if another tasker has removed the directory as stale.
 fn create_locked_dir(own_group: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     let path = nix::unistd::mkdtemp(&own_group.join(format!("{CGROUP_DIR_PREFIX}XXXXXX")))?;
     let Ok(file) = File::open(&path) else {
@@ -326,8 +326,8 @@ fn create_locked_dir(own_group: &Path) -> io::Result<Option<(PathBuf, Flock<File
     Ok(path.exists().then_some((path, dir_lock)))
 }
 
-/// Removes the directories of killed taskers from the control group `own_group`. Their tasks were killed
-/// with them. Groups that still contain ending processes are removed by the next tasker.
+/// Removes the directories of killed taskers from the control group `own_group`. Their tasks were
+/// killed with them. Groups that still contain ending processes are removed by the next tasker.
 fn remove_stale_dirs(own_group: &Path) {
     for entry in fs::read_dir(own_group).into_iter().flatten().flatten() {
         let path = entry.path();

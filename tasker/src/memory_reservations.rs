@@ -99,8 +99,8 @@ impl MemoryReservations {
     }
 
     /// Returns the number of reserved bytes of two groups of tasks: those during their feasibility
-    /// check, and those whose memory has not arrived. `awaits_memory` returns true for the migrations of
-    /// the second group. Removes all other reservations.
+    /// check, and those whose memory has not arrived. `awaits_memory` returns true for the
+    /// migrations of the second group. Removes all other reservations.
     fn outstanding_bytes(&mut self, awaits_memory: impl Fn(MigrationId) -> bool) -> u64 {
         self.0
             .retain(|migration, reservation| reservation.is_pending || awaits_memory(*migration));
@@ -128,8 +128,8 @@ fn bytes_in_memory(dir: &Path) -> u64 {
 }
 
 impl Supervisor {
-    /// Checks that the available memory still suffices for a task with `memory_bytes` bytes. The task may
-    /// have grown since its feasibility check, while it was queued or pre-copied.
+    /// Checks that the available memory still suffices for a task with `memory_bytes` bytes. The
+    /// task may have grown since its feasibility check, while it was queued or pre-copied.
     ///
     /// With post-copy, a lack of memory would otherwise be detected only after the source has
     /// released the task.

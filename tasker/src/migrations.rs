@@ -91,8 +91,8 @@ pub(crate) struct Migrations {
 }
 
 impl Migrations {
-    /// Locates the engine and queries its version. `namespaces_allowed` is true if the tasker may create
-    /// PID namespaces; otherwise the engine is not used.
+    /// Locates the engine and queries its version. `namespaces_allowed` is true if the tasker may
+    /// create PID namespaces; otherwise the engine is not used.
     ///
     /// # Errors
     /// No descriptors are available.
@@ -871,8 +871,8 @@ pub(crate) fn write_redirect(
     sys::write_memory(pid, address, &bytes).map_err(write_failure)
 }
 
-/// Returns the limits of a dump or restore of `memory_bytes` bytes of memory: the time limit and a new
-/// cancellation handle.
+/// Returns the limits of a dump or restore of `memory_bytes` bytes of memory: the time limit and a
+/// new cancellation handle.
 pub(crate) fn engine_limits(memory_bytes: u64) -> Result<CallLimits, Failure> {
     let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(CallLimits {

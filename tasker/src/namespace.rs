@@ -112,8 +112,8 @@ impl Namespace {
         Ok(File::open(namespace_path(&self.init))?.into())
     }
 
-    /// Runs `create_process`, and returns its result. Processes that `create_process` creates are started in this
-    /// namespace.
+    /// Runs `create_process`, and returns its result. Processes that `create_process` creates are
+    /// started in this namespace.
     fn run_with_children_inside<T>(&self, create_process: impl FnOnce() -> T) -> io::Result<T> {
         let own_namespace = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
@@ -140,7 +140,7 @@ impl Namespace {
     /// its exec.
     ///
     /// # Errors
-    /// As [`sys::start_waiting`].
+    /// As [`sys::start_stopped_before_exec`].
     pub(crate) fn start_waiting(
         &self,
         plan: &ExecPlan<'_>,
@@ -149,8 +149,8 @@ impl Namespace {
         self.start_in_group(|group| sys::start_stopped_before_exec(plan, timeout, group))
     }
 
-    /// Creates a process in the namespace by calling `create_process`, which receives the control group. If
-    /// the kernel refuses the group, `create_process` is called again without it.
+    /// Creates a process in the namespace by calling `create_process`, which receives the control
+    /// group. If the kernel refuses the group, `create_process` is called again without it.
     fn start_in_group(
         &self,
         create_process: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
@@ -320,7 +320,7 @@ impl SpareNamespaces {
         None
     }
 
-    /// Returns the idle time after which [`SpareNamespaces::maintain`] must be called; `None` if no
+    /// Returns the idle time after which [`SpareNamespaces::adjust_spare_count`] must be called; `None` if no
     /// call is needed.
     pub(crate) fn maintenance_delay(&self) -> Option<Duration> {
         match self.namespaces.len() {

@@ -86,8 +86,8 @@ impl ProgramThreadFreeze {
 }
 
 impl Pause {
-    /// Returns the time until the pause must be checked again; `None` if no check is needed. `stop_poll_interval`
-    /// is the poll interval for a task that is being stopped.
+    /// Returns the time until the pause must be checked again; `None` if no check is needed.
+    /// `stop_poll_interval` is the poll interval for a task that is being stopped.
     pub(crate) fn next_check_delay(&self, stop_poll_interval: Duration) -> Option<Duration> {
         match self {
             Self::NotPaused | Self::Paused => None,
@@ -169,9 +169,9 @@ impl Task {
         }
     }
 
-    /// Lets a paused task run for the time `run_time` so that the task can quiesce. In the first part
-    /// of this time, which is `library_phase` long, only the library's threads run. A repeated call
-    /// while the task runs has no effect.
+    /// Lets a paused task run for the time `run_time` so that the task can quiesce. In the first
+    /// part of this time, which is `library_phase` long, only the library's threads run. A repeated
+    /// call while the task runs has no effect.
     fn resume_to_quiesce(&mut self, library_phase: Duration, run_time: Duration) {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
             return self.pause(run_time);
@@ -210,7 +210,7 @@ impl Task {
         };
     }
 
-    /// Lets a paused task run for [`EXIT_TIMEOUT`], in which it can exit.
+    /// Lets a paused task run for [`EXIT_GRACE`], in which it can exit.
     pub(crate) fn resume_to_exit_briefly(&mut self) {
         self.pause(EXIT_GRACE);
     }

@@ -477,7 +477,7 @@ impl Supervisor {
     }
 
     /// Keeps the guard `missing_memory` until the killed processes `pids` have exited, but at most
-    /// [`EXIT_TIMEOUT`]. A killed process may still be in a long system call, and must not read
+    /// [`KILLED_EXIT_TIMEOUT`]. A killed process may still be in a long system call, and must not read
     /// zeros in place of the missing memory.
     fn keep_guard_until_exit(&mut self, missing_memory: UffdGuard, pids: Vec<i32>) {
         let Ok(cancel) = CancelHandle::new() else {

@@ -419,8 +419,8 @@ mod tests {
         );
     }
 
-    /// With a pre-copy whose pages are lost, `take_received_pages` returns an error; without a pre-copy
-    /// it returns `None`.
+    /// With a pre-copy whose pages are lost, `take_received_pages` returns an error; without a
+    /// pre-copy it returns `None`.
     #[test]
     fn missing_expected_pre_copy_is_an_error() {
         let mut pre_copies = PreCopies::with_bytes_min(None);

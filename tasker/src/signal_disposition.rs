@@ -19,16 +19,16 @@ pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
         || status.sigblk & signal_bit != 0 && reads_from_signalfd(pid, signal_bit)
 }
 
-/// True if the process reads this signal from a signalfd. `signal_bit` is the signal's bit in a signal
-/// mask.
+/// True if the process reads this signal from a signalfd. `signal_bit` is the signal's bit in a
+/// signal mask.
 fn reads_from_signalfd(pid: i32, signal_bit: u64) -> bool {
     let masks = proc::signalfd_masks(pid);
     masks.into_iter().any(|mask| mask & signal_bit != 0)
 }
 
-/// True if a thread of the process waits for this signal in `sigwait`. `signal_bit` is the signal's bit in
-/// a signal mask. The awaited set is read from the memory to which the system call refers; during
-/// the wait, the kernel does not list its signals as blocked.
+/// True if a thread of the process waits for this signal in `sigwait`. `signal_bit` is the signal's
+/// bit in a signal mask. The awaited set is read from the memory to which the system call refers;
+/// during the wait, the kernel does not list its signals as blocked.
 fn waits_in_sigwait(pid: i32, signal_bit: u64) -> bool {
     let awaited_signals = |thread: Task| {
         let Ok(Syscall::Blocked {

@@ -86,9 +86,9 @@ pub(crate) fn continue_processes(processes: &TaskProcesses<'_>, already_stopped_
 /// Stops all processes of a task. Returns true if no process of the task runs. The caller must
 /// repeat the call until then.
 ///
-/// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds them.
-/// Parents are stopped before their children: a parent that waits in vfork until its child's exec
-/// could never stop if the child were stopped first. A second SIGSTOP would stay pending and
+/// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
+/// them. Parents are stopped before their children: a parent that waits in vfork until its child's
+/// exec could never stop if the child were stopped first. A second SIGSTOP would stay pending and
 /// disturb a dump.
 pub(crate) fn signal_and_check_stopped(
     processes: &TaskProcesses<'_>,
@@ -143,7 +143,8 @@ pub(crate) fn continue_unfinished_forks(
 
 /// Sends SIGSTOP to all processes of a frozen task that are not stopped yet, so that none of them
 /// runs when the task is thawed. Returns the PIDs of these processes. A child between vfork and
-/// exec receives no signal, as in [`signal_and_check_stopped`]: it must run until its parent can stop.
+/// exec receives no signal, as in [`signal_and_check_stopped`]: it must run until its parent can
+/// stop.
 pub(crate) fn send_stop_to_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
     let shares_memory =
         |pid: i32| parent_pid(pid).is_some_and(|parent| sys::share_memory(pid, parent));
@@ -157,7 +158,7 @@ pub(crate) fn send_stop_to_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32
         .collect()
 }
 
-/// Waits until these processes have stopped again, but at most [`SETTLE_TIMEOUT`]. They need a
+/// Waits until these processes have stopped again, but at most [`STOP_AGAIN_TIMEOUT`]. They need a
 /// short time to stop after an engine has detached from them.
 pub(crate) fn wait_until_stopped(pids: &[i32]) {
     let deadline = Instant::now() + STOP_AGAIN_TIMEOUT;

@@ -198,7 +198,7 @@ impl<'a> ExecPlan<'a> {
         }
     }
 
-    /// Makes the process stop before its exec; see [`start_waiting`].
+    /// Makes the process stop before its exec; see [`start_stopped_before_exec`].
     pub(crate) fn stopping_before_exec(mut self) -> Self {
         self.wait_before_exec = true;
         self
@@ -451,7 +451,7 @@ pub(crate) fn start_idle_process(
 
 /// Executes the program of `plan`. If the exec fails, records the reason and exits with status 1,
 /// like PVM's daemon. Must be called only in a process that was created by [`start_program`] or
-/// [`start_waiting`]; makes only async-signal-safe calls.
+/// [`start_stopped_before_exec`]; makes only async-signal-safe calls.
 extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     // SAFETY: the pointer refers to the creator's plan, which no other code accesses until this
     // process has ended or executed its program.
@@ -529,7 +529,7 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
 }
 
 /// Records the current errno and exits. Must be called only in a process that was created by
-/// [`start_program`] or [`start_waiting`]. With [`start_waiting`] the exit status contains the
+/// [`start_program`] or [`start_stopped_before_exec`]. With [`start_stopped_before_exec`] the exit status contains the
 /// error.
 fn exit_child_with_error(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     let errno = Errno::last();

@@ -162,7 +162,7 @@ impl Task {
         sys::kill_pidfd(self.process.pidfd.as_fd());
     }
 
-    /// Kills the task like [`Task::kill`]. After the return, no process of the task executes
+    /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task executes
     /// another instruction, even if its exit takes long.
     pub(crate) fn kill_immediately(&self) {
         for pid in self.processes().pids() {
@@ -220,8 +220,8 @@ impl Output {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads at most [`CHUNKS_PER_READ_MAX`] chunks of the available output, and calls `on_chunk` with
-    /// each.
+    /// Reads at most [`CHUNKS_PER_READ_MAX`] chunks of the available output, and calls `on_chunk`
+    /// with each.
     pub(crate) fn read_chunks(&mut self, mut on_chunk: impl FnMut(Vec<u8>)) {
         for _ in 0..CHUNKS_PER_READ_MAX {
             match self.read_chunk(OUTPUT_CHUNK_BYTES_MAX) {
@@ -319,8 +319,8 @@ pub(crate) fn start_stopped_process(
     })
 }
 
-/// Creates the process of a program and its output pipe. If `new_process_group` is true, the process gets
-/// its own process group.
+/// Creates the process of a program and its output pipe. If `new_process_group` is true, the
+/// process gets its own process group.
 fn create_process(
     order: &TaskStart,
     task_start_state: &TaskStartState,

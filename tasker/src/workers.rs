@@ -185,8 +185,8 @@ impl Workers {
         self.running.len() < WORKERS_MAX
     }
 
-    /// Starts a worker that executes `work`, and returns the worker's id. `engine_pid` is the PID of
-    /// the engine process that the worker waits for.
+    /// Starts a worker that executes `work`, and returns the worker's id. `engine_pid` is the PID
+    /// of the engine process that the worker waits for.
     ///
     /// # Errors
     /// [`WORKERS_MAX`] workers are running, or no thread can be created; `work` is dropped.

@@ -62,9 +62,10 @@ impl AllToAllReport {
 }
 
 impl AllToAllJob {
-    /// Compiles the program and starts `worker_count` workers, distributed round robin over `hosts`. Each
-    /// worker exchanges messages with `2 * reach` workers, or with all workers if `neighbour_reach` is 0.
-    /// `options` are further options of the program. Returns when all workers exchange messages.
+    /// Compiles the program and starts `worker_count` workers, distributed round robin over
+    /// `hosts`. Each worker exchanges messages with `2 * reach` workers, or with all workers if
+    /// `neighbour_reach` is 0. `options` are further options of the program. Returns when all
+    /// workers exchange messages.
     pub fn start(
         vm: &Vm<'_>,
         worker_count: usize,
@@ -166,8 +167,8 @@ impl AllToAllJob {
         Ok(())
     }
 
-    /// Migrates the worker with the index `worker` to another host with few workers, and waits for the
-    /// end of the migration.
+    /// Migrates the worker with the index `worker` to another host with few workers, and waits for
+    /// the end of the migration.
     ///
     /// # Errors
     /// The migration failed; the error contains the console's output.
@@ -181,8 +182,8 @@ impl AllToAllJob {
         self.migrate_worker(vm, worker, &target)
     }
 
-    /// Migrates the worker with the index `worker` to the host `target` and waits for the end of the
-    /// migration.
+    /// Migrates the worker with the index `worker` to the host `target` and waits for the end of
+    /// the migration.
     ///
     /// # Errors
     /// The migration failed; the error contains the console's output.
@@ -210,8 +211,8 @@ impl AllToAllJob {
             .collect())
     }
 
-    /// Waits until each worker in `workers` has established more routes with every other worker than in
-    /// `counts_before`, in both directions. Returns the new numbers of routes.
+    /// Waits until each worker in `workers` has established more routes with every other worker
+    /// than in `counts_before`, in both directions. Returns the new numbers of routes.
     pub fn wait_for_new_routes(
         &self,
         workers: &[usize],
@@ -260,7 +261,8 @@ impl AllToAllJob {
         Ok(())
     }
 
-    /// True while the director runs. The director ends after [`AllToAllJob::finish`] or after an error.
+    /// True while the director runs. The director ends after [`AllToAllJob::end_and_report`] or after an
+    /// error.
     pub fn is_director_running(&mut self) -> Result<bool> {
         Ok(self.director.poll_status()?.is_none())
     }

@@ -9,8 +9,8 @@ pub struct HostCapacity {
     pub processor_count: f64,
 }
 
-/// Returns a lower bound of the time in seconds until the last task of a host ends. `total_work` is the
-/// total work of the host's tasks, and `largest_work` is the work of the largest task.
+/// Returns a lower bound of the time in seconds until the last task of a host ends. `total_work` is
+/// the total work of the host's tasks, and `largest_work` is the work of the largest task.
 fn host_time_min_s(host: &HostCapacity, (total_work, largest_work): (f64, f64)) -> f64 {
     (total_work / (host.work_per_second * host.processor_count))
         .max(largest_work / host.work_per_second)

@@ -43,8 +43,8 @@ pub const HOST_COUNT: usize = 1 + JOB_COUNT;
 /// It must be set, because otherwise a job that loses a task does not roll back to its newest
 /// checkpoint.
 const CHECKPOINT_INTERVAL: &str = "1h";
-/// Maximum number of taskers and resource managers that are killed within [`KILL_COUNT_WINDOW`]. It is
-/// less than the number of restarts that daemons allow in that time.
+/// Maximum number of taskers and resource managers that are killed within [`KILL_COUNT_WINDOW`]. It
+/// is less than the number of restarts that daemons allow in that time.
 const KILL_COUNT_MAX: usize = 4;
 const KILL_COUNT_WINDOW: Duration = Duration::from_secs(65);
 /// Number of rounds of a job's computation that prove progress. It is more than the number of lines
@@ -160,8 +160,8 @@ pub struct CheckpointFaults<'a> {
 impl<'a> CheckpointFaults<'a> {
     /// Adds all hosts of the testbed to the virtual machine, starts the jobs, and makes a
     /// checkpoint of each job. The testbed must have been made by
-    /// [`crate::testbed::Testbed::with_own_engine`]. `round_offset` and the seed select the points of the
-    /// first round.
+    /// [`crate::testbed::Testbed::with_own_engine`]. `round_offset` and the seed select the points
+    /// of the first round.
     pub fn start_jobs(vm: &'a Vm<'a>, round_offset: usize) -> Result<Self> {
         let testbed = vm.testbed();
         let breakpoints_folder = testbed
@@ -266,7 +266,7 @@ impl<'a> CheckpointFaults<'a> {
     /// a round and over successive rounds.
     ///
     /// # Panics
-    /// As [`CheckpointFaults::run`].
+    /// As [`CheckpointFaults::inject_rounds`].
     pub fn inject_rounds_with_victims(
         &mut self,
         round_sample: RoundSample,
@@ -368,8 +368,9 @@ impl<'a> CheckpointFaults<'a> {
             .for_each(|test_job| test_job.job.end_and_check(self.vm));
     }
 
-    /// Waits until another kill of these victims does not exceed [`KILL_COUNT_MAX`] in [`KILL_COUNT_WINDOW`],
-    /// and records the time of the kill. Returns at once if `fault` or the victims are not limited.
+    /// Waits until another kill of these victims does not exceed [`KILL_COUNT_MAX`] in
+    /// [`KILL_COUNT_WINDOW`], and records the time of the kill. Returns at once if `fault` or the
+    /// victims are not limited.
     fn wait_for_kill_quota(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
         let is_limited =
             |victim: &Victim| matches!(victim, Victim::WorkerTasker | Victim::ResourceManager);
@@ -389,8 +390,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Injects a fault into held operations, and waits until the fault is over. `first_event` is the
-    /// number of the first event after the start of the operations.
+    /// Injects a fault into held operations, and waits until the fault is over. `first_event` is
+    /// the number of the first event after the start of the operations.
     fn inject_and_wait(
         &mut self,
         held_operations: &mut [HeldOperation],
@@ -524,8 +525,8 @@ fn check_host_lost(vm: &Vm<'_>, first_event: u64, host: usize) -> Result<(), Str
     .map_err(|error| format!("h{host} is not lost: {error}"))
 }
 
-/// Applies `select` to the events from number `first_event` on, and returns the first result that is not
-/// `None`.
+/// Applies `select` to the events from number `first_event` on, and returns the first result that
+/// is not `None`.
 fn find_event<T>(
     vm: &Vm<'_>,
     first_event: u64,

@@ -149,8 +149,8 @@ pub fn known_differences() -> Result<Vec<Difference>> {
     Ok(differences)
 }
 
-/// Compiles programs, and runs each of them on a new virtual machine of a system. `name_parts` contains
-/// parts of program names; if it is empty, all programs run.
+/// Compiles programs, and runs each of them on a new virtual machine of a system. `name_parts`
+/// contains parts of program names; if it is empty, all programs run.
 ///
 /// # Errors
 /// The system or the compiler does not work. A failed program is an outcome, not an error.
@@ -278,8 +278,8 @@ fn last_lines(text: &str) -> String {
     lines[lines.len().saturating_sub(STDERR_LINES_SHOWN)..].join(" / ")
 }
 
-/// Compiles the programs into the folder `target_folder`: against our header and library below `our_prefix`, or
-/// against Debian's if `our_prefix` is `None`.
+/// Compiles the programs into the folder `target_folder`: against our header and library below
+/// `our_prefix`, or against Debian's if `our_prefix` is `None`.
 fn compile_programs(
     names: &[String],
     our_prefix: Option<&Path>,
@@ -371,8 +371,8 @@ pub struct Comparison {
     pub statements: BTreeSet<String>,
 }
 
-/// Compares the outcomes of all systems with the known differences. `all_have_run` is true if all programs
-/// have run; only then an unused difference is reported.
+/// Compares the outcomes of all systems with the known differences. `all_have_run` is true if all
+/// programs have run; only then an unused difference is reported.
 pub fn compare_with_known(
     runs: &[(System, Vec<Outcome>)],
     known_differences: &[Difference],

@@ -44,7 +44,7 @@ pub struct FarmResult {
 
 impl UnequalHosts {
     /// Makes hosts h1, h2, …, one for each of these shares of one processor.
-    /// [`crate::limits::lacks`] returns a reason if the machine cannot limit processors.
+    /// [`crate::limits::unmet_cpu_requirement`] returns a reason if the machine cannot limit processors.
     pub fn new(prefix: &Path, processor_shares: &[f64]) -> Result<Self> {
         let testbed = Testbed::new(processor_shares.len(), Some(prefix), &[])?;
         let cgroups = testbed
@@ -126,9 +126,9 @@ impl UnequalHosts {
         Ok(rm)
     }
 
-    /// Starts a farm from h1, with one task for each number of work units in `units_per_task`. The tasks
-    /// declare that a unit takes `declared_unit_s` seconds on an ordinary processor. If `declared_unit_s` is `None`, they
-    /// declare nothing.
+    /// Starts a farm from h1, with one task for each number of work units in `units_per_task`. The
+    /// tasks declare that a unit takes `declared_unit_s` seconds on an ordinary processor. If
+    /// `declared_unit_s` is `None`, they declare nothing.
     ///
     /// # Errors
     /// The farm does not start.

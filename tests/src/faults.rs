@@ -22,7 +22,7 @@ pub const SHORT_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(1));
 /// Duration of a fault that exceeds retry intervals and time limits that are shorter than a lease,
 /// but does not exceed a lease.
 pub const LONG_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(5));
-/// Maximum time for which a fault with [`Until::Noticed`] waits for the reaction. The fault then
+/// Maximum time for which a fault with [`FaultEnd::LossHandled`] waits for the reaction. The fault then
 /// ends without it.
 const NOTICED_FAULT_TIME_MAX: Duration = Duration::from_secs(30);
 /// Time limit for the death of a killed process.
@@ -224,10 +224,10 @@ pub struct FaultTargets {
     pub host_pairs: Vec<(usize, usize)>,
 }
 
-/// Injects a fault and waits until it is over. While the fault lasts, calls `resume_others` once with the
-/// processes that received the fault's signal; `resume_others` must not resume these processes. A fault
-/// with [`Until::Noticed`] lasts until `check_loss_handled` succeeds. Returns the number of engine processes
-/// that received the signal.
+/// Injects a fault and waits until it is over. While the fault lasts, calls `resume_others` once
+/// with the processes that received the fault's signal; `resume_others` must not resume these
+/// processes. A fault with [`FaultEnd::LossHandled`] lasts until `check_loss_handled` succeeds. Returns
+/// the number of engine processes that received the signal.
 pub fn inject_and_wait(
     testbed: &Testbed,
     fault: Fault,
@@ -292,8 +292,8 @@ fn find_victims(testbed: &Testbed, targets: &FaultTargets) -> Result<(Vec<Pid>, 
     Ok((victims, engine_count))
 }
 
-/// Disconnects the hosts of a network fault if `is_connected` is false; reconnects them if `is_connected` is true. Has
-/// no effect for other faults.
+/// Disconnects the hosts of a network fault if `is_connected` is false; reconnects them if
+/// `is_connected` is true. Has no effect for other faults.
 fn set_networks_connected(
     testbed: &Testbed,
     fault: Fault,

@@ -136,8 +136,8 @@ pub fn daemon_files(host: &Host) -> Vec<(PathBuf, u64)> {
     files
 }
 
-/// Returns the index in [`KIND_NAMES`] of the kind of the process with this command line; `None` for
-/// processes of the testbed and for the commands that measure.
+/// Returns the index in [`KIND_NAMES`] of the kind of the process with this command line; `None`
+/// for processes of the testbed and for the commands that measure.
 fn kind_index(host: &Host, command_line: &str) -> Option<usize> {
     let program = command_line
         .split(' ')

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 const TASK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs `test` on a virtual machine with `host_count` hosts. `env` contains the environment variables of
-/// all hosts.
+/// Runs `test` on a virtual machine with `host_count` hosts. `env` contains the environment
+/// variables of all hosts.
 pub fn with_hosts(host_count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
     with_prepared_hosts(host_count, env, |_| (), test);
 }

@@ -88,7 +88,7 @@ impl HostMemoryCgroup {
     /// Makes a control group for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`lacks_memory`]), or the kernel refuses the group.
+    /// The machine does not meet a requirement ([`unmet_memory_requirement`]), or the kernel refuses the group.
     pub fn new(host: &Host) -> Result<Self> {
         let Some(roots) = hierarchies_of(&["memory"]) else {
             bail!("{}", unmet_memory_requirement().unwrap_or_default())
@@ -96,10 +96,10 @@ impl HostMemoryCgroup {
         HostCgroups::create_below(&roots, host).map(HostMemoryCgroup)
     }
 
-    /// Moves all processes of the host into the group; see [`HostCgroups::add_host`].
+    /// Moves all processes of the host into the group; see [`HostCgroups::add_host_processes`].
     ///
     /// # Errors
-    /// As [`HostCgroups::add_host`].
+    /// As [`HostCgroups::add_host_processes`].
     pub fn add_host_processes(&self, host: &Host) -> Result<()> {
         self.0.add_host_processes(host)
     }
@@ -146,7 +146,7 @@ impl HostCgroups {
     /// Makes control groups for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`lacks`]), or the kernel refuses the groups.
+    /// The machine does not meet a requirement ([`unmet_cpu_requirement`]), or the kernel refuses the groups.
     pub fn new(host: &Host) -> Result<Self> {
         let Some(roots) = cpu_hierarchies() else {
             bail!("{}", unmet_cpu_requirement().unwrap_or_default())

@@ -107,8 +107,8 @@ impl FakeLogind {
         })
     }
 
-    /// Sets the state of the session, or removes the session if `new_session` is `None`. Sends the D-Bus
-    /// signals for the change.
+    /// Sets the state of the session, or removes the session if `new_session` is `None`. Sends the
+    /// D-Bus signals for the change.
     ///
     /// # Errors
     /// The bus has ended.

@@ -156,8 +156,8 @@ impl ComparedVm<'_> {
         text.replace(&self.testbed.folder().display().to_string(), "FOLDER")
     }
 
-    /// Writes commands to the input of Debian's console, waits until its output contains `awaited_text`,
-    /// and writes `quit`. Returns all output.
+    /// Writes commands to the input of Debian's console, waits until its output contains
+    /// `awaited_text`, and writes `quit`. Returns all output.
     ///
     /// # Errors
     /// The output does not contain `awaited_text` within the time limit, or the console fails.
@@ -452,8 +452,8 @@ pub fn normalize_output(text: &str, form: ComparedForm) -> String {
 }
 
 /// Returns a line with single blanks and masked tids. A tid is `t` or `0x` with hexadecimal digits,
-/// hexadecimal digits after `id: `, or a decimal number of at least [`TID_MIN`]. If `masks_all` is true,
-/// masks all numbers.
+/// hexadecimal digits after `id: `, or a decimal number of at least [`TID_MIN`]. If `masks_all` is
+/// true, masks all numbers.
 fn mask_numbers(line: &str, masks_all: bool) -> String {
     let mut out = String::new();
     let chars: Vec<char> = line

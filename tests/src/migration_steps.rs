@@ -70,7 +70,7 @@ impl Victim {
 /// A point of a migration and the victim of the fault at that point.
 pub type FaultCase = (Point, Victim);
 
-/// The sample of cases that are tried for one fault. If [`is_full`] is true, all cases are tried
+/// The sample of cases that are tried for one fault. If [`tests_all_cases`] is true, all cases are tried
 /// instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepSample {
@@ -120,8 +120,8 @@ fn all_cases(victims: &[Victim], uses_pre_copy: bool) -> Vec<FaultCase> {
         .collect()
 }
 
-/// Returns the sample with the number `sample_number`. Successive samples combine each step with all victims
-/// and both edges.
+/// Returns the sample with the number `sample_number`. Successive samples combine each step with
+/// all victims and both edges.
 fn sample_cases(
     sample_number: usize,
     step_sample: StepSample,
@@ -146,8 +146,8 @@ fn sample_cases(
         .collect()
 }
 
-/// Returns points for a test that needs each step at least once, grouped into rounds. `sample_number`
-/// selects the sample.
+/// Returns points for a test that needs each step at least once, grouped into rounds.
+/// `sample_number` selects the sample.
 pub fn sampled_points(sample_number: usize) -> Vec<Vec<Point>> {
     let cases = if tests_all_cases() {
         all_cases(&[Victim::SourceDaemon], false)
@@ -219,8 +219,8 @@ impl<'a> MigrationFaults<'a> {
         MigrationFaults::with_oracle(vm, Oracle::start(vm)?, task_may_be_lost, None)
     }
 
-    /// As [`MigrationFaults::new`], with the given oracle. If `fixed_source` is a host number, all tasks
-    /// migrate from this host, and only one migration at a time can be held.
+    /// As [`MigrationFaults::new`], with the given oracle. If `fixed_source` is a host number, all
+    /// tasks migrate from this host, and only one migration at a time can be held.
     pub fn with_oracle(
         vm: &'a Vm<'a>,
         oracle: Oracle,
@@ -251,7 +251,7 @@ impl<'a> MigrationFaults<'a> {
         self.engine_hit_count
     }
 
-    /// Injects one fault into a sample of migrations. If [`is_full`] is true, injects the fault at
+    /// Injects one fault into a sample of migrations. If [`tests_all_cases`] is true, injects the fault at
     /// every point and into each of these victims.
     ///
     /// # Panics
@@ -277,7 +277,7 @@ impl<'a> MigrationFaults<'a> {
     /// Checks the outcomes.
     ///
     /// # Panics
-    /// As [`MigrationFaults::run`].
+    /// As [`MigrationFaults::inject_sample`].
     pub fn inject_round(&mut self, cases: &[FaultCase], fault: Fault) {
         let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
@@ -492,10 +492,10 @@ impl<'a> MigrationFaults<'a> {
         Ok(migrations)
     }
 
-    /// As [`MigrationFaults::judge`], for migrations that have already ended.
+    /// As [`MigrationFaults::wait_and_check`], for migrations that have already ended.
     ///
     /// # Errors
-    /// As [`MigrationFaults::judge`].
+    /// As [`MigrationFaults::wait_and_check`].
     pub fn check_ended_migrations(
         &mut self,
         ended_migrations: Vec<HeldMigration>,
@@ -526,8 +526,8 @@ impl<'a> MigrationFaults<'a> {
         Ok(survivors.len())
     }
 
-    /// Checks that the task runs exactly once with all messages, or, if `task_may_be_lost`, that its end
-    /// was reported. Returns true if the task has survived.
+    /// Checks that the task runs exactly once with all messages, or, if `task_may_be_lost`, that
+    /// its end was reported. Returns true if the task has survived.
     fn check_migration(
         &mut self,
         migration: &HeldMigration,

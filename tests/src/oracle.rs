@@ -43,8 +43,9 @@ impl Oracle {
         Self::start_on(vm, 1, false)
     }
 
-    /// As [`Oracle::start`], on host number `host_number`. If `uses_direct_routes` is true, all tasks request direct
-    /// routes, and [`Oracle::spawn`] also waits for the director's direct route to each task.
+    /// As [`Oracle::start`], on host number `host_number`. If `uses_direct_routes` is true, all
+    /// tasks request direct routes, and [`Oracle::spawn_and_wait`] also waits for the director's direct
+    /// route to each task.
     ///
     /// # Errors
     /// The director does not start.
@@ -78,8 +79,8 @@ impl Oracle {
             .write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Returns the lines of the director's output that start with `prefix`, newest first. `prefix` is
-    /// removed from them.
+    /// Returns the lines of the director's output that start with `prefix`, newest first. `prefix`
+    /// is removed from them.
     fn output_lines(&self, prefix: &str) -> Result<Vec<String>, String> {
         let output = self
             .director
@@ -183,8 +184,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// Waits until the director has established `expected_count` direct routes to a task, including those
-    /// that no longer exist.
+    /// Waits until the director has established `expected_count` direct routes to a task, including
+    /// those that no longer exist.
     ///
     /// # Errors
     /// The director does not establish them within the time limit.

@@ -17,8 +17,8 @@ pub struct TestOwnerAgent {
 }
 
 impl TestOwnerAgent {
-    /// Starts the program on a host and waits until it has enrolled. `built_program` is the path of the
-    /// program on the machine.
+    /// Starts the program on a host and waits until it has enrolled. `built_program` is the path of
+    /// the program on the machine.
     ///
     /// # Panics
     /// The program does not start or does not enrol.
@@ -40,8 +40,8 @@ impl TestOwnerAgent {
         agent
     }
 
-    /// Waits for the program's output line number `line_index`, counted from 0. Returns the time in the
-    /// line in microseconds since 1970; 0 for a line without a time.
+    /// Waits for the program's output line number `line_index`, counted from 0. Returns the time in
+    /// the line in microseconds since 1970; 0 for a line without a time.
     fn wait_for_answer(&self, line_index: usize) -> u64 {
         let answer = wait_for(COMMAND_TIMEOUT, || {
             let out = self

@@ -19,7 +19,8 @@ pub fn require_prefix_in_hosts() -> PathBuf {
     prefix_in_hosts(&prefix)
 }
 
-/// Panics if the machine does not meet a requirement of the test, which `unmet_requirement` describes.
+/// Panics if the machine does not meet a requirement of the test, which `unmet_requirement`
+/// describes.
 ///
 /// Such a test must fail, because a test that returns early counts as passed. `cargo xtask test`
 /// excludes such tests and reports them as skipped.
@@ -55,12 +56,12 @@ pub fn require_testbed(host_count: usize) -> Testbed {
     require_and_make(|prefix| Testbed::new(host_count, Some(prefix), &[]))
 }
 
-/// As [`testbed`], with [`Testbed::with_own_engine`].
+/// As [`require_testbed`], with [`Testbed::with_own_engine`].
 pub fn require_testbed_with_own_engine(host_count: usize) -> Testbed {
     require_and_make(|prefix| Testbed::with_own_engine(host_count, Some(prefix)))
 }
 
-/// As [`testbed`], with [`Testbed::with_env`]: `env` contains additional environment variables for
+/// As [`require_testbed`], with [`Testbed::with_env`]: `env` contains additional environment variables for
 /// all daemons except the first one.
 pub fn require_testbed_with_env(host_count: usize, env: &[(&str, &str)]) -> Testbed {
     require_and_make(|prefix| Testbed::with_env(host_count, Some(prefix), env))

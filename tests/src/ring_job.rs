@@ -19,11 +19,11 @@ const ROUND_WORK_US: i32 = -2000;
 /// Work of a task of a small job in one round, with the signs of [`ROUND_WORK_US`]. Several small
 /// jobs run at the same time, so the sleep is longer than in [`ROUND_WORK_US`].
 const SMALL_JOB_ROUND_WORK_US: i32 = -10_000;
-/// Number of rounds that no job reaches. A job ends when [`Job::finish`] requests it.
+/// Number of rounds that no job reaches. A job ends when [`RingJob::end_and_check`] requests it.
 pub const ENDLESS_ROUND_COUNT: &str = "100000000";
 
-/// Returns the sums that a job with this number of workers writes in its first `round_count` rounds.
-/// Element `i` is the sum after round `i`.
+/// Returns the sums that a job with this number of workers writes in its first `round_count`
+/// rounds. Element `i` is the sum after round `i`.
 fn expected_sums(worker_count: usize, round_count: i64) -> Vec<i64> {
     let next_sum = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
     let mut states = vec![0; worker_count + 1];
@@ -98,8 +98,8 @@ impl RingJob {
         )
     }
 
-    /// As [`Job::start`]. `round_work_us` is the work of each task in a round, with the signs of
-    /// [`ROUND_WORK_US`].
+    /// As [`RingJob::start`]. `round_work_us` is the work of each task in a round, with the signs of
+    /// `ROUND_WORK_US`.
     ///
     /// # Panics
     /// The job does not start.
@@ -114,7 +114,7 @@ impl RingJob {
         )
     }
 
-    /// As [`Job::start`], with a job that writes to the folder `folder` of the virtual machine's
+    /// As [`RingJob::start`], with a job that writes to the folder `folder` of the virtual machine's
     /// home.
     ///
     /// # Panics
@@ -150,7 +150,7 @@ impl RingJob {
         )
     }
 
-    /// As [`Job::start`], with a job whose tasks write self-checkpoints if the environment requests
+    /// As [`RingJob::start`], with a job whose tasks write self-checkpoints if the environment requests
     /// them.
     ///
     /// # Panics
@@ -191,7 +191,7 @@ impl RingJob {
         }
     }
 
-    /// Returns a job that was not started by [`Job`], or that writes to another folder than at its
+    /// Returns a job that was not started by [`RingJob`], or that writes to another folder than at its
     /// start.
     pub fn from_existing(folder: PathBuf, tid: String) -> Self {
         Self {

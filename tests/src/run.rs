@@ -35,7 +35,8 @@ impl CommandResult {
         self.status.success()
     }
 
-    /// Returns the result if the command has succeeded. `description` describes the command in the error.
+    /// Returns the result if the command has succeeded. `description` describes the command in the
+    /// error.
     ///
     /// # Errors
     /// The command has failed; the error contains its output.
@@ -203,7 +204,7 @@ pub fn run_to_end(command: Command, timeout: Duration) -> Result<CommandResult> 
 /// Runs a command without input and waits for its end. The command must succeed.
 ///
 /// # Errors
-/// As [`run`], or the exit status is not 0.
+/// As [`run_to_end`], or the exit status is not 0.
 pub fn run_successfully(command: Command, timeout: Duration) -> Result<CommandResult> {
     let description = format!("{command:?}");
     run_to_end(command, timeout)?.expect_success(&description)

@@ -86,8 +86,8 @@ impl<'a> VirtualDisplay<'a> {
         Picture::parse_dump(&dump)
     }
 
-    /// Moves the mouse and presses its buttons. `arguments` are the arguments of xdotool, separated by
-    /// spaces.
+    /// Moves the mouse and presses its buttons. `arguments` are the arguments of xdotool, separated
+    /// by spaces.
     ///
     /// # Errors
     /// xdotool refuses the arguments.

@@ -12,7 +12,8 @@ use std::time::Duration;
 const KEYGEN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes the keys of users and hosts and the settings of clients and daemons, all in the testbed's
-/// folder. `remote_env` contains the environment variables of commands that are started through ssh.
+/// folder. `remote_env` contains the environment variables of commands that are started through
+/// ssh.
 pub(crate) fn make_keys_and_settings(
     folder: &Path,
     host_names: &[String],

@@ -64,11 +64,11 @@ struct TestbedParameters<'a> {
 }
 
 impl Testbed {
-    /// Makes `host_count` hosts named h1, h2, …. The folders in `shared_folders` are visible on all hosts.
-    /// `prefix` is the folder where the programs are installed.
+    /// Makes `host_count` hosts named h1, h2, …. The folders in `shared_folders` are visible on all
+    /// hosts. `prefix` is the folder where the programs are installed.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`machine::lacks`]) or the kernel refuses a
+    /// The machine does not meet a requirement ([`machine::unmet_requirement`]) or the kernel refuses a
     /// request. Nothing of the testbed remains.
     pub fn new(host_count: usize, prefix: Option<&Path>, shared_folders: &[&Path]) -> Result<Self> {
         Self::create(&TestbedParameters {
@@ -483,7 +483,7 @@ impl Host {
         run_to_end(command, timeout)
     }
 
-    /// Starts a command that was made by [`Host::command`] or [`Host::command_as`], and returns
+    /// Starts a command that was made by [`Host::root_command`] or [`Host::command_as`], and returns
     /// without waiting for its end.
     pub fn start_command(&self, command: Command) -> Result<RunningCommand> {
         RunningCommand::start(command, Stdio::null())

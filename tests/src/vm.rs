@@ -75,7 +75,7 @@ pub struct VmSettings {
 }
 
 impl VmSettings {
-    /// Converts environment variables to the type of [`Settings::env`].
+    /// Converts environment variables to the type of [`VmSettings::env`].
     pub fn owned_env(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
         let pairs = pairs.iter();
         pairs
@@ -214,7 +214,7 @@ impl<'a> Vm<'a> {
         self.run_pvm_on(self.testbed.host(1), arguments)
     }
 
-    /// As [`Vm::pvm`], on `host`.
+    /// As [`Vm::run_pvm`], on `host`.
     pub fn run_pvm_on(&self, host: &Host, arguments: &[&str]) -> Result<CommandResult> {
         let mut command = self.user_command(host, self.prefix_in_hosts.join("bin/pvm"));
         command.args(arguments);
@@ -317,8 +317,8 @@ impl<'a> Vm<'a> {
             .collect()
     }
 
-    /// Waits for an event that `is_expected` accepts, and returns the event. `description` describes the event
-    /// in the error.
+    /// Waits for an event that `is_expected` accepts, and returns the event. `description`
+    /// describes the event in the error.
     ///
     /// # Errors
     /// The event does not happen before the deadline; the error contains the newest events.

@@ -23,7 +23,8 @@ fn unequal_hosts(shares: &[f64]) -> UnequalHosts {
         .unwrap_or_else(|error| panic!("no hosts: {error:#}"))
 }
 
-/// Converts seconds of processor time to units of work. `unit_seconds` is the number of seconds per unit.
+/// Converts seconds of processor time to units of work. `unit_seconds` is the number of seconds per
+/// unit.
 fn units_from_seconds(unit_seconds: f64, seconds: &[f64]) -> Vec<u32> {
     seconds
         .iter()

@@ -319,8 +319,8 @@ fn only_unmigratable_job_is_checkpointed() {
     });
 }
 
-/// Returns the text between `prefix` and the next space, in the first line that starts with `prefix`;
-/// `None` if no line does.
+/// Returns the text between `prefix` and the next space, in the first line that starts with
+/// `prefix`; `None` if no line does.
 fn text_after_prefix<'a>(out: &'a str, prefix: &str) -> Option<&'a str> {
     out.lines()
         .find_map(|line| line.strip_prefix(prefix))?

@@ -195,8 +195,8 @@ fn case_of_two_copies<'a>(program: &'a str, comparison: ComparedForm) -> Case<'a
     })
 }
 
-/// Returns a case that starts a server, waits until `mailbox_name` is in the mailbox, and then runs the
-/// programs `clients`. The output of the case is the output of all programs, the server's last.
+/// Returns a case that starts a server, waits until `mailbox_name` is in the mailbox, and then runs
+/// the programs `clients`. The output of the case is the output of all programs, the server's last.
 fn case_with_server<'a>(
     server: ProgramRun<'a>,
     mailbox_name: &'a str,

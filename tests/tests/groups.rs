@@ -38,8 +38,8 @@ impl<'a> Member<'a> {
         member
     }
 
-    /// Waits for the line number `line_index` (counted from 0) in the member's output. Returns the text
-    /// after `prefix` in this line. Panics if the line does not start with `prefix`.
+    /// Waits for the line number `line_index` (counted from 0) in the member's output. Returns the
+    /// text after `prefix` in this line. Panics if the line does not start with `prefix`.
     fn wait_for_line(&self, prefix: &str, line_index: usize) -> String {
         let line_result = wait_for(TIMEOUT, || {
             let out = self
@@ -496,7 +496,8 @@ fn link_examples(bed: &Testbed) {
     }
 }
 
-/// Runs an example to its end. Panics unless its standard output or standard error contains `expected_text`.
+/// Runs an example to its end. Panics unless its standard output or standard error contains
+/// `expected_text`.
 fn check_example(vm: &Vm, program: &Path, args: &[&str], input: &str, expected_text: &str) {
     let mut command = vm.user_command(vm.testbed().host(1), program);
     command.args(args);

@@ -15,7 +15,8 @@ fn with_rm(test: impl FnOnce(&Vm)) {
     with_rm_command("pvm-rm", test);
 }
 
-/// Runs `test` on a virtual machine of two hosts. The command `rm_command` starts its resource manager.
+/// Runs `test` on a virtual machine of two hosts. The command `rm_command` starts its resource
+/// manager.
 fn with_rm_command(rm_command: &str, test: impl FnOnce(&Vm)) {
     let bed = require_testbed(2);
     let vm = Vm::start(

@@ -176,7 +176,8 @@ fn tasks_deliver_their_last_messages_to_a_slow_daemon() {
     vm.halt_and_wait().expect("it ends");
 }
 
-/// Limits the descriptors of a process to numbers below its lowest free descriptor plus `extra_count`.
+/// Limits the descriptors of a process to numbers below its lowest free descriptor plus
+/// `extra_count`.
 fn limit_descriptors(pid: Pid, extra_count: u32) {
     let is_open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
     let lowest_free = (0..).find(|fd| !is_open(fd)).expect("one of them");

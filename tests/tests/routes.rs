@@ -51,7 +51,8 @@ fn finish_and_check(vm: &Vm<'_>, crowd: AllToAllJob) {
 }
 
 /// Starts all workers on `hosts` and migrates random workers, one after another, to random hosts of
-/// the list `target_names`. Before each migration, all routes of the previously migrated worker are restored.
+/// the list `target_names`. Before each migration, all routes of the previously migrated worker are
+/// restored.
 fn migrate_with_routes(vm: &Vm<'_>, hosts: &[&str], target_names: &[&str], migration_count: usize) {
     let mut crowd = AllToAllJob::start(vm, WORKER_COUNT, 0, &["-d"], hosts).or_panic_with_logs(vm);
     let mut route_counts = crowd
@@ -144,9 +145,9 @@ fn direct_routes_deliver_once_to_stopped_guests() {
     });
 }
 
-/// Runs `test` with migrations that use direct routes. `source_number` is the number of the host from which
-/// all tasks migrate and on which the director runs. If `source_number` is `None`, tasks migrate from
-/// several hosts and the director runs on h1.
+/// Runs `test` with migrations that use direct routes. `source_number` is the number of the host
+/// from which all tasks migrate and on which the director runs. If `source_number` is `None`, tasks
+/// migrate from several hosts and the director runs on h1.
 fn with_faults(
     env: &[(&str, &str)],
     source_number: Option<usize>,

@@ -148,8 +148,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     Ok(succeeded)
 }
 
-/// Measures the running load watcher of h2 for the duration `duration`. Also returns the median time
-/// for sending a report from h2, in microseconds.
+/// Measures the running load watcher of h2 for the duration `duration`. Also returns the median
+/// time for sending a report from h2, in microseconds.
 fn measure_watcher_and_reports(vm: &Vm, duration: Duration) -> Result<(WatcherUsage, f64)> {
     vm.add_hosts(&["h2"])?;
     let host = vm.testbed().host(2);

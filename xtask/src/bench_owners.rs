@@ -288,7 +288,8 @@ struct ActiveLogin {
     login: SshLogin,
 }
 
-/// Logs out the owners whose time of logout satisfies `is_over`, and adds their logins to `finished_logins`.
+/// Logs out the owners whose time of logout satisfies `is_over`, and adds their logins to
+/// `finished_logins`.
 fn log_out_expired(
     active_logins: &mut BTreeMap<u16, ActiveLogin>,
     finished_logins: &mut Vec<ScriptedLogin>,

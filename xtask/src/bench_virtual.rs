@@ -35,8 +35,8 @@ pub(crate) fn simulate_days(results: &Path) -> Result<bool> {
     Ok(within_limits)
 }
 
-/// Builds the benchmark `name` and runs it with the arguments `arguments`. Returns its output, the path
-/// of its JSON file, and true if all results are within their limits.
+/// Builds the benchmark `name` and runs it with the arguments `arguments`. Returns its output, the
+/// path of its JSON file, and true if all results are within their limits.
 fn run_benchmark(name: &str, arguments: &[String]) -> Result<(String, PathBuf, bool)> {
     let json_path = install::target_folder()?.join(format!("{name}.json"));
     if json_path.exists() {

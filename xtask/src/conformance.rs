@@ -7,9 +7,9 @@ use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::requirements;
 
-/// Runs the programs of the suite on the systems that `against` names. `name_parts` contains parts of
-/// program names; if it is empty, all programs run. If `as_installed` is true, nothing is built or
-/// installed. Returns false if there is an unexplained difference.
+/// Runs the programs of the suite on the systems that `against` names. `name_parts` contains parts
+/// of program names; if it is empty, all programs run. If `as_installed` is true, nothing is built
+/// or installed. Returns false if there is an unexplained difference.
 ///
 /// # Errors
 /// The machine does not meet a requirement of the testbed, or a system does not start.

@@ -214,8 +214,8 @@ fn install_file(source_path: &Path, target_path: &Path, mode: u32) -> Result<()>
     replace_file(target_path, &bytes, mode)
 }
 
-/// Replaces the file `target_path`: writes a temporary file in the same folder and renames it. An identical
-/// file is not replaced, because other builds compare its time of modification.
+/// Replaces the file `target_path`: writes a temporary file in the same folder and renames it. An
+/// identical file is not replaced, because other builds compare its time of modification.
 fn replace_file(target_path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(target_path).is_ok_and(|existing| existing == bytes) {
         return Ok(());
@@ -240,7 +240,8 @@ fn replace_link(link_target: &str, link_path: &Path) -> Result<()> {
         .with_context(|| link_path.display().to_string())
 }
 
-/// Returns the path of a temporary file in the folder of `final_path`. No other process uses this path.
+/// Returns the path of a temporary file in the folder of `final_path`. No other process uses this
+/// path.
 fn temporary_path(final_path: &Path) -> PathBuf {
     let name = final_path
         .file_name()

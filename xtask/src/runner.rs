@@ -58,8 +58,8 @@ pub(crate) fn has_nextest() -> bool {
 pub(crate) trait TestRunner {
     /// Builds the selected tests and lists them.
     fn build_and_list(&self, selection: TestSelection) -> Result<Vec<Test>>;
-    /// Runs all tests of both tiers except the tests in `skipped`. `name_arguments` are arguments that
-    /// restrict the tests. Returns the number of passed and failed tests.
+    /// Runs all tests of both tiers except the tests in `skipped`. `name_arguments` are arguments
+    /// that restrict the tests. Returns the number of passed and failed tests.
     fn run_tests(
         &self,
         selection: TestSelection,
@@ -286,8 +286,8 @@ fn parse_test_binary(message: &Value) -> Option<TestBinary> {
     })
 }
 
-/// Runs a test binary with the arguments `arguments`, which request a list. Returns the names of the
-/// tests in the list.
+/// Runs a test binary with the arguments `arguments`, which request a list. Returns the names of
+/// the tests in the list.
 fn list_names(binary: &TestBinary, arguments: &[&str]) -> Result<Vec<String>> {
     let binary_output = Libtest::binary_command(binary, arguments, &[]).output()?;
     let text = String::from_utf8_lossy(&binary_output.stdout);
@@ -328,8 +328,8 @@ impl TestRunner for Libtest {
             let children = binary.child_functions.iter().map(String::as_str);
             names.extend(children);
             libtest_arguments.extend(names.iter().flat_map(|name| ["--skip", name]));
-            // `name_arguments` are parts of test names. The exact names of skipped tests can be passed only
-            // if there are no such parts.
+            // `name_arguments` are parts of test names. The exact names of skipped tests can be
+            // passed only if there are no such parts.
             if !names.is_empty() && name_arguments.is_empty() {
                 libtest_arguments.push("--exact");
             }

@@ -63,17 +63,17 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::checkpoint", "", &[Criu]),
     ("sempa-tests::checkpoint_faults", "", &[Criu]),
     ("sempa-tests::conformance", "", &[PVM, PVM_DEV, GCC]),
-    ("sempa-tests::copies", "", &[Criu]),
+    ("sempa-tests::checkpoint_copies", "", &[Criu]),
     ("sempa-tests::drain", "", &[Criu]),
     ("sempa-tests::examples", "", &[PVM, PVM_EXAMPLES, Examples]),
     ("sempa-tests::examples", "xep", &[Screen]),
     ("sempa-tests::examples", "tablix", &[TABLIX]),
     ("sempa-tests::examples", "other_packages", &[NETPIPE, SLSH]),
-    ("sempa-tests::failed_moves", "", &[Criu]),
-    ("sempa-tests::finish_right", "", &[Criu]),
-    ("sempa-tests::finish_right", "python", &[PYTHON]),
-    ("sempa-tests::finish_right", "fortran", &[GFORTRAN]),
-    ("sempa-tests::finish_right", "tablix", &[TABLIX]),
+    ("sempa-tests::failed_migrations", "", &[Criu]),
+    ("sempa-tests::correct_results", "", &[Criu]),
+    ("sempa-tests::correct_results", "python", &[PYTHON]),
+    ("sempa-tests::correct_results", "fortran", &[GFORTRAN]),
+    ("sempa-tests::correct_results", "tablix", &[TABLIX]),
     ("sempa-tests::fortran", "", &[GFORTRAN]),
     ("sempa-tests::groups", "", &[Criu, GCC]),
     ("sempa-tests::groups", "debian", &[PVM, PVM_EXAMPLES]),
@@ -90,19 +90,27 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
         "floods",
         &[TestNeed::FreeMemory(2 << 10, 6 << 10)],
     ),
-    ("sempa-tests::loss", "", &[Criu]),
-    ("sempa-tests::lying_engines", "", &[Criu]),
-    ("sempa-tests::lying_moves", "", &[Criu]),
-    ("sempa-tests::lying_moves", "group", &[MemoryGroups]),
-    ("sempa-tests::move_faults", "", &[Criu]),
-    ("sempa-tests::on_the_way", "", &[Criu]),
-    ("sempa-tests::on_the_way", "disk", &[Disk]),
-    ("sempa-tests::outsiders", "", &[Criu]),
-    ("sempa-tests::own_checkpoints", "", &[Criu]),
-    ("sempa-tests::own_examples", "", &[MAKE, PKG_CONFIG, GCC]),
-    ("sempa-tests::own_examples", "fortran", &[GFORTRAN]),
+    ("sempa-tests::lost_work", "", &[Criu]),
+    ("sempa-tests::checkpoint_engine_faults", "", &[Criu]),
+    ("sempa-tests::migration_engine_faults", "", &[Criu]),
+    (
+        "sempa-tests::migration_engine_faults",
+        "group",
+        &[MemoryGroups],
+    ),
+    ("sempa-tests::migration_faults", "", &[Criu]),
+    ("sempa-tests::image_transfer", "", &[Criu]),
+    ("sempa-tests::image_transfer", "disk", &[Disk]),
+    ("sempa-tests::other_jobs", "", &[Criu]),
+    ("sempa-tests::self_checkpoints", "", &[Criu]),
+    (
+        "sempa-tests::example_programs",
+        "",
+        &[MAKE, PKG_CONFIG, GCC],
+    ),
+    ("sempa-tests::example_programs", "fortran", &[GFORTRAN]),
     ("sempa-tests::owner", "", &[Criu]),
-    ("sempa-tests::owner_first", "", &[Criu]),
+    ("sempa-tests::owner_protection_faults", "", &[Criu]),
     ("sempa-tests::owner_policy", "", &[Criu]),
     ("sempa-tests::owner_policy", "logind", &[Bus]),
     ("sempa-tests::post_copy", "", &[Criu]),
@@ -110,7 +118,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::routes", "", &[Criu]),
     ("sempa-tests::soak", "", &[Criu]),
     ("sempa-tests::suspend", "", &[Criu]),
-    ("sempa-tests::talk", "", &[Criu]),
+    ("sempa-tests::all_to_all", "", &[Criu]),
     ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
     ("pvm-console::three_hosts", "", &[Hosts, PVM]),
     ("pvm-console", "", &[]),
@@ -128,7 +136,8 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvmd::daemon", "", &[Root]),
     ("pvm-tasker", "", &[Criu, GCC]),
     ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
-    ("pvm-tasker::hold", "freez", &[Freezer]),
+    ("pvm-tasker::pauses", "freez", &[Freezer]),
+    ("pvm-tasker::pauses", "control_groups", &[Freezer]),
     ("pvm-tasker::kinds", "python", &[PYTHON]),
     ("pvm-tasker::kinds", "asyncio", &[PYTHON]),
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
@@ -149,9 +158,9 @@ fn test_needs(binary: &str, test: &str) -> Vec<TestNeed> {
     if has_binary { needs } else { vec![Hosts] }
 }
 
-/// Returns the reason why a need is not met on this machine; `None` if the need is met. `criu_error` is
-/// the reason why CRIU does not work, as determined by the set-up; `None` if CRIU works. `is_full_run` is
-/// true if tests run with `SEMPA_TEST_FULL`.
+/// Returns the reason why a need is not met on this machine; `None` if the need is met.
+/// `criu_error` is the reason why CRIU does not work, as determined by the set-up; `None` if CRIU
+/// works. `is_full_run` is true if tests run with `SEMPA_TEST_FULL`.
 fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> Option<String> {
     match need {
         TestNeed::FreeMemory(default_mib, full_mib) => {
@@ -200,8 +209,8 @@ pub(crate) struct SkipDecider {
 }
 
 impl SkipDecider {
-    /// `no_criu_reason` is the reason why CRIU does not work; `None` if CRIU works. `full` is true if tests
-    /// run with `SEMPA_TEST_FULL`.
+    /// `no_criu_reason` is the reason why CRIU does not work; `None` if CRIU works. `full` is true
+    /// if tests run with `SEMPA_TEST_FULL`.
     pub(crate) fn new(no_criu_reason: Option<String>, full: bool) -> Self {
         Self {
             criu_error: no_criu_reason,
@@ -229,7 +238,7 @@ mod tests {
     #[test]
     fn needs_of_package_binary_and_name_add_up() {
         assert_eq!(
-            test_needs("sempa-tests::finish_right", "python_tasks"),
+            test_needs("sempa-tests::correct_results", "python_tasks"),
             [Hosts, Criu, PYTHON]
         );
         assert_eq!(test_needs("pvm-tasker::kinds", "x"), [Criu, GCC]);
@@ -248,7 +257,7 @@ mod tests {
         let mut skips = SkipDecider::new(Some("no CRIU".into()), false);
         let reason = |skips: &mut SkipDecider, name| skips.skip_reason(name, "x");
         assert_eq!(
-            reason(&mut skips, "pvm-tasker::moves").as_deref(),
+            reason(&mut skips, "pvm-tasker::migrations").as_deref(),
             Some("no CRIU")
         );
         assert_eq!(reason(&mut skips, "libpvm::api"), None);

@@ -40,8 +40,9 @@ const MODEL_CHECKER_TESTS: TestSelection = TestSelection {
     env: &[],
 };
 
-/// Runs all tests. `runner_arguments` are passed to the test runner and restrict the tests; if `runner_arguments` is not
-/// empty, the sources are not checked. Returns false if a test or a check fails.
+/// Runs all tests. `runner_arguments` are passed to the test runner and restrict the tests; if
+/// `runner_arguments` is not empty, the sources are not checked. Returns false if a test or a check
+/// fails.
 ///
 /// # Errors
 /// The set-up or the build fails.
@@ -121,7 +122,7 @@ pub(crate) fn set_up_and_install(profile: &str) -> Result<TestSetup> {
     })
 }
 
-/// Returns the seed of this run: the value of [`SEED_ENV`], or the number of days since 1970.
+/// Returns the seed of this run: the value of [`TEST_SEED_VARIABLE`], or the number of days since 1970.
 pub(crate) fn run_seed() -> u64 {
     let configured_seed = std::env::var(TEST_SEED_VARIABLE)
         .ok()

@@ -319,9 +319,10 @@ impl<'a> PostCopy<'a> {
 }
 
 impl CriuProcesses {
-    /// Waits until the process runs again after it was stopped at time `stopped_us`, in microseconds since
+    /// Waits until the process runs again after it was stopped at time `stopped_us`, in
+    /// microseconds since
     /// 1970. Returns the start and the end of the gap. The error reports a CRIU process that has
-    /// failed.
+    ///       failed.
     fn await_gap(&mut self, gap_record: &GapRecord, stopped_us: i64) -> Result<(i64, i64)> {
         wait_for(STEP_TIMEOUT, || {
             for (process, command_word) in [

@@ -304,8 +304,8 @@ impl GapRecord {
         Ok(text.lines().filter_map(parse_pair).collect())
     }
 
-    /// Waits until the program has recorded the gap that contains the time `time_us`, in microseconds
-    /// since 1970. Returns the gap's start and end, in microseconds since 1970.
+    /// Waits until the program has recorded the gap that contains the time `time_us`, in
+    /// microseconds since 1970. Returns the gap's start and end, in microseconds since 1970.
     fn wait_for_gap(&self, time_us: i64) -> Result<(i64, i64)> {
         wait_for(STEP_TIMEOUT, || self.find_gap(time_us))
     }
@@ -416,8 +416,8 @@ impl<'a> SempaTask<'a> {
 }
 
 /// Returns the duration of each step in milliseconds. `steps` contains the time at which each step
-/// ended; the last step ends at `resumed_us`, when the task runs. All times are in microseconds since
-/// 1970.
+/// ended; the last step ends at `resumed_us`, when the task runs. All times are in microseconds
+/// since 1970.
 fn step_durations(begin_us: i64, steps: &[(String, i64)], resumed_us: i64) -> Vec<(String, f64)> {
     let mut previous_end_us = begin_us;
     let last_index = steps.len().saturating_sub(1);

@@ -7,8 +7,8 @@
 //!
 //! A task may depart while
 //!
-//! - fewer than [`SMALLER_DEPARTURES_MAX`] tasks that are not larger occupy slots, so that larger tasks do
-//!   not delay it, and
+//! - fewer than [`SMALLER_DEPARTURES_MAX`] tasks that are not larger occupy slots, so that larger
+//!   tasks do not delay it, and
 //! - fewer than [`TOTAL_DEPARTURES_MAX`] tasks, the larger ones included, occupy slots.
 //!
 //! A paused task does not wait for tasks whose post-copy memory is being sent.

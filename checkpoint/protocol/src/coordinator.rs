@@ -435,7 +435,8 @@ impl Coordinator {
         self.send_order(migration.from, migration, order);
     }
 
-    /// Completes the step `completed_step` and waits for `next_step`, unless a later step is already awaited.
+    /// Completes the step `completed_step` and waits for `next_step`, unless a later step is
+    /// already awaited.
     fn advance_step(
         &mut self,
         now: Micros,
@@ -558,8 +559,8 @@ impl Coordinator {
         }
     }
 
-    /// Orders the target to run its copy of the task, after the source's copy has ended. `source_usage` are
-    /// the resources that the source's copy had used.
+    /// Orders the target to run its copy of the task, after the source's copy has ended.
+    /// `source_usage` are the resources that the source's copy had used.
     fn order_run(&mut self, id: MigrationId, source_usage: Usage) {
         let Some(m) = self.migrations.get_mut(&id) else {
             return;

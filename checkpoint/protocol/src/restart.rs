@@ -244,8 +244,8 @@ impl Restarts {
         self.advance(now, restart_id);
     }
 
-    /// Handles that a host refuses a task: orders the next host to prepare, under the new id `next_part_id`.
-    /// If no host remains, the restart fails.
+    /// Handles that a host refuses a task: orders the next host to prepare, under the new id
+    /// `next_part_id`. If no host remains, the restart fails.
     fn try_next_host(
         &mut self,
         restart_id: RestartId,

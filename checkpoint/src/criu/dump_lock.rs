@@ -9,7 +9,7 @@
 //! - Dumps by other programs, for example on another host that shares the directory, may still
 //!   collide. Then CRIU fails with one of [`COLLISION_ERRORS`], and the dump is retried.
 //! - If CRIU and the task are both killed while the directory exists, it remains and would make
-//!   every further dump fail. [`is_retryable`] removes it.
+//!   every further dump fail. [`prepare_retry`] removes it.
 
 use crate::proc;
 use nix::mount::{MntFlags, umount2};

@@ -94,8 +94,8 @@ fn read_uids(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     Ok(fields.iter().copied().chain(absent_fields).collect())
 }
 
-/// Returns the embedded message in the field `field_number`. If the field occurs more than once, its
-/// values are concatenated, as protobuf merges them.
+/// Returns the embedded message in the field `field_number`. If the field occurs more than once,
+/// its values are concatenated, as protobuf merges them.
 fn embedded_message(message: &[u8], field_number: u32) -> protobuf::Result<Option<Vec<u8>>> {
     let message = Empty::parse_from_bytes(message)?;
     let fields = message.special_fields.unknown_fields().iter();

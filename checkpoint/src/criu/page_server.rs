@@ -337,8 +337,8 @@ fn request_end_address(request: &PageHeader) -> io::Result<u64> {
         .ok_or(io::ErrorKind::InvalidInput.into())
 }
 
-/// Returns the PID of the process that contains the page at the address `address`, and the end address
-/// of the range of served pages that contains this page.
+/// Returns the PID of the process that contains the page at the address `address`, and the end
+/// address of the range of served pages that contains this page.
 fn served_range_at(
     lazy_pages: &LazyPages,
     namespace_pid: u64,

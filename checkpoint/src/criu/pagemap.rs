@@ -54,8 +54,8 @@ pub(super) enum PageFilter {
     InMemory,
 }
 
-/// Returns the ranges of populated pages of a process between two addresses, as (start, end). `pagemap`
-/// is the open file `/proc/PID/pagemap` of the process.
+/// Returns the ranges of populated pages of a process between two addresses, as (start, end).
+/// `pagemap` is the open file `/proc/PID/pagemap` of the process.
 ///
 /// # Errors
 /// The process has exited, or the kernel does not support the call (ENOTTY).

@@ -393,9 +393,9 @@ impl Prefetcher {
         Ok(true)
     }
 
-    /// Requests from the source the page at the address `address`, which is missing for the reply to the
-    /// first pending request of CRIU. Either the page was not requested yet, or the source's reply
-    /// for its chunk was shorter than requested.
+    /// Requests from the source the page at the address `address`, which is missing for the reply
+    /// to the first pending request of CRIU. Either the page was not requested yet, or the source's
+    /// reply for its chunk was shorter than requested.
     fn request_missing_part(&mut self, header: &PageHeader, is_background: bool, address: u64) {
         if !is_background {
             let reply_source = self.queue_direct_request(header);
@@ -699,8 +699,8 @@ fn is_close_message(bytes: &[u8]) -> bool {
     matches!(command, Some(PS_IOV_CLOSE | PS_IOV_FORCE_CLOSE))
 }
 
-/// Writes the concatenation of `parts` without its first `skipped_bytes` bytes. Returns the number of
-/// bytes that `out` has accepted.
+/// Writes the concatenation of `parts` without its first `skipped_bytes` bytes. Returns the number
+/// of bytes that `out` has accepted.
 fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped_bytes: usize) -> io::Result<usize> {
     let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
     let mut remaining_slices = &mut slices[..];

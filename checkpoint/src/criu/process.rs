@@ -67,9 +67,9 @@ pub(super) struct Swrk {
 }
 
 impl Swrk {
-    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits `inherited` and `image_dir`
-    /// with the same descriptor numbers, and no other descriptor. `log_name` is the name of CRIU's log
-    /// in `dir`.
+    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits `inherited` and
+    /// `image_dir` with the same descriptor numbers, and no other descriptor. `log_name` is the
+    /// name of CRIU's log in `dir`.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
@@ -186,7 +186,7 @@ impl Swrk {
     }
 
     /// Replies to a notification. Sending fails only if CRIU is exiting, which the next
-    /// [`receive`](Self::receive) reports.
+    /// [`wait_for_message`](Self::wait_for_message) reports.
     pub(super) fn acknowledge(&mut self, success: bool) {
         let _ = send(
             self.socket.as_raw_fd(),
@@ -450,8 +450,8 @@ impl CriuCommand {
         self.pidfd.try_clone()
     }
 
-    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log_path` is the path of
-    /// CRIU's log, from which the reason of a failure is read.
+    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log_path` is the
+    /// path of CRIU's log, from which the reason of a failure is read.
     pub(super) fn wait_until_exit(
         &mut self,
         limits: &CallLimits,
@@ -492,8 +492,8 @@ impl Drop for CriuCommand {
     }
 }
 
-/// Waits until the descriptor `event_fd` is readable. `event_name` is the name of the awaited event in
-/// error messages.
+/// Waits until the descriptor `event_fd` is readable. `event_name` is the name of the awaited event
+/// in error messages.
 ///
 /// # Errors
 /// The timeout has expired, or the call was canceled.

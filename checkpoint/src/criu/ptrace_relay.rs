@@ -87,8 +87,8 @@ pub(super) struct Relay {
     tracer_thread: Option<JoinHandle<()>>,
 }
 
-/// Returns the environment variable by which the library finds `area_file`, the file with the memory
-/// areas to hide from CRIU.
+/// Returns the environment variable by which the library finds `area_file`, the file with the
+/// memory areas to hide from CRIU.
 pub(super) fn hidden_areas_variable(area_file: &OwnedFd) -> (&'static str, String) {
     ("SEMPA_WITHHELD", area_file.as_raw_fd().to_string())
 }
@@ -123,7 +123,8 @@ pub(super) fn library_file() -> io::Result<OwnedFd> {
 }
 
 impl Relay {
-    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root process.
+    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root
+    /// process.
     ///
     /// # Errors
     /// No file descriptor or thread is available.

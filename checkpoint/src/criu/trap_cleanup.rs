@@ -72,8 +72,8 @@ impl SavedTaskState {
         Ok(Self { processes })
     }
 
-    /// Restores the recorded state if the failure `failure` means that CRIU was killed before it could
-    /// restore the task.
+    /// Restores the recorded state if the failure `failure` means that CRIU was killed before it
+    /// could restore the task.
     pub(super) fn restore_after_failure(&self, failure: &Failure) {
         if matches!(
             failure,

@@ -180,8 +180,8 @@ pub trait Engine: Send + Sync {
     fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure>;
 
     /// True if a dump failed only because another dump ran at the same moment, so that a retry may
-    /// succeed. `root_pid` is the PID of the task's root process. Also removes files of a killed engine
-    /// that would make every retry fail.
+    /// succeed. `root_pid` is the PID of the task's root process. Also removes files of a killed
+    /// engine that would make every retry fail.
     fn prepare_retry(&self, root_pid: i32, failure: &Failure) -> bool;
 
     /// Starts a restore. The root of the restored task becomes a child of the calling process. The
@@ -192,8 +192,8 @@ pub trait Engine: Send + Sync {
     fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure>;
 
     /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
-    /// finds few changed pages, or when `stop_condition` is due. Blocks while the target accepts no data;
-    /// shutting the stream down ends the call.
+    /// finds few changed pages, or when `stop_condition` is due. Blocks while the target accepts no
+    /// data; shutting the stream down ends the call.
     ///
     /// # Errors
     /// The target has not received the memory. The processes are unchanged.
@@ -229,7 +229,7 @@ pub trait Engine: Send + Sync {
 /// A running check of the kernel's support for post-copy.
 pub trait PostCopyCheck: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may reap the process.
+    /// [`wait_for_result`](Self::wait_for_result) may reap the process.
     fn engine_pid(&self) -> i32;
 
     /// Waits for the result. When this returns the engine's process has been reaped.
@@ -242,7 +242,7 @@ pub trait PostCopyCheck: Send {
 /// A dump whose engine process was started.
 pub trait RunningDump: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may reap the process.
+    /// [`wait_until_dumped`](Self::wait_until_dumped) may reap the process.
     fn engine_pid(&self) -> i32;
 
     /// Waits until the images are complete, and returns after the engine's process has been reaped.
@@ -275,7 +275,7 @@ pub trait MemoryServer: Send {
 /// The memory of a restored task that is being fetched from the source.
 pub trait MemoryFetch: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may reap the process.
+    /// [`wait_until_fetched`](Self::wait_until_fetched) may reap the process.
     fn engine_pid(&self) -> i32;
 
     /// Returns a handle that reports, while the fetch runs, whether all memory has arrived.

@@ -23,7 +23,8 @@ pub(crate) fn block_and_index(address: u64, page_size: u64) -> (u64, usize) {
     )
 }
 
-/// Returns the bit mask of `page_count` pages of a block, starting with the page whose index is `first_index`.
+/// Returns the bit mask of `page_count` pages of a block, starting with the page whose index is
+/// `first_index`.
 pub(crate) fn page_bits(first_index: usize, page_count: usize) -> u128 {
     let bits = if page_count as u64 >= BLOCK_PAGES {
         u128::MAX

@@ -83,8 +83,8 @@ pub(super) fn belongs_to_this_user(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
-/// Returns the files that are copied when the task with these stopped processes migrates. `root_pid` is
-/// the PID of the task's root process.
+/// Returns the files that are copied when the task with these stopped processes migrates.
+/// `root_pid` is the PID of the task's root process.
 pub fn files_to_copy(root_pid: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
     if FilePolicy::read_from_process(root_pid) != Ok(FilePolicy::Copy) {

@@ -3,7 +3,7 @@
 //!
 //! - [`inspect()`] reads a running task from /proc. It refuses a task that has a resource which no
 //!   engine can migrate; the refusal names the resource.
-//! - [`judge_task`] is a pure function from a task's facts and [`HostProperties`] to a verdict.
+//! - [`decide_verdict`] is a pure function from a task's facts and [`HostProperties`] to a verdict.
 //!
 //! Neither function changes the task or the host. They detect the known reasons for a failure. If
 //! the dump detects another reason, it fails and leaves the task unharmed.

@@ -16,8 +16,8 @@ pub struct ThisHost {
 }
 
 impl ThisHost {
-    /// `reserved_bytes` is the number of bytes of memory that are reserved for tasks that are migrating
-    /// to this host.
+    /// `reserved_bytes` is the number of bytes of memory that are reserved for tasks that are
+    /// migrating to this host.
     pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64) -> Self {
         Self {
             hashes,

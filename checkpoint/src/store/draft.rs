@@ -74,9 +74,9 @@ impl CheckpointDraft {
         )
     }
 
-    /// Creates an empty draft for a checkpoint of the job `job` that was started at `started_at` and
-    /// has at least `needed_bytes` bytes. `choose_name` chooses the new name; its argument is the list of
-    /// existing names.
+    /// Creates an empty draft for a checkpoint of the job `job` that was started at `started_at`
+    /// and has at least `needed_bytes` bytes. `choose_name` chooses the new name; its argument is
+    /// the list of existing names.
     fn create(
         state: Arc<StoreState>,
         vm: String,
@@ -129,9 +129,9 @@ impl CheckpointDraft {
         self.id
     }
 
-    /// Adds the images of a task: all files of the directory `image_dir`, which must contain regular
-    /// files only and must not change during the call. On return the part is on the disk. Several
-    /// threads may add tasks at the same time.
+    /// Adds the images of a task: all files of the directory `image_dir`, which must contain
+    /// regular files only and must not change during the call. On return the part is on the disk.
+    /// Several threads may add tasks at the same time.
     ///
     /// # Errors
     /// No data of this task remains in the draft. The other tasks are unaffected, and the call may
@@ -150,7 +150,7 @@ impl CheckpointDraft {
     /// `images_bytes` is the size of the unpacked images.
     ///
     /// # Errors
-    /// As [`CheckpointDraft::add`], or `write_stream` failed.
+    /// As [`CheckpointDraft::add_task`], or `write_stream` failed.
     pub fn add_task_copy(
         &self,
         tid: Tid,
@@ -165,8 +165,8 @@ impl CheckpointDraft {
         })
     }
 
-    /// Adds a part. `write_file` writes the part's file at the path that is its first argument, and adds
-    /// the number of written bytes to its second argument.
+    /// Adds a part. `write_file` writes the part's file at the path that is its first argument, and
+    /// adds the number of written bytes to its second argument.
     fn add_part(
         &self,
         tid: Tid,
@@ -197,8 +197,8 @@ impl CheckpointDraft {
         }
     }
 
-    /// Completes the checkpoint with the added tasks and the caller's description `description`. On return
-    /// the checkpoint is on the disk and visible. The store may exceed its limits until
+    /// Completes the checkpoint with the added tasks and the caller's description `description`. On
+    /// return the checkpoint is on the disk and visible. The store may exceed its limits until
     /// [`CheckpointStore::enforce_limits`](super::CheckpointStore::enforce_limits) has removed old
     /// checkpoints.
     ///

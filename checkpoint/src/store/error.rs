@@ -236,8 +236,8 @@ pub(super) fn io_error(
 }
 
 /// Returns the error for a failed write: the I/O error with the operation and the path. If the disk
-/// is full, the returned error also contains `unwritten_bytes`, the number of bytes that were still to be
-/// written, and the free space.
+/// is full, the returned error also contains `unwritten_bytes`, the number of bytes that were still
+/// to be written, and the free space.
 pub(super) fn write_error(
     operation: StoreOperation,
     path: &Path,

@@ -47,8 +47,8 @@ pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
     }
 }
 
-/// Reads the key file `path`; creates it if it does not exist. `store_dir` is the store's directory,
-/// which must not contain the key file.
+/// Reads the key file `path`; creates it if it does not exist. `store_dir` is the store's
+/// directory, which must not contain the key file.
 pub(super) fn read_key(path: &Path, store_dir: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
     let unusable_error = |reason: String| StoreError::UnusableKey {
         path: path.to_path_buf(),

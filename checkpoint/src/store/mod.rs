@@ -247,9 +247,9 @@ impl CheckpointStore {
     }
 
     /// Records that the jobs of these checkpoints have ended at the time `ended_at` and will not be
-    /// restarted. If `ended_at` is `None`, records that the jobs have been restarted. Applies to all
-    /// checkpoints that the same virtual machine has made of the same job. Checkpoints that do not
-    /// exist are skipped.
+    /// restarted. If `ended_at` is `None`, records that the jobs have been restarted. Applies to
+    /// all checkpoints that the same virtual machine has made of the same job. Checkpoints that do
+    /// not exist are skipped.
     ///
     /// # Errors
     /// Checkpoints whose mark could not be written are retained longer.
@@ -281,8 +281,8 @@ impl CheckpointStore {
             .fold(Ok(()), Result::and)
     }
 
-    /// Removes the checkpoints of jobs whose recorded end is at least [`ENDED_JOB_RETENTION`] ago, then
-    /// the checkpoints that [`CheckpointStore::enforce_limits`] removes.
+    /// Removes the checkpoints of jobs whose recorded end is at least [`ENDED_JOB_RETENTION`] ago,
+    /// then the checkpoints that [`CheckpointStore::enforce_limits`] removes.
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.

@@ -109,8 +109,8 @@ impl ImageFiles {
         Ok(image_files)
     }
 
-    /// Writes all files to the stream by calling `write`. `part_path` is the path of the part file, for
-    /// error messages.
+    /// Writes all files to the stream by calling `write`. `part_path` is the path of the part file,
+    /// for error messages.
     pub(super) fn write_stream(
         &self,
         part_path: &Path,
@@ -225,8 +225,8 @@ fn damaged_stream(reason: impl Into<String>) -> UnpackError {
     UnpackError::DamagedStream(DecryptError::Changed(reason.into()))
 }
 
-/// Writes the files of a stream into the empty directory `unpack_dir`. Returns their total size in bytes.
-/// On an error the caller must remove the directory.
+/// Writes the files of a stream into the empty directory `unpack_dir`. Returns their total size in
+/// bytes. On an error the caller must remove the directory.
 pub(super) fn unpack<R: Read>(
     stream: &mut Decryptor<R>,
     unpack_dir: &Path,
@@ -271,8 +271,8 @@ fn read_bytes<R: Read, const N: usize>(stream: &mut Decryptor<R>) -> Result<[u8;
     Ok(bytes)
 }
 
-/// Unpacks one file of the stream and returns its size in bytes. `previous_bytes` is the total size of the
-/// previous files.
+/// Unpacks one file of the stream and returns its size in bytes. `previous_bytes` is the total size
+/// of the previous files.
 fn unpack_file<R: Read>(
     stream: &mut Decryptor<R>,
     unpack_dir: &Path,

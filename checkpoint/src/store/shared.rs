@@ -157,7 +157,8 @@ impl StoreState {
     /// of this size the store is within its limits after all removable checkpoints are removed.
     ///
     /// # Errors
-    /// The maximum is less than `needed_bytes`, or the number of checkpoints would exceed its limit.
+    /// The maximum is less than `needed_bytes`, or the number of checkpoints would exceed its
+    /// limit.
     pub(super) fn available_bytes(
         &self,
         operation: StoreOperation,

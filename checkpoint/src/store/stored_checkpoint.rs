@@ -64,9 +64,9 @@ impl StoredCheckpoint {
         &self.manifest.description
     }
 
-    /// Unpacks the images of a task into the new directory `unpack_dir` (mode 0700, files 0600). Returns
-    /// the size of the images in bytes. On success the images equal those that were added to the
-    /// checkpoint.
+    /// Unpacks the images of a task into the new directory `unpack_dir` (mode 0700, files 0600).
+    /// Returns the size of the images in bytes. On success the images equal those that were added
+    /// to the checkpoint.
     ///
     /// # Errors
     /// The directory does not exist after an error. If it existed before the call, it is unchanged.
@@ -85,8 +85,8 @@ impl StoredCheckpoint {
     }
 
     /// Passes the decrypted stream of a task to `write`, in pieces, for
-    /// [`CheckpointDraft::add_task_copy`](super::CheckpointDraft::add_task_copy). Each piece is authentic;
-    /// only a successful return means that the stream is complete and unchanged.
+    /// [`CheckpointDraft::add_task_copy`](super::CheckpointDraft::add_task_copy). Each piece is
+    /// authentic; only a successful return means that the stream is complete and unchanged.
     ///
     /// # Errors
     /// The checkpoint was changed, or `write` failed.

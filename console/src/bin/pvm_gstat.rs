@@ -29,8 +29,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the text that the program prints for its first argument `option`. `program_name` is the name by
-/// which the program was called.
+/// Returns the text that the program prints for its first argument `option`. `program_name` is the
+/// name by which the program was called.
 fn output_text(option: Option<&str>, program_name: &str) -> Result<String, String> {
     match option {
         None => {}

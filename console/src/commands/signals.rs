@@ -165,8 +165,8 @@ fn send_signal(
     outcome
 }
 
-/// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not sent;
-/// `None` if it was sent.
+/// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not
+/// sent; `None` if it was sent.
 fn signal_json(tid: Tid, failure_reason: Option<&str>) -> Value {
     match failure_reason {
         None => json!({ "tid": tid.to_string(), "sent": true }),

@@ -189,8 +189,8 @@ impl SpawnCommand {
         Ok(())
     }
 
-    /// Sets the location from `location`, which may have the form `LOCATION:DIRECTORY`. `flag` is the
-    /// `PvmTask*` bit for a host or an architecture. Returns `None` if the location is empty.
+    /// Sets the location from `location`, which may have the form `LOCATION:DIRECTORY`. `flag` is
+    /// the `PvmTask*` bit for a host or an architecture. Returns `None` if the location is empty.
     fn set_location(&mut self, flag: i32, location: &str) -> Option<()> {
         let (location, directory) = location.split_once(':').unwrap_or((location, ""));
         self.location = nonempty_text(location)?;

@@ -80,8 +80,8 @@ impl VmCommand for PstatCommand {
     }
 }
 
-/// Sends the request that `request_for` returns for each item to the daemon. The outcome contains the line
-/// and the JSON value that `format_status` returns for each item.
+/// Sends the request that `request_for` returns for each item to the daemon. The outcome contains
+/// the line and the JSON value that `format_status` returns for each item.
 fn query_status<T>(
     session: &Session,
     items: &[T],

@@ -62,8 +62,8 @@ pub(crate) fn xpvm_mask() -> EventMask {
     mask
 }
 
-/// Selects (`is_selected` is true) or deselects the event `name`, or all events if `name` is `*`. Returns
-/// false if no event has this name.
+/// Selects (`is_selected` is true) or deselects the event `name`, or all events if `name` is `*`.
+/// Returns false if no event has this name.
 pub(crate) fn select_events(mask: &mut EventMask, is_selected: bool, name: &str) -> bool {
     let mut found = false;
     for (event, _) in selectable_events().filter(|(_, event)| name == "*" || *event == name) {

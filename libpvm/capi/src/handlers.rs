@@ -64,7 +64,8 @@ impl Handlers {
     /// Adds a handler and returns its number.
     ///
     /// # Errors
-    /// `Exists` if the filter overlaps the filter of another handler, `NoMem` at [`HANDLER_COUNT_MAX`].
+    /// `Exists` if the filter overlaps the filter of another handler, `NoMem` at
+    /// [`HANDLER_COUNT_MAX`].
     pub(crate) fn add(&mut self, filter: Filter, handler: HandlerFn) -> PvmResult<i32> {
         let user_filters = self
             .user_handlers

@@ -147,8 +147,8 @@ impl<T: Copy> Strided<T> {
         let complete_elements = (bytes.len() / element_bytes).min(self.count);
         if self.stride == 1 {
             if complete_elements > 0 {
-                // SAFETY: `complete_elements` contiguous elements exist in the program's memory, and `bytes`
-                // belongs to this library, so the two do not overlap.
+                // SAFETY: `complete_elements` contiguous elements exist in the program's memory,
+                // and `bytes` belongs to this library, so the two do not overlap.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         bytes.as_ptr(),
@@ -164,8 +164,8 @@ impl<T: Copy> Strided<T> {
             .take(complete_elements)
             .enumerate()
         {
-            // SAFETY: the element is `element_bytes` bytes of the program's memory, and `chunk` has that
-            // length.
+            // SAFETY: the element is `element_bytes` bytes of the program's memory, and `chunk` has
+            // that length.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     chunk.as_ptr(),

@@ -127,8 +127,8 @@ fn pack_in_place<T: Copy>(segments: &mut Vec<Segment>, items: &Strided<T>) -> Pv
     Ok(())
 }
 
-/// Packs an array whose packed size is at most `packed_bytes_max` bytes. In a buffer packed in place only a
-/// reference is stored; otherwise `append_data` appends the data.
+/// Packs an array whose packed size is at most `packed_bytes_max` bytes. In a buffer packed in
+/// place only a reference is stored; otherwise `append_data` appends the data.
 fn pack_array<T: Copy>(
     buffer: &mut Buffer,
     items: &Strided<T>,

@@ -258,8 +258,8 @@ impl From<PvmError> for ReceiveError {
     }
 }
 
-/// Waits for a matching message, and returns its number. The message stays in the list. `on_valid_arguments` is
-/// called once, after the arguments have been checked.
+/// Waits for a matching message, and returns its number. The message stays in the list.
+/// `on_valid_arguments` is called once, after the arguments have been checked.
 fn wait_for_message(
     tid: i32,
     tag: i32,

@@ -311,8 +311,8 @@ pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
 }
 
 /// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
-/// entry at `index` of this class. With `kills_tasks`, ends tasks as a reset does and removes all entries
-/// without an owner.
+/// entry at `index` of this class. With `kills_tasks`, ends tasks as a reset does and removes all
+/// entries without an owner.
 ///
 /// # Errors
 /// An error of the daemon.
@@ -375,9 +375,9 @@ pub(crate) fn notify(event_code: i32, tag: i32, count: i32, vals: &[i32]) -> Pvm
     }
 }
 
-/// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count` requests. This
-/// library sends these notices, not the daemon. For a cancelled request the notice is delivered
-/// immediately.
+/// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count`
+/// requests. This library sends these notices, not the daemon. For a cancelled request the notice
+/// is delivered immediately.
 fn update_own_exit_notices(request_count: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
     for _ in 0..request_count {
         let mut session = session::lock();

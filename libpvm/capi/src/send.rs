@@ -147,7 +147,7 @@ fn poll_if_prompt(rt: &Runtime) {
 /// (`pvm_mcast`).
 ///
 /// # Errors
-/// As [`send`]. Nothing is sent if one of the destinations is invalid.
+/// As [`send_active_buffer`]. Nothing is sent if one of the destinations is invalid.
 pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     if tag < 0 && pvmrescode.load(Relaxed) == 0 {
@@ -181,7 +181,7 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
 /// known before any data is packed.
 ///
 /// # Errors
-/// As [`send`].
+/// As [`send_active_buffer`].
 pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<()> {
     let rt = session::runtime()?;
     check_destination(tid, tag)?;

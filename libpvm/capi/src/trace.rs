@@ -3,7 +3,7 @@
 //! - Only the outermost call is recorded. Calls that the library or a group function makes
 //!   internally produce no records. Calls in a message handler count as outermost again.
 //! - The option `PvmTraceOptions` determines what is recorded: every call (full), or only the total
-//!   time (`OPTION_TIME`) or the number (`OPTION_COUNT`) of calls of each event. [`flush`] sends
+//!   time (`OPTION_TIME`) or the number (`OPTION_COUNT`) of calls of each event. [`send_collected_records`] sends
 //!   the totals.
 //! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
 //!   Without a buffer each record is sent immediately.
@@ -90,8 +90,8 @@ fn enabled_event_number(event: &str) -> Option<i32> {
     mask_selects(&pvmtrc.mask(), number).then_some(number)
 }
 
-/// Runs a call of the interface and records it. `entry_items` and `exit_items` return the items to record
-/// before and after `body`.
+/// Runs a call of the interface and records it. `entry_items` and `exit_items` return the items to
+/// record before and after `body`.
 pub(crate) fn traced_call<R>(
     event: &str,
     entry_items: impl FnOnce() -> Vec<TraceItem>,
@@ -193,9 +193,9 @@ pub(crate) mod external {
             && mask_selects(&pvmtrc.mask(), number)
     }
 
-    /// Starts a record of an event, or of the entry or exit of a call. `entry_or_exit` is 0 or one of the
-    /// two offsets. Returns false without starting a record if the event is not enabled or `entry_or_exit`
-    /// is invalid.
+    /// Starts a record of an event, or of the entry or exit of a call. `entry_or_exit` is 0 or one
+    /// of the two offsets. Returns false without starting a record if the event is not enabled or
+    /// `entry_or_exit` is invalid.
     pub(crate) fn begin_record(number: i32, entry_or_exit: i32) -> bool {
         if !is_enabled(number)
             || ![0, EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET].contains(&entry_or_exit)

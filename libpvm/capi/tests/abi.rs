@@ -259,7 +259,8 @@ fn run_source_file(source: &Path, options: &[&OsStr]) -> String {
     String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
 }
 
-/// Does the same as [`run_source_file`] for the source text of a program and the headers of a directory.
+/// Does the same as [`run_source_file`] for the source text of a program and the headers of a
+/// directory.
 fn run_source_text(text: &str, include_dir: &Path, warnings: &str) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let source = dir.path().join("text.c");

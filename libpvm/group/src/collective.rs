@@ -85,8 +85,8 @@ pub(crate) fn gather(
     Ok(())
 }
 
-/// Distributes the root's elements to all members, each into its `result`. `instance_elements` returns the
-/// elements for an instance number.
+/// Distributes the root's elements to all members, each into its `result`. `instance_elements`
+/// returns the elements for an instance number.
 pub(crate) fn scatter(
     collective: &Collective,
     result: &Elements,
@@ -111,8 +111,8 @@ pub(crate) fn scatter(
     Ok(())
 }
 
-/// Combines the elements of all members into the root's `combined`. The root receives the elements of
-/// one member after another into `received`; `combine` then combines `received` into `combined`.
+/// Combines the elements of all members into the root's `combined`. The root receives the elements
+/// of one member after another into `received`; `combine` then combines `received` into `combined`.
 pub(crate) fn reduce(
     collective: &Collective,
     combined: &Elements,

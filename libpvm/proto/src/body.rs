@@ -266,7 +266,7 @@ impl Unpacker {
     /// Reads a string as UTF-8. Invalid bytes are replaced by U+FFFD.
     ///
     /// # Errors
-    /// As [`Unpacker::str`].
+    /// As [`Unpacker::read_str`].
     pub fn read_string(&mut self) -> PvmResult<String> {
         Ok(String::from_utf8_lossy(&self.read_str()?).into_owned())
     }
@@ -274,7 +274,7 @@ impl Unpacker {
     /// Reads a list of strings: their number, then the strings.
     ///
     /// # Errors
-    /// As [`Unpacker::str`].
+    /// As [`Unpacker::read_str`].
     pub fn read_strings(&mut self) -> PvmResult<Vec<String>> {
         let count = usize::try_from(self.read_int()?).map_err(|_| PvmError::BadMsg)?;
         if count.saturating_mul(4) > self.remaining() {

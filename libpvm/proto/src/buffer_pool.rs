@@ -28,8 +28,8 @@ fn try_lock_pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
 }
 
 /// Removes a buffer with at least this capacity, in bytes, from the pool: the largest one if
-/// `prefers_largest` is true, otherwise the smallest one. Allocates a buffer if the pool has none or is
-/// locked.
+/// `prefers_largest` is true, otherwise the smallest one. Allocates a buffer if the pool has none
+/// or is locked.
 fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
     let pooled = try_lock_pool().and_then(|mut pool| {
         let candidates = pool
@@ -78,8 +78,8 @@ pub fn recycle(mut buffer: Vec<u8>) {
     }
 }
 
-/// Reserves space for `extra_bytes` bytes after the buffer's content. If a large replacement buffer is
-/// needed, it comes from the pool.
+/// Reserves space for `extra_bytes` bytes after the buffer's content. If a large replacement buffer
+/// is needed, it comes from the pool.
 pub fn reserve(buffer: &mut Vec<u8>, extra_bytes: usize) {
     reserve_from_pool(buffer, extra_bytes, false);
 }

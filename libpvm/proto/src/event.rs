@@ -667,8 +667,9 @@ pub fn describe_status(status: i32) -> String {
 }
 
 impl suspend::Suspensions {
-    /// Returns the event that logs a change of a task's suspensions from `self` to `new_suspensions` by the
-    /// request `order`. `None` if the task stays suspended or stays running.
+    /// Returns the event that logs a change of a task's suspensions from `self` to
+    /// `new_suspensions` by the request `order`. `None` if the task stays suspended or stays
+    /// running.
     #[must_use]
     pub fn change_event(
         self,

@@ -10,7 +10,7 @@
 //!   and its peers sent after the checkpoint is void. Frames contain the number of their
 //!   incarnation, so a frame of an earlier incarnation is recognized however late it arrives.
 //!
-//! The owner of a link calls [`Link::send`] and [`Link::handle`], then calls [`Link::poll`] until
+//! The owner of a link calls [`Link::send`] and [`Link::handle_event`], then calls [`Link::poll`] until
 //! it returns `None`, and then sleeps at most until [`Link::next_wakeup`].
 
 mod frame;
@@ -625,7 +625,7 @@ impl Link {
         }
     }
 
-    /// Processes a frame of the peer as [`Link::handle`] does, with a payload that is borrowed from
+    /// Processes a frame of the peer as [`Link::handle_event`] does, with a payload that is borrowed from
     /// the memory of the route. The caller must have checked the frame's incarnation.
     #[inline]
     pub fn handle_borrowed_frame(

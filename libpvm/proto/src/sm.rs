@@ -278,9 +278,9 @@ pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     ))
 }
 
-/// Encodes the body of [`SM_EXEC`], which starts tasks on the daemon's host for `parent`. `first_position`
-/// is the position of the first of these tasks in the whole spawn, and `task_count` the number of tasks
-/// in the whole spawn.
+/// Encodes the body of [`SM_EXEC`], which starts tasks on the daemon's host for `parent`.
+/// `first_position` is the position of the first of these tasks in the whole spawn, and
+/// `task_count` the number of tasks in the whole spawn.
 pub fn pack_exec(
     parent: Tid,
     request: &SpawnRequest,

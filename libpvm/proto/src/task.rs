@@ -356,7 +356,7 @@ pub enum Request {
     ServeTracer(TracerSettings),
     /// Sets the destination of this task's own trace records. → [`Reply::Done`]
     SetTrace(Sink),
-    /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
+    /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::DebugValues`]
     DebugQuery(Vec<i32>),
     /// Asks whether control groups or signals stop the guests of this host. → [`Reply::Freezer`]
     QueryFreezer,

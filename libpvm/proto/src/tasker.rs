@@ -188,7 +188,7 @@ pub enum ToTasker {
     /// [`FromTasker::MigrationAborted`]
     AbortMigration { migration: MigrationId, tid: Tid },
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
-    /// [`FromTasker::SourceGone`]
+    /// [`FromTasker::SourceKilled`]
     KillSource { migration: MigrationId, tid: Tid },
     /// Rebuild the task from the images in `dir`; its processes stay stopped. →
     /// [`FromTasker::Restored`]

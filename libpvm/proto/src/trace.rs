@@ -131,8 +131,8 @@ pub fn pack_item_table(out: &mut Packer) {
     out.pack_int(ITEM_TABLE_MARKERS[1]);
 }
 
-/// Packs a record. If `event_name` is set, the record contains this event name and the names and types of
-/// its items.
+/// Packs a record. If `event_name` is set, the record contains this event name and the names and
+/// types of its items.
 pub fn pack_record(out: &mut Packer, event: i32, event_name: Option<&str>, items: &[TraceItem]) {
     let [begin, end] = if event_name.is_some() {
         SELF_DESCRIBING_MARKERS

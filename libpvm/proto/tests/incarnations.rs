@@ -126,7 +126,8 @@ impl Simulation {
         task < MEMBER_COUNT
     }
 
-    /// Returns task `task_index`'s end of its link to task `peer_index`. Creates the link on first use.
+    /// Returns task `task_index`'s end of its link to task `peer_index`. Creates the link on first
+    /// use.
     fn get_or_create_link(&mut self, task_index: usize, peer_index: usize) -> &mut Link {
         let is_running = self.run_states[task_index] == RunState::Running;
         let task = &mut self.tasks[task_index];
@@ -200,7 +201,8 @@ impl Simulation {
         }
     }
 
-    /// Polls all links of task `task_index`: checks each delivered message and transmits each frame.
+    /// Polls all links of task `task_index`: checks each delivered message and transmits each
+    /// frame.
     fn deliver_and_transmit(&mut self, task_index: usize) {
         if self.run_states[task_index] != RunState::Running {
             return;

@@ -116,8 +116,8 @@ impl Doorbell {
         fence(Ordering::SeqCst);
     }
 
-    /// Returns index and bits of the first word that has a bit set, at index `start_index` or later;
-    /// `None` if there is no such word. Bit `b` of word `i` belongs to slot `64 * i + b`.
+    /// Returns index and bits of the first word that has a bit set, at index `start_index` or
+    /// later; `None` if there is no such word. Bit `b` of word `i` belongs to slot `64 * i + b`.
     #[inline]
     pub fn next_pending_word(&self, start_index: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary_bits.0.load(Ordering::Acquire);

@@ -118,7 +118,8 @@ impl<A: RingMemory> RingWriter<A> {
         Self::with_rewind_bytes(area, REWIND_BYTES)
     }
 
-    /// Creates the writing end of an empty ring that rewinds after `rewind_bytes` bytes, a multiple of 8.
+    /// Creates the writing end of an empty ring that rewinds after `rewind_bytes` bytes, a multiple
+    /// of 8.
     pub fn with_rewind_bytes(area: A, rewind_bytes: usize) -> Self {
         Self {
             memory: area,

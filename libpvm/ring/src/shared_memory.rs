@@ -137,8 +137,8 @@ impl Mapping {
     }
 }
 
-/// Replaces the mapping `old_mapping` atomically by `new_mapping`, which has the same size. Threads that use the
-/// address must tolerate the new content.
+/// Replaces the mapping `old_mapping` atomically by `new_mapping`, which has the same size. Threads
+/// that use the address must tolerate the new content.
 pub(crate) fn replace(old_mapping: &Mapping, new_mapping: Mapping) -> io::Result<()> {
     assert_eq!(
         old_mapping.size_bytes, new_mapping.size_bytes,

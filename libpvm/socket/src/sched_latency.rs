@@ -26,7 +26,7 @@ pub fn request_short_slice() {
 }
 
 /// Requests a short slice as [`request_short_slice`] does, and sets the nice value of the calling
-/// thread to [`BOOSTED_NICE`]. With the default nice value, a thread that needs more than one short
+/// thread to `BOOSTED_NICE`. With the default nice value, a thread that needs more than one short
 /// slice waits for 10 ms and more next to compute-bound programs. Without the required privilege,
 /// or if the process already has another nice value, the nice value is unchanged.
 pub fn boost_priority() {

@@ -135,8 +135,8 @@ impl SpinBudget {
         }
     }
 
-    /// Returns the spin budget of the next wait, at most `budget_limit`; `None` if the thread must sleep
-    /// immediately.
+    /// Returns the spin budget of the next wait, at most `budget_limit`; `None` if the thread must
+    /// sleep immediately.
     pub fn next_budget(
         &mut self,
         budget_limit: Option<Duration>,

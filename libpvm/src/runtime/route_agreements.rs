@@ -178,8 +178,8 @@ impl RouteAgreements {
         self.outputs.pop_front()
     }
 
-    /// Requests a notification of each of the next `route_count` new routes. A negative count requests
-    /// all notifications; 0 cancels the request.
+    /// Requests a notification of each of the next `route_count` new routes. A negative count
+    /// requests all notifications; 0 cancels the request.
     ///
     /// # Errors
     /// `OutOfRes` if the maximum number of requests is reached.

@@ -90,8 +90,8 @@ pub(crate) struct LockedState {
     pub(crate) has_drainer: bool,
     /// Number of threads that sleep on the doorbell until the next event.
     event_waiter_count: usize,
-    /// True if another thread, not counted in `event_waiter_count`, sleeps on the daemon's socket and
-    /// reads the socket afterwards.
+    /// True if another thread, not counted in `event_waiter_count`, sleeps on the daemon's socket
+    /// and reads the socket afterwards.
     has_socket_waiter: bool,
     /// True if the last read of the socket stopped at [`READ_BYTES_MAX`], so the socket may contain
     /// more data.
@@ -827,7 +827,7 @@ impl SharedState {
         true
     }
 
-    /// Locks the state. Must not be called if [`Shared::is_forked_child`].
+    /// Locks the state. Must not be called if [`SharedState::is_forked_child`].
     pub(crate) fn lock(&self) -> StateGuard<'_> {
         debug_assert!(!self.is_forked_child(), "callers look before they lock");
         StateGuard::new(self, self.lock_as_counted_waiter())

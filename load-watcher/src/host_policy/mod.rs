@@ -91,8 +91,8 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
 }
 
-/// Returns the path of an administrator's file or directory: the path `requested_path` from the environment
-/// if it is accepted, or `default_path` with a sentence that gives the reason.
+/// Returns the path of an administrator's file or directory: the path `requested_path` from the
+/// environment if it is accepted, or `default_path` with a sentence that gives the reason.
 ///
 /// Root may name any path. All other users may only name a path that belongs to root and that no
 /// other user can change; otherwise the user of a virtual machine could disable the administrator's
@@ -177,8 +177,8 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, UnknownUser> {
 }
 
 /// Returns the error `sentence` about a refused file, extended by the consequence for guests.
-/// `had_content` is true if the file had valid content before; `is_in_force` is true if valid content of
-/// the file would be in force.
+/// `had_content` is true if the file had valid content before; `is_in_force` is true if valid
+/// content of the file would be in force.
 fn refusal_report(sentence: &str, had_content: bool, is_in_force: bool) -> String {
     let consequence = match (had_content, is_in_force) {
         (true, _) => "the previous content stays in force",

@@ -7,8 +7,8 @@ use std::os::unix::fs::PermissionsExt;
 const ALICE_UID: u32 = 21_001;
 const OLGA_UID: u32 = 21_002;
 
-/// Reads the policy of a host for a virtual machine whose user is Alice, an ordinary user. `user_defaults`
-/// is the text of Alice's default settings.
+/// Reads the policy of a host for a virtual machine whose user is Alice, an ordinary user.
+/// `user_defaults` is the text of Alice's default settings.
 fn read_policy(dir: &Path, user_defaults: &str) -> HostPolicy {
     let paths = PolicyPaths {
         user: dir.join("own"),

@@ -2,7 +2,7 @@
 //! with a confidence and a reason. Pure.
 //!
 //! Each source of signs is available, or unavailable with a reason. An unavailable source is no
-//! evidence for or against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in
+//! evidence for or against the presence of an owner. [`OwnerDetector::derive_verdict`] checks the signs in
 //! this order; the first that applies determines the verdict:
 //!
 //! 1. an owner's override "here": present;
@@ -540,7 +540,7 @@ impl OwnerDetector {
     }
 
     /// Returns the finding "possibly present" while the external load is high. The load is high
-    /// from [`EXTERNAL_LOAD_HIGH`] on, until it falls below [`EXTERNAL_LOAD_LOW`], so that small
+    /// from [`HIGH_EXTERNAL_PROCESSORS`] on, until it falls below [`LOW_EXTERNAL_PROCESSORS`], so that small
     /// changes do not change the finding.
     fn assess_load(&mut self, signs: &OwnerSigns<'_>) -> Option<Finding> {
         if let Evidence::Known(processors) = signs.external_load {

@@ -85,8 +85,8 @@ pub(super) enum AppendError {
 }
 
 impl EventLog {
-    /// Returns at most `limit` entries, oldest first, beginning with the number `first_number` or the
-    /// oldest entry.
+    /// Returns at most `limit` entries, oldest first, beginning with the number `first_number` or
+    /// the oldest entry.
     pub(super) fn entries_since(&self, first_number: u64, limit: u32) -> Vec<Event> {
         let first_number = first_number.max(self.oldest_number());
         let numbers = first_number

@@ -235,7 +235,7 @@ impl Groups {
         }
     }
 
-    /// Handles a request of a task. [`Groups::poll`] returns the reply, immediately or later.
+    /// Handles a request of a task. [`Groups::next_reply`] returns the reply, immediately or later.
     pub(super) fn handle_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let result = match request {
             GroupRequest::Join { group } => self.join(tid, &group),
@@ -373,8 +373,8 @@ impl Groups {
         }
     }
 
-    /// Removes a member from a group. `end_reason` describes how the member ended; `None` if it left the
-    /// group by request.
+    /// Removes a member from a group. `end_reason` describes how the member ended; `None` if it
+    /// left the group by request.
     fn remove_from_group(&mut self, tid: Tid, name: &GroupName, end_reason: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;

@@ -498,8 +498,8 @@ impl Machine {
         });
     }
 
-    /// Asks the library of a guest to quiesce: for the migration `waiting_migration`, or, if that is `None`,
-    /// for a pause.
+    /// Asks the library of a guest to quiesce: for the migration `waiting_migration`, or, if that
+    /// is `None`, for a pause.
     fn request_quiesce(
         &mut self,
         tid: Tid,

@@ -78,8 +78,8 @@ impl HandoffLog {
     }
 
     /// Splits the log into the handoff for the next process, the items that the log contains for
-    /// that process, and the remaining items of the inbox (`inbox_items`). The items of the log must be
-    /// delivered first.
+    /// that process, and the remaining items of the inbox (`inbox_items`). The items of the log
+    /// must be delivered first.
     pub(super) fn into_handoff(
         self,
         restart_count: u32,

@@ -311,7 +311,7 @@ pub enum Event {
         /// The peer and the reason, in one sentence.
         text: String,
     },
-    /// The time of [`super::Machine::next_wakeup`] has been reached.
+    /// The time of [`super::Machine::next_wakeup_time`] has been reached.
     Wake,
     /// The daemon must exit, because of a signal or because the master is lost.
     Stop {
@@ -424,7 +424,7 @@ pub enum Output {
         source: HostId,
     },
     /// Source: start to serve memory for post-copy. The tasker offers the memory at the socket
-    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket).
+    /// [`memory_socket_path`](sempa_proto::runtime_paths::RuntimePaths::memory_socket_path).
     /// Requests of the target are forwarded until source or target closes the connection.
     ServeMemory {
         migration: MigrationId,

@@ -3,11 +3,11 @@
 //!
 //! The shell (crate `pvmd`) drives the machine in a loop:
 //!
-//! 1. The shell passes an event and the current time to [`Machine::handle`]. The machine calls the
+//! 1. The shell passes an event and the current time to [`Machine::handle_event`]. The machine calls the
 //!    [`World`] for questions that need an immediate answer.
-//! 2. The shell removes [`Output`]s with [`Machine::poll`] until there are none, and performs them
+//! 2. The shell removes [`Output`]s with [`Machine::next_output`] until there are none, and performs them
 //!    in that order.
-//! 3. At the time of [`Machine::next_wakeup`] the shell passes [`Event::Wake`].
+//! 3. At the time of [`Machine::next_wakeup_time`] the shell passes [`Event::Wake`].
 //!
 //! Every module implements a part of [`Machine`]:
 //!
@@ -311,7 +311,7 @@ impl Machine {
     }
 
     /// Handles an event and all timers that are due. `now` is monotonic. The effects are returned
-    /// by [`Machine::poll`].
+    /// by [`Machine::next_output`].
     pub fn handle_event(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix_time = world.unix_time();

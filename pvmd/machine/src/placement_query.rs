@@ -70,8 +70,8 @@ impl PlacementQueries {
 }
 
 impl Machine {
-    /// Starts a query of the task `requester`: which hosts would accept `task`, or, if `target_name` is a
-    /// host name, whether that host would.
+    /// Starts a query of the task `requester`: which hosts would accept `task`, or, if
+    /// `target_name` is a host name, whether that host would.
     pub(super) fn start_placement_query(
         &mut self,
         requester: Tid,

@@ -6,7 +6,7 @@
 //!    [`DataMsg::RouteDrained`] to the source.
 //! 3. After the commit the source forwards the items that it held back, in order. When a
 //!    [`DataMsg::RouteDrained`] has arrived from every daemon, the source sends a
-//!    [`DataMsg::ForwardedAll`].
+//!    [`DataMsg::ForwardingComplete`].
 //! 4. The target holds back items that other daemons send to it directly. The task receives these
 //!    after all forwarded items.
 //!

@@ -403,8 +403,8 @@ impl Machine {
     }
 
     /// Resets the virtual machine (master only): removes mailbox entries without an owner. If
-    /// `ends_tasks` is true, also ends all tasks except the caller, the resource manager, pinned tasks
-    /// and tasks that have registered as exempt from a reset.
+    /// `ends_tasks` is true, also ends all tasks except the caller, the resource manager, pinned
+    /// tasks and tasks that have registered as exempt from a reset.
     fn reset_vm(&mut self, tid: Tid, id: RequestId, ends_tasks: bool) {
         let Some(master) = &mut self.master else {
             return;

@@ -63,7 +63,8 @@ impl RingPeers {
         affected_tasks
     }
 
-    /// Records that an offer of a direct route from the task `offerer` was delivered to the task `receiver`.
+    /// Records that an offer of a direct route from the task `offerer` was delivered to the task
+    /// `receiver`.
     fn add_direct_offer(&mut self, receiver: Tid, offerer: Tid) {
         let offerers = self.direct_offers.entry(receiver).or_default();
         if offerers.len() < RING_PEERS_MAX {

@@ -8,7 +8,7 @@
 //! When a tasker or hoster ends, the daemon provides the service itself again.
 //!
 //! In this module "tasker" means a task that has registered as a tasker; the daemon's own tasker is
-//! reached by [`super::io::Output::ToTasker`].
+//! reached by [`super::io::Output::SendToTasker`].
 
 use super::io::StartError;
 use super::spawn::ExecJob;

@@ -276,8 +276,8 @@ impl Machine {
         self.request_task_starts(spawn_number, blocks, [], error_without_host);
     }
 
-    /// Requests each host to start its tasks of a spawn. The tasks at the positions `failed_indices` fail
-    /// with `error`.
+    /// Requests each host to start its tasks of a spawn. The tasks at the positions
+    /// `failed_indices` fail with `error`.
     fn request_task_starts(
         &mut self,
         spawn_number: u64,

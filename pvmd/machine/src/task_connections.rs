@@ -3,14 +3,14 @@
 //! The first message of a process must be a [`Hello`]. The claim in it determines the use of the
 //! connection:
 //!
-//! - [`Claim::New`]: a process that the virtual machine did not start. It gets a new tid.
+//! - [`Claim::NotSpawned`]: a process that the virtual machine did not start. It gets a new tid.
 //! - [`Claim::Spawned`] with a spawn token that is expected: a process that this daemon started. It
 //!   gets the tid that was allocated at its spawn.
 //! - [`Claim::Spawned`] with the spawn token of a task that is migrating to this host by a restart
 //!   of its program: the connection waits until the task's record has arrived.
-//! - [`Claim::Spawned`] with any other spawn token: treated as [`Claim::New`].
+//! - [`Claim::Spawned`] with any other spawn token: treated as [`Claim::NotSpawned`].
 //! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `relocation`).
-//! - [`Claim::Probe`]: a probe for a running daemon. It is refused; a daemon that is halting closes
+//! - [`Claim::DaemonTest`]: a probe for a running daemon. It is refused; a daemon that is halting closes
 //!   the connection without an answer.
 
 use super::io::Descriptors;

@@ -385,8 +385,8 @@ impl Tasks {
 }
 
 /// Returns the watermark up to which `watcher` must receive the messages of `exited_tid` before the
-/// notification of its end; `None` if `exited_tid` has sent no message to `watcher`. `watermarks` are the
-/// watermarks of `exited_tid`.
+/// notification of its end; `None` if `exited_tid` has sent no message to `watcher`. `watermarks`
+/// are the watermarks of `exited_tid`.
 pub(super) fn watermark_for(
     exited_tid: Tid,
     watermarks: &[SendWatermark],

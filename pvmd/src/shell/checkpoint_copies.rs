@@ -98,8 +98,8 @@ fn send_pieces<W: Write>(
     })
 }
 
-/// Receives a checkpoint. `create_draft` creates the draft from the checkpoint's start time and its size
-/// in bytes. Returns the number of bytes received.
+/// Receives a checkpoint. `create_draft` creates the draft from the checkpoint's start time and its
+/// size in bytes. Returns the number of bytes received.
 pub(super) fn receive_checkpoint<R: Read>(
     reader: &mut RecordReader<R>,
     create_draft: impl FnOnce(Micros, u64) -> Result<CheckpointDraft, StoreError>,

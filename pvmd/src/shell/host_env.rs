@@ -136,9 +136,10 @@ pub(crate) fn programs_folder() -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
 }
 
-/// Returns the directory of the library `libpvm3.so.3`. If `SEMPA_LIB` is set (`configured_dir`), returns its
-/// value. Otherwise returns the first of the following directories that contains the library: `lib`
-/// next to the programs' directory, the programs' directory, the master's library directory.
+/// Returns the directory of the library `libpvm3.so.3`. If `SEMPA_LIB` is set (`configured_dir`),
+/// returns its value. Otherwise returns the first of the following directories that contains the
+/// library: `lib` next to the programs' directory, the programs' directory, the master's library
+/// directory.
 pub(crate) fn library_folder(
     programs_dir: Option<&Path>,
     configured_dir: Option<&OsString>,
@@ -197,8 +198,8 @@ fn task_environment(
     env
 }
 
-/// Replaces `$NAME` and `${NAME}` by the value that `value_of` returns. If `value_of` returns `None`, the
-/// variable is replaced by nothing.
+/// Replaces `$NAME` and `${NAME}` by the value that `value_of` returns. If `value_of` returns
+/// `None`, the variable is replaced by nothing.
 fn expand_variables(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
     let mut expanded = String::new();
     let mut rest = text;

@@ -132,7 +132,7 @@ impl ImageTransfers {
     }
 
     /// Starts to send the images of a migration while they are being written. A later call of
-    /// [`ImageTransfers::send`] marks the images as complete.
+    /// [`ImageTransfers::send_images`] marks the images as complete.
     pub(crate) fn start_streaming(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         self.start_sending_dir(migration, to, net, DirState::Growing, |_| Ok(()));
     }
@@ -151,7 +151,7 @@ impl ImageTransfers {
     }
 
     /// Runs `complete`, which adds the last files to the directory, then sends the images as
-    /// [`ImageTransfers::send`] does. If `to` is `None`, sends nothing and reports
+    /// [`ImageTransfers::send_images`] does. If `to` is `None`, sends nothing and reports
     /// [`Event::ImagesReceived`] on this host.
     pub(crate) fn complete_and_send(
         &mut self,
@@ -325,8 +325,8 @@ impl ImageTransfers {
         self.expect_transfer(migration, from, move |reader| receive(&dir, reader));
     }
 
-    /// Registers that the host `from` will announce the transfer with this migration's id. `receive`
-    /// then receives the data and returns its size in bytes.
+    /// Registers that the host `from` will announce the transfer with this migration's id.
+    /// `receive` then receives the data and returns its size in bytes.
     pub(crate) fn expect_transfer(
         &mut self,
         migration: MigrationId,

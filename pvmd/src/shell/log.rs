@@ -2,7 +2,7 @@
 //!
 //! A separate thread writes the file, so a full or slow disk never delays the daemon. The lines are
 //! the events of this process ([`LogThread::collect_events`]) and the output of tasks
-//! ([`Log::task_output`]). Where systemd runs, the events are also sent to its journal.
+//! ([`Log::write_task_output`]). Where systemd runs, the events are also sent to its journal.
 
 use super::sys::local_time;
 use pvmd_machine::io::{LogLevel, LogSubject};

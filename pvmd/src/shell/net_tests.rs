@@ -690,8 +690,8 @@ async fn silent_host_is_lost_after_lease() {
     daemon1.net.expel_host(host(2));
 }
 
-/// Sends images from `source` to `target`. Checks that `target` refuses the images and that only `source`
-/// reports the refusal.
+/// Sends images from `source` to `target`. Checks that `target` refuses the images and that only
+/// `source` reports the refusal.
 async fn assert_images_refused(source: &mut Daemon, target: &mut Daemon, migration: MigrationId) {
     source
         .images

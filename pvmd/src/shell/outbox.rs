@@ -121,8 +121,8 @@ impl Outbox {
 }
 
 impl OutboxReader {
-    /// Waits for items and appends at most `items_max` of them to `batch`. Returns the number of items; 0
-    /// when the sending end is dropped.
+    /// Waits for items and appends at most `items_max` of them to `batch`. Returns the number of
+    /// items; 0 when the sending end is dropped.
     pub(crate) async fn receive_batch(
         &mut self,
         batch: &mut Vec<Outgoing>,

@@ -122,8 +122,8 @@ pub(crate) async fn serve_sealed(listener: TcpListener, sealed: Vec<u8>) {
 /// Reads the line from the master; called by the new daemon. Blocks.
 ///
 /// # Errors
-/// No address in `address_list` delivers the line. The error is the refusal that the daemon must send as
-/// its reply.
+/// No address in `address_list` delivers the line. The error is the refusal that the daemon must
+/// send as its reply.
 pub(crate) fn fetch_line(address_list: &str, secret: &BootstrapSecret) -> Result<String, Refusal> {
     let mut last_error = format!("{address_list:?} names no address");
     for address in address_list

@@ -136,8 +136,8 @@ fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     Bootstrap::parse(sealed_bootstrap::fetch_line(masters, &secret)?.trim_end())
 }
 
-/// Sets the daemon up, replies to the master, and runs the daemon until it ends. `send_reply` sends the
-/// reply line.
+/// Sets the daemon up, replies to the master, and runs the daemon until it ends. `send_reply` sends
+/// the reply line.
 fn set_up_and_run(bootstrap: &Bootstrap, send_reply: &mut dyn FnMut(&str) -> i32) -> i32 {
     let setup = match build_setup(bootstrap) {
         Ok(setup) => setup,

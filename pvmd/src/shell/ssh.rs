@@ -113,8 +113,8 @@ fn write_settings(path: &Path) -> std::io::Result<()> {
     file.write_all(format!("{includes}KexAlgorithms ^{CHEAP_KEX}\n").as_bytes())
 }
 
-/// Returns the effective settings for a host. `settings_path` is the settings file; `None` means ssh's
-/// default files. Returns `None` if ssh fails.
+/// Returns the effective settings for a host. `settings_path` is the settings file; `None` means
+/// ssh's default files. Returns `None` if ssh fails.
 async fn effective_settings(
     settings_path: Option<&Path>,
     contact: &str,
@@ -136,8 +136,8 @@ async fn effective_settings(
     (output.status.success()).then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// True if `default_settings` prefers the expensive algorithm, `daemon_settings` prefers the cheap one, and all other
-/// settings are equal.
+/// True if `default_settings` prefers the expensive algorithm, `daemon_settings` prefers the cheap
+/// one, and all other settings are equal.
 fn differs_only_in_kex(default_settings: &str, daemon_settings: &str) -> bool {
     let is_first_algorithm = |text: &str, algorithm: &str| {
         text.lines()

@@ -209,7 +209,7 @@ pub(crate) fn register_socket<S: OwnedSocket>(
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
 }
 
-/// Sockets that [`register`] accepts. An implementing type must own its descriptor and never
+/// Sockets that [`register_socket`] accepts. An implementing type must own its descriptor and never
 /// replace it.
 pub(crate) trait OwnedSocket: AsRawFd + Sized {
     /// Duplicates the socket's descriptor.

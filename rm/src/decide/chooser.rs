@@ -2,7 +2,7 @@
 //! batch system that has reserved hosts.
 //!
 //! The resource manager checks each selection and explains it like its own decisions. The policy
-//! names the chooser ([`super::PlacementPolicy::Choice`]).
+//! names the chooser ([`super::PlacementPolicy::Chooser`]).
 
 use super::{HostView, PlacementPolicy, ProcessorShare};
 use sempa_proto::task::SpawnRequest;
@@ -25,8 +25,8 @@ pub struct HostOffer<'a> {
 pub trait Chooser {
     /// Returns the name by which policies and explanations refer to the chooser.
     fn name(&self) -> &str;
-    /// Selects hosts for the `task_count` tasks of one spawn. Returns indices into `offers`, one per
-    /// task, in task order. If there are fewer indices than tasks, the last tasks get no host.
+    /// Selects hosts for the `task_count` tasks of one spawn. Returns indices into `offers`, one
+    /// per task, in task order. If there are fewer indices than tasks, the last tasks get no host.
     ///
     /// # Errors
     ///

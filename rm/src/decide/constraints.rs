@@ -149,7 +149,7 @@ impl Metric {
     }
 
     /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
-    /// too old. `load` returns the host's load; it is called only for [`Metric::Free`].
+    /// too old. `load` returns the host's load; it is called only for [`Metric::IdleProcessors`].
     pub(super) fn value_on(
         self,
         host: &HostView,

@@ -235,7 +235,8 @@ impl EvictionPlanner<'_> {
         }
     }
 
-    /// Decides about one guest, which is the task at position `task_position` in the task list of `host`.
+    /// Decides about one guest, which is the task at position `task_position` in the task list of
+    /// `host`.
     fn decide_guest(&mut self, host: HostId, task_position: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -340,9 +341,9 @@ fn stay_reason(
     ))
 }
 
-/// Assigns hosts to the `task_count` tasks of a vacated job that restart together: round robin, within
-/// the owners' limits on the number of guests. `programs`: users and programs of these tasks.
-/// Returns `None` if the hosts have too few slots.
+/// Assigns hosts to the `task_count` tasks of a vacated job that restart together: round robin,
+/// within the owners' limits on the number of guests. `programs`: users and programs of these
+/// tasks. Returns `None` if the hosts have too few slots.
 ///
 /// `reserved_for`: users and programs of another vacated job. Hosts that admit all of them are
 /// reserved for that job and not used.
@@ -389,8 +390,8 @@ pub fn assign_hosts(
     Some(assigned)
 }
 
-/// True if the hosts would have slots for `task_count` tasks of these users and programs if all owners
-/// were absent and no other task ran.
+/// True if the hosts would have slots for `task_count` tasks of these users and programs if all
+/// owners were absent and no other task ran.
 pub fn could_hosts_ever_fit(
     snapshot: &Snapshot,
     task_count: u32,

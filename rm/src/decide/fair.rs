@@ -93,8 +93,8 @@ impl fmt::Display for LimitError {
 }
 
 impl TaskLimits {
-    /// Checks whether `new_task_count` further tasks are allowed. `user_task_count` and `job_task_count` are the current
-    /// numbers of tasks of the user and of the job.
+    /// Checks whether `new_task_count` further tasks are allowed. `user_task_count` and
+    /// `job_task_count` are the current numbers of tasks of the user and of the job.
     pub fn allow(
         &self,
         user_task_count: u32,
@@ -119,9 +119,9 @@ impl TaskLimits {
         }
     }
 
-    /// Checks whether `new_task_count` further tasks could be allowed later, when all present tasks of the
-    /// user and of the job have ended. If not, waiting is useless. `user_task_count` and `job_task_count` are
-    /// used only in the error.
+    /// Checks whether `new_task_count` further tasks could be allowed later, when all present tasks
+    /// of the user and of the job have ended. If not, waiting is useless. `user_task_count` and
+    /// `job_task_count` are used only in the error.
     pub fn could_allow(
         &self,
         user_task_count: u32,
@@ -319,8 +319,8 @@ impl FairShare {
             .filter(|(_, index)| *index != 0.0)
     }
 
-    /// Restores an index from the history. `stored_age`: time since the index was stored. The user counts
-    /// as idle during that time.
+    /// Restores an index from the history. `stored_age`: time since the index was stored. The user
+    /// counts as idle during that time.
     pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, stored_age: Micros) {
         let hours = stored_age.0 as f64 / 3.6e9;
         let index = index * self.rates.idle_retention.powf(hours);

@@ -272,8 +272,8 @@ mod tests {
     use super::*;
     use sempa_proto::load::LoadSample;
 
-    /// Returns a sample of a host with two processors. `used_by_tasks`: processors used by tasks of the
-    /// virtual machine; `task_count`: number of these tasks.
+    /// Returns a sample of a host with two processors. `used_by_tasks`: processors used by tasks of
+    /// the virtual machine; `task_count`: number of these tasks.
     fn timed_sample(
         busy: f32,
         runnable_count: u32,

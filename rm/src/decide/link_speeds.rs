@@ -113,9 +113,9 @@ impl LinkSpeeds {
         best_known.map_or(DEFAULT_BYTES_PER_SECOND, |speed| speed.mean_log.exp())
     }
 
-    /// Returns the relative speed of the fastest link between `zone` and one of the zones `peer_zones`.
-    /// The speed is relative to the faster of the links within the two zones. `None` until
-    /// migrations have measured these links.
+    /// Returns the relative speed of the fastest link between `zone` and one of the zones
+    /// `peer_zones`. The speed is relative to the faster of the links within the two zones. `None`
+    /// until migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peer_zones: &BTreeSet<u32>) -> Option<f64> {
         let pair_log = |a: u32, b: u32| {
             self.zone_pairs

@@ -10,8 +10,8 @@ use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the reason if the owner's limits exclude one more task with `task_bytes` of memory; otherwise
-/// `None`.
+/// Returns the reason if the owner's limits exclude one more task with `task_bytes` of memory;
+/// otherwise `None`.
 pub(super) fn limit_exclusion(
     host: &HostView,
     now: Micros,

@@ -223,8 +223,8 @@ impl<'a> RebalancePlan<'a> {
             .job_ends_after(baseline.job_end_s * DELAY_FACTOR_MIN)
     }
 
-    /// Adds migrations to the plan that reduce the completion time of jobs. `rebalances_max`: maximum
-    /// number of migrations in the plan.
+    /// Adds migrations to the plan that reduce the completion time of jobs. `rebalances_max`:
+    /// maximum number of migrations in the plan.
     pub(super) fn plan_makespan_migrations(&mut self, sim: &mut JobSim<'a>, rebalances_max: usize) {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
@@ -299,8 +299,8 @@ impl<'a> RebalancePlan<'a> {
         })
     }
 
-    /// Returns the cost in seconds of migrating task `i` to host `target_index`. Both are indices in the
-    /// simulation.
+    /// Returns the cost in seconds of migrating task `i` to host `target_index`. Both are indices
+    /// in the simulation.
     fn migration_cost(&self, sim: &JobSim<'_>, i: usize, target_index: usize) -> f64 {
         let (source_id, target_index) = (
             sim.hosts[sim.baseline.tasks()[i].host],

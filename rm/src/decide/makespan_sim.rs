@@ -65,8 +65,8 @@ pub(super) struct SimTask {
 }
 
 impl SimTask {
-    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as additional
-    /// work in seconds of an ordinary processor.
+    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as
+    /// additional work in seconds of an ordinary processor.
     pub(super) fn migrate(&mut self, target: usize, work: f64, now: f64) {
         self.migrations_left = self.migrations_left.saturating_sub(1);
         let previous_migrations = REBALANCES_MAX.saturating_sub(self.migrations_left + 1);
@@ -96,7 +96,7 @@ const NO_OFFERED_RATE: f64 = -1.0;
 /// ends when `work_done` reaches this sum.
 #[derive(Clone, Copy, Debug)]
 struct HostQueue {
-    /// Task that ends first, or [`NO_TASK`]. [`Simulation::next`] contains the successor of each
+    /// Task that ends first, or [`NO_TASK`]. [`Simulation::next_tasks`] contains the successor of each
     /// task.
     first_task: usize,
     last_task: usize,
@@ -122,7 +122,7 @@ pub(super) struct Simulation {
     /// Time when the last task of each host would end if nothing changed; infinite for a host
     /// without tasks.
     last_ends: Vec<f64>,
-    /// Rate that each host offers to one more task, or [`NO_OFFER`].
+    /// Rate that each host offers to one more task, or [`NO_OFFERED_RATE`].
     offered_rates: Vec<f64>,
     /// Minimum rate for which a task of each host would migrate; infinite for a host without tasks.
     min_accepted_rates: Vec<f64>,
@@ -220,8 +220,8 @@ impl Simulation {
             (other.migration_cost_s, other.now_s, other.outcome);
     }
 
-    /// Selects the tasks of the job, for which `is_in_job` is true, and sets the cost of a migration
-    /// in seconds.
+    /// Selects the tasks of the job, for which `is_in_job` is true, and sets the cost of a
+    /// migration in seconds.
     pub(super) fn select_job(&mut self, is_in_job: impl Fn(usize) -> bool, migration_cost_s: f64) {
         self.sim_tasks
             .iter_mut()
@@ -255,8 +255,8 @@ impl Simulation {
         self.step_count
     }
 
-    /// Migrates task `i` to host `target` at the current time. The cost of a migration is added to the
-    /// task's work.
+    /// Migrates task `i` to host `target` at the current time. The cost of a migration is added to
+    /// the task's work.
     pub(super) fn migrate(&mut self, i: usize, target: usize) {
         let target_rate = self.hosts[target].rate(self.queues[target].len + 1);
         self.relocate_task(i, target, self.migration_cost_s * target_rate);
@@ -370,8 +370,8 @@ impl Simulation {
         }
     }
 
-    /// Returns the task that becomes faster at the rate `offered_rate` and would otherwise end last; `None`
-    /// if no task becomes faster.
+    /// Returns the task that becomes faster at the rate `offered_rate` and would otherwise end
+    /// last; `None` if no task becomes faster.
     fn longest_task_for_rate(&self, offered_rate: f64) -> Option<usize> {
         let (mut latest_end, mut candidate) = (self.now_s, None);
         for (host, (min_rate, task_end)) in self

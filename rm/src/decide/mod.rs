@@ -482,8 +482,8 @@ impl Snapshot {
             .collect()
     }
 
-    /// Returns the zones of the hosts other than `source` that run tasks of the same job. Empty if no
-    /// other host does.
+    /// Returns the zones of the hosts other than `source` that run tasks of the same job. Empty if
+    /// no other host does.
     fn peer_zones(&self, source: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
         let other_hosts = index
@@ -494,7 +494,8 @@ impl Snapshot {
     }
 
     /// Returns the weight, in thousandths, of a processor share in `zone` for a task whose peers
-    /// are in the zones `zones_of_peers`. The slower the link to the peers is, the lower is the weight.
+    /// are in the zones `zones_of_peers`. The slower the link to the peers is, the lower is the
+    /// weight.
     fn zone_weight_permille(&self, zone: u32, zones_of_peers: &BTreeSet<u32>) -> u32 {
         match zones_of_peers.is_empty() || zones_of_peers.contains(&zone) {
             true => 1000,

@@ -582,9 +582,9 @@ impl<'a> SlotCounter<'a> {
         self.placeable_task_count() == self.task_count
     }
 
-    /// Assumes that `paused_count` tasks on this host are paused. If more tasks of the spawn then get
-    /// hosts, keeps the assumption and returns true. Otherwise removes the assumption and returns
-    /// false.
+    /// Assumes that `paused_count` tasks on this host are paused. If more tasks of the spawn then
+    /// get hosts, keeps the assumption and returns true. Otherwise removes the assumption and
+    /// returns false.
     pub(super) fn try_pausing(&mut self, id: HostId, paused_count: u32) -> bool {
         let Some(host) = self.placement_run.snapshot.host(id) else {
             return false;

@@ -196,9 +196,9 @@ impl Estimates {
         self.program_update_count + self.migration_count + self.gain_feedback.observation_count()
     }
 
-    /// Returns the relative speed of the fastest link between `zone` and one of the zones `peer_zones`.
-    /// The speed is relative to the faster of the links within the two zones. `None` until
-    /// migrations have measured these links.
+    /// Returns the relative speed of the fastest link between `zone` and one of the zones
+    /// `peer_zones`. The speed is relative to the faster of the links within the two zones. `None`
+    /// until migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peer_zones: &BTreeSet<u32>) -> Option<f64> {
         self.link_speeds.relative_speed(zone, peer_zones)
     }
@@ -323,9 +323,9 @@ impl Estimates {
         class_stats.ratio_log += weight * (ratio.clamp(0.05, 100.0).ln() - class_stats.ratio_log);
     }
 
-    /// Returns the expected remaining work of a task of this program that has done `work_done` work.
-    /// Without observations this is `work_done`: half of the processes that have run for some time run
-    /// for at least the same time again (Harchol-Balter and Downey, 1996).
+    /// Returns the expected remaining work of a task of this program that has done `work_done`
+    /// work. Without observations this is `work_done`: half of the processes that have run for some
+    /// time run for at least the same time again (Harchol-Balter and Downey, 1996).
     pub fn work_left(&self, program: &str, work_done: Micros) -> Micros {
         let mean_work = self
             .programs
@@ -366,8 +366,8 @@ impl Estimates {
         micros(self.expected_freeze_seconds(bytes, slowness) + transfer + warm_up_seconds(bytes))
     }
 
-    /// Returns the actual cost of a migration of `bytes` of memory. `total_time`: time until all memory
-    /// was at the target.
+    /// Returns the actual cost of a migration of `bytes` of memory. `total_time`: time until all
+    /// memory was at the target.
     pub fn actual_cost(&self, bytes: u64, total_time: Micros) -> Micros {
         micros(seconds(total_time) + warm_up_seconds(bytes))
     }

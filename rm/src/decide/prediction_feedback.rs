@@ -125,9 +125,10 @@ impl PendingPredictions {
         self.by_task.insert(rebalance.tid, prediction);
     }
 
-    /// Records the arrival of a task at `target`. `work_before`: work done before the arrival; `cost`: cost of
-    /// the migration. Discards the prediction if `target` is not the predicted target or the task had
-    /// arrived before, because the gain of the first migration can no longer be determined.
+    /// Records the arrival of a task at `target`. `work_before`: work done before the arrival;
+    /// `cost`: cost of the migration. Discards the prediction if `target` is not the predicted
+    /// target or the task had arrived before, because the gain of the first migration can no longer
+    /// be determined.
     pub fn record_arrival(
         &mut self,
         arrival_time: Micros,
@@ -158,8 +159,8 @@ impl PendingPredictions {
         self.by_task.keys().copied().collect()
     }
 
-    /// Measures the rate of a running task that has done `total_work` work. Returns the outcome of its
-    /// migration if tracking ends, otherwise `None`.
+    /// Measures the rate of a running task that has done `total_work` work. Returns the outcome of
+    /// its migration if tracking ends, otherwise `None`.
     pub fn check_prediction(
         &mut self,
         now: Micros,
@@ -187,8 +188,8 @@ impl PendingPredictions {
         Some(outcome)
     }
 
-    /// Ends tracking of a task that ended after `total_work` work. Returns the outcome of its migration;
-    /// `None` if the task had not arrived at the target.
+    /// Ends tracking of a task that ended after `total_work` work. Returns the outcome of its
+    /// migration; `None` if the task had not arrived at the target.
     pub fn end_tracking(
         &mut self,
         now: Micros,
@@ -253,8 +254,8 @@ mod tests {
     }
 
     /// Tracks a migration with 100 seconds of predicted remaining work and returns its outcome. The
-    /// task arrives at second `arrival_second` and does `work` seconds of work at the rate `rate`, in
-    /// thousandths of an ordinary processor.
+    /// task arrives at second `arrival_second` and does `work` seconds of work at the rate `rate`,
+    /// in thousandths of an ordinary processor.
     fn follow(
         estimates: &mut Estimates,
         arrival_second: u64,

@@ -232,8 +232,8 @@ impl ResumeCapacity<'_> {
         .filter(|load| load.remaining_slots() > 0)
     }
 
-    /// Returns the task's current host if the host accepts the task and `is_sufficient` is true for its
-    /// load.
+    /// Returns the task's current host if the host accepts the task and `is_sufficient` is true for
+    /// its load.
     fn current_host_if_suitable(
         &self,
         host: &HostView,
@@ -245,8 +245,8 @@ impl ResumeCapacity<'_> {
         load.is_some_and(is_sufficient).then_some(host.id)
     }
 
-    /// Returns the best other host with a processor for the task. `ignore_external_load`: a processor that
-    /// external load uses too is sufficient.
+    /// Returns the best other host with a processor for the task. `ignore_external_load`: a
+    /// processor that external load uses too is sufficient.
     fn find_other_host(
         &self,
         host: &HostView,

@@ -218,8 +218,8 @@ impl Model {
     }
 
     /// Excludes a host as a target of the task. The time of exclusion doubles with each failure,
-    /// from `first_delay` up to [`TARGET_RETRY_MAX`]. A failure that is reported twice (in a reply and in
-    /// an event) is counted once.
+    /// from `first_delay` up to [`TARGET_RETRY_MAX`]. A failure that is reported twice (in a reply
+    /// and in an event) is counted once.
     fn block_target(
         &mut self,
         now: Micros,

@@ -137,7 +137,8 @@ pub struct Model {
     /// Input of the decisions. Its entries for the hosts in `dirty_hosts` are out of date.
     snapshot: Snapshot,
     changed_hosts: BTreeSet<HostId>,
-    /// Hosts whose last guest may have left since the last call of [`Model::newly_guest_free_hosts`].
+    /// Hosts whose last guest may have left since the last call of
+    /// [`Model::newly_guest_free_hosts`].
     guest_check_hosts: BTreeSet<HostId>,
     /// Migrating tasks, as of the last update of `snapshot`.
     migrating_tasks: BTreeSet<Tid>,
@@ -449,7 +450,8 @@ impl Model {
         }
     }
 
-    /// Records the constraints of a task's spawn. `spawn_named_host`: the spawn named the task's host.
+    /// Records the constraints of a task's spawn. `spawn_named_host`: the spawn named the task's
+    /// host.
     pub fn set_task_constraints(
         &mut self,
         tid: Tid,

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 impl Model {
     /// Updates the work of all tasks before a change of load, unless the last update was less than
-    /// [`ACCOUNTING_INTERVAL`] ago.
+    /// `ACCOUNTING_INTERVAL` ago.
     pub fn account_if_due(&mut self, now: Micros) {
         if now.since(self.work_accounted_at) >= ACCOUNTING_INTERVAL {
             self.account_work(now);

@@ -64,8 +64,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Handles a request of task `requester` to drain a host. `time_until_deadline`: time until the deadline. Without a
-    /// deadline, tasks that stay are not reported.
+    /// Handles a request of task `requester` to drain a host. `time_until_deadline`: time until the
+    /// deadline. Without a deadline, tasks that stay are not reported.
     pub(super) fn start_drain(
         &mut self,
         requester: Tid,
@@ -100,8 +100,8 @@ impl<V: VmApi> Service<V> {
         self.drain_reply(id)
     }
 
-    /// Handles a request of task `requester` to end the drain of a host, so that the host accepts tasks
-    /// again.
+    /// Handles a request of task `requester` to end the drain of a host, so that the host accepts
+    /// tasks again.
     pub(super) fn end_drain(&mut self, requester: Tid, host: &str) -> RmReply {
         let Some(id) = self.model.host_by_name(host) else {
             return RmReply::NotFound;

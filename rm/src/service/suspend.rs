@@ -119,7 +119,8 @@ impl<V: VmApi> Service<V> {
         })
     }
 
-    /// Handles a request of task `requester` to suspend or resume a whole job. `tid`: any task of the job.
+    /// Handles a request of task `requester` to suspend or resume a whole job. `tid`: any task of
+    /// the job.
     pub(super) fn set_job_suspended(&mut self, requester: Tid, tid: Tid, suspend: bool) -> RmReply {
         let Some(job) = self.history.writer.history.job_of(tid).map(|job| job.job) else {
             return RmReply::NotFound;

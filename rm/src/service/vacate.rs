@@ -210,7 +210,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns the time at which [`Service::restart_next_vacated`] is due; `None` if no job is vacated.
+    /// Returns the time at which [`Service::restart_next_vacated`] is due; `None` if no job is
+    /// vacated.
     pub(super) fn vacated_check_due(&self) -> Option<Micros> {
         self.history
             .writer
@@ -274,8 +275,8 @@ impl<V: VmApi> Service<V> {
     /// Returns the checkpoint to restart, with the host name of each of its tasks. Among the
     /// checkpoints for which hosts have room, this is the one that has waited longest.
     ///
-    /// If a checkpoint has waited for [`VACATED_RESERVATION_DELAY`] and hosts could have room for it,
-    /// the hosts that it could use are reserved: later checkpoints must not use them.
+    /// If a checkpoint has waited for [`VACATED_RESERVATION_DELAY`] and hosts could have room for
+    /// it, the hosts that it could use are reserved: later checkpoints must not use them.
     fn next_restartable(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (stored_history, state) = (&self.history.writer.history, &mut self.vacate_state);
         state.waiting_since.retain(|checkpoint_name, _| {
@@ -348,7 +349,8 @@ impl<V: VmApi> Service<V> {
         self.vacate_state.logged_reservation = Some(checkpoint_name);
     }
 
-    /// Handles a request of task `requester` not to restart the vacated job that contains the task `tid`.
+    /// Handles a request of task `requester` not to restart the vacated job that contains the task
+    /// `tid`.
     pub(super) fn cancel_restart(&mut self, requester: Tid, tid: Tid) -> RmReply {
         let job_of_task = self
             .vacate_state

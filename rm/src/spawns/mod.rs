@@ -110,7 +110,7 @@ impl IncomingSpawn {
 /// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SpawnOutput {
-    /// Send an order to a host, then call [`Spawns::order_sent`].
+    /// Send an order to a host, then call [`Spawns::record_order_sent`].
     StartTasks {
         order: StartOrderId,
         host: HostId,
@@ -272,8 +272,8 @@ impl Spawns {
         self.rules = rules;
     }
 
-    /// Accepts a request. [`Spawns::place_next_request`] places the request later, unless it is refused
-    /// immediately.
+    /// Accepts a request. [`Spawns::place_next_request`] places the request later, unless it is
+    /// refused immediately.
     pub fn accept_request(&mut self, now: Micros, incoming: IncomingSpawn) {
         let task_count = incoming.request.task_count;
         let refusal = match task_count {
@@ -332,8 +332,8 @@ impl Spawns {
         }
     }
 
-    /// Records that a task was suspended (`is_suspended` is true) or resumed. A suspended task holds no
-    /// processor.
+    /// Records that a task was suspended (`is_suspended` is true) or resumed. A suspended task
+    /// holds no processor.
     pub fn record_suspension(&mut self, now: Micros, tid: Tid, is_suspended: bool) {
         let Some((user, _)) = self.counted_tasks.get(&tid) else {
             return;
@@ -345,7 +345,8 @@ impl Spawns {
         }
     }
 
-    /// Returns the number of pending requests of a job, without those of the task `excluded_requester`.
+    /// Returns the number of pending requests of a job, without those of the task
+    /// `excluded_requester`.
     pub fn pending_spawn_count(&self, job: Tid, excluded_requester: Tid) -> usize {
         self.pending_spawns
             .values()
@@ -560,7 +561,7 @@ impl Spawns {
         }
     }
 
-    /// Returns the time at which [`Spawns::tick`] is due; `None` if nothing is pending.
+    /// Returns the time at which [`Spawns::handle_timeouts`] is due; `None` if nothing is pending.
     pub fn next_deadline(&self) -> Option<Micros> {
         let wait_ends = self
             .waiting_numbers
@@ -744,7 +745,8 @@ impl PendingSpawn {
     }
 }
 
-/// Adds an attempt. If there are more than [`RECORDED_ATTEMPTS_MAX`], removes the second oldest one.
+/// Adds an attempt. If there are more than [`RECORDED_ATTEMPTS_MAX`], removes the second oldest
+/// one.
 fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
     if attempts.len() > RECORDED_ATTEMPTS_MAX {

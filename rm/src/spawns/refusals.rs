@@ -55,7 +55,7 @@ impl Spawns {
         });
     }
 
-    /// Replies to a request with an error and logs the reason, unless [`RefusalLog`] prevents the
+    /// Replies to a request with an error and logs the reason, unless `RefusalLog` prevents the
     /// log entry.
     pub fn reply_error_and_log(
         &mut self,

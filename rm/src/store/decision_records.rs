@@ -77,8 +77,8 @@ fn rejection_reason(exclusion_reason: &ExclusionReason) -> RejectionReason {
     }
 }
 
-/// Returns the current state of a host for a reply. `drain_requester`: task that requested the drain of the
-/// host; `None` if the host is not being drained.
+/// Returns the current state of a host for a reply. `drain_requester`: task that requested the
+/// drain of the host; `None` if the host is not being drained.
 pub fn host_state(
     snapshot: &Snapshot,
     id: Option<HostId>,
@@ -114,8 +114,8 @@ pub fn stay_decision(stay: &StayDecision, snapshot: &Snapshot) -> DecisionKind {
     }
 }
 
-/// Converts the outcome of a rebalancing migration to its stored form. `host_name` returns the name of a
-/// host.
+/// Converts the outcome of a rebalancing migration to its stored form. `host_name` returns the name
+/// of a host.
 pub fn rebalance_outcome(
     outcome: &PredictionOutcome,
     host_name: impl Fn(HostId) -> String,

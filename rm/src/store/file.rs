@@ -262,7 +262,7 @@ impl HistoryFile {
     }
 
     /// Sends the last batch to the writer thread. Waits until it is written, at most for
-    /// [`CLOSE_TIMEOUT`].
+    /// `CLOSE_TIMEOUT`.
     pub fn write_and_close(mut self, final_batch: Batch) {
         if let Some(batches) = self.batch_sender.take()
             && batches.send(final_batch).is_ok()
@@ -314,8 +314,8 @@ fn run_writer(
     }
 }
 
-/// Compacts the file if it is larger than `size_limit_bytes` bytes. Returns the size in bytes above which the
-/// next compaction is due.
+/// Compacts the file if it is larger than `size_limit_bytes` bytes. Returns the size in bytes above
+/// which the next compaction is due.
 fn compact_if_large(db: &mut Database, path: &Path, size_limit_bytes: u64) -> u64 {
     let file_bytes = || path.metadata().map_or(0, |meta| meta.len());
     if file_bytes() <= size_limit_bytes {

@@ -79,7 +79,7 @@ impl HistoryWriter {
         }
     }
 
-    /// Returns the time at which [`HistoryWriter::write`] is due; `None` if no write is scheduled.
+    /// Returns the time at which [`HistoryWriter::send_changes`] is due; `None` if no write is scheduled.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.next_write_at
     }
@@ -121,7 +121,7 @@ impl HistoryWriter {
     }
 
     /// Writes the remaining changes and closes the file. Waits for the write, but not longer than
-    /// [`HistoryFile::close`] does.
+    /// [`HistoryFile::write_and_close`] does.
     pub fn close(&mut self) {
         let Some(open_file) = self.history_file.take() else {
             return;

@@ -47,8 +47,8 @@ struct DurationRatios {
     speedup: f64,
 }
 
-/// Simulates `job_count` jobs of twelve tasks on [`UNEQUAL_HOSTS`]. Each task has `work_s_min` to `work_s_max`
-/// seconds of work.
+/// Simulates `job_count` jobs of twelve tasks on [`UNEQUAL_HOSTS`]. Each task has `work_s_min` to
+/// `work_s_max` seconds of work.
 fn simulate_jobs(job_count: usize, work_s_min: f64, work_s_max: f64) -> Vec<DurationRatios> {
     simulate_jobs_on(&UNEQUAL_HOSTS, job_count, work_s_min, work_s_max)
 }

@@ -173,7 +173,8 @@ impl JobSim {
         f64::from(sim_host.speed) / 1e3 * (f64::from(sim_host.cores) / thread_count).min(1.0)
     }
 
-    /// Advances the time by one second. `external_threads`: number of external threads on each host.
+    /// Advances the time by one second. `external_threads`: number of external threads on each
+    /// host.
     fn advance_second(&mut self, external_threads: &[f64]) {
         let rates: Vec<f64> = self
             .tasks
@@ -331,8 +332,8 @@ impl JobSim {
         }
     }
 
-    /// Runs until all tasks have ended or [`RUN_TIME_S_MAX`] is reached. Decides on rebalancing only
-    /// if `with_rebalancing` is true. Returns the simulated time in seconds.
+    /// Runs until all tasks have ended or [`RUN_TIME_S_MAX`] is reached. Decides on rebalancing
+    /// only if `with_rebalancing` is true. Returns the simulated time in seconds.
     fn run_to_end(&mut self, with_rebalancing: bool) -> u64 {
         let external_threads = vec![0.0; self.hosts.len()];
         while !self.tasks.is_empty() && self.now_s < RUN_TIME_S_MAX {

@@ -2,7 +2,7 @@
 //! user requests jobs at random times; all processes of a job have the same amount of work. No host
 //! has an owner.
 
-use crate::random::Rng;
+use crate::rng::Rng;
 use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::recording::{RecordedInput, RecordingEntry};
 use pvm_rm::replay::{self, ReplayResult, UserResult};

@@ -136,8 +136,8 @@ fn decide_rebalancing(snapshot: &Snapshot) -> impl FnMut(usize) {
 }
 
 /// Returns a function that makes two decisions: after the owner of h3, which has a guest, has
-/// arrived, and after the owner has left. It asserts that the guest migrates if `can_migrate` is true, and
-/// stays otherwise.
+/// arrived, and after the owner has left. It asserts that the guest migrates if `can_migrate` is
+/// true, and stays otherwise.
 fn decide_owner_visit(snapshot: &mut Snapshot, can_migrate: bool) -> impl FnMut(usize) {
     move |_| {
         change_hosts(snapshot, [3], |_, host| host.owner = present_owner());

@@ -5,7 +5,7 @@
 //! in the decisions. The seed determines the whole run.
 
 use crate::desktop::{desktop_host, host_id};
-use crate::random::Rng;
+use crate::rng::Rng;
 use pvm_rm::decide::{
     FairShare, HostList, OwnerState, PlacementPolicy, PlacementRequest, QueuedRequest, Snapshot,
     TaskLimits, TaskView, UpDownRates, place, plan_evictions, plan_rebalances, select_victims,
@@ -566,8 +566,8 @@ impl DesktopPool {
         }
     }
 
-    /// Removes the request `request_number` from the queue and starts a process of the job on each of
-    /// these hosts.
+    /// Removes the request `request_number` from the queue and starts a process of the job on each
+    /// of these hosts.
     fn start_job(&mut self, job_index: usize, request_number: u64, hosts: &[u16]) {
         let PoolJob { work_s, user, .. } = self.jobs[job_index];
         let now = to_micros(self.now_s);

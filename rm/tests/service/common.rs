@@ -593,8 +593,8 @@ impl TestBed {
         self.try_process_inbox().expect("the service continues");
     }
 
-    /// Advances the clock by `duration`. The service handles all messages and all timers that become
-    /// due.
+    /// Advances the clock by `duration`. The service handles all messages and all timers that
+    /// become due.
     pub(crate) fn advance(&mut self, duration: Micros) {
         let until = self.state().now + duration;
         self.state().clock_limit = until;

@@ -13,8 +13,8 @@ use std::path::Path;
 /// The content of the policy file at a start, or the error that occurred while it was read.
 type FileContent = Result<&'static str, &'static str>;
 
-/// Starts a resource manager with this policy file. `content`: content of the file. `wait_s`: waiting
-/// time of spawns on the command line, in seconds.
+/// Starts a resource manager with this policy file. `content`: content of the file. `wait_s`:
+/// waiting time of spawns on the command line, in seconds.
 fn start_rm(
     vm: &FakeVm,
     dir: &Path,

@@ -379,7 +379,8 @@ fn small_vacated_job_may_overtake_large_one() {
     );
 }
 
-/// After [`VACATED_RESERVATION_DELAY`], free hosts are reserved for the job that has waited longest.
+/// After [`VACATED_RESERVATION_DELAY`], free hosts are reserved for the job that has waited
+/// longest.
 #[test]
 fn free_hosts_are_reserved_for_oldest_vacated_job() {
     let mut bed = vacate_two_jobs(VACATED_RESERVATION_DELAY + Micros::from_secs(30));

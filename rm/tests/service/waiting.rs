@@ -110,9 +110,9 @@ fn two_guests_per_host() -> GuestLimits {
     }
 }
 
-/// Asserts that the request `large_request` waits while small requests are placed, and is placed after
-/// hosts have been reserved for it. `expected_note`: text of the log entry about the reservation,
-/// which must occur exactly once.
+/// Asserts that the request `large_request` waits while small requests are placed, and is placed
+/// after hosts have been reserved for it. `expected_note`: text of the log entry about the
+/// reservation, which must occur exactly once.
 fn assert_reservation(
     mut busy_hosts: BusyHosts,
     large_request: &SpawnRequest,

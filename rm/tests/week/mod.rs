@@ -16,8 +16,8 @@ const PROCESS_COUNT: u32 = 61;
 /// Mean work of each process in hours.
 const WORK_H: f64 = 2.0;
 
-/// Returns the probability that the owner of a host is present at the time `now_s` (in seconds since
-/// Monday, 0:00). `None`: the owner is always present.
+/// Returns the probability that the owner of a host is present at the time `now_s` (in seconds
+/// since Monday, 0:00). `None`: the owner is always present.
 ///
 /// 186 of 1,000 hosts always have an owner. About half of the remaining hosts have no owner at a
 /// time, more at night and on Sundays.

@@ -59,8 +59,8 @@ pub fn compile_program(dir: &Path, name: &str) -> PathBuf {
     program_path
 }
 
-/// Writes a script that runs the shell code `shell_code` and then executes the real engine. Calls with
-/// the argument `--version` skip `shell_code`.
+/// Writes a script that runs the shell code `shell_code` and then executes the real engine. Calls
+/// with the argument `--version` skip `shell_code`.
 pub fn write_engine_wrapper(dir: &Path, shell_code: &str) -> PathBuf {
     write_engine_script(
         dir,
@@ -112,8 +112,8 @@ pub fn prepare_and_wait(
     })
 }
 
-/// Stops the task and waits for the reply. Earlier messages are added to `messages`, so that no output
-/// is lost.
+/// Stops the task and waits for the reply. Earlier messages are added to `messages`, so that no
+/// output is lost.
 pub fn stop_and_wait(
     tasker: &mut Tasker,
     tid: Tid,

@@ -40,8 +40,8 @@ impl Tasker {
         Self::start_wrapped(&[], env)
     }
 
-    /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command as its
-    /// last arguments.
+    /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command
+    /// as its last arguments.
     pub fn start_wrapped(wrapper: &[&str], env: &[(&str, &str)]) -> Self {
         let (daemon_end, tasker_end) = socketpair(
             AddressFamily::Unix,

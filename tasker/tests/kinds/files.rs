@@ -151,8 +151,8 @@ fn target_data_dir(fixture: &MigrationFixture) -> PathBuf {
         .join(data_dir.strip_prefix("/").expect("absolute"))
 }
 
-/// Starts a task with an open file that the target lacks. `policy_variable` is the task's variable for its
-/// file policy.
+/// Starts a task with an open file that the target lacks. `policy_variable` is the task's variable
+/// for its file policy.
 fn start_with_file_policy(policy_variable: &'static str, prepare: &str) -> MigrationFixture {
     let mut fixture = MigrationFixture::with_target(|dir| start_other_host(dir, prepare));
     fixture.task_variable = Some(policy_variable);

@@ -53,8 +53,8 @@ impl MigrationFixture {
         }
     }
 
-    /// Compiles the test program `source_name` with the compiler's arguments `compiler_args`. Returns the path
-    /// of the program.
+    /// Compiles the test program `source_name` with the compiler's arguments `compiler_args`.
+    /// Returns the path of the program.
     pub(crate) fn compile(
         &self,
         compiler: &str,
@@ -80,8 +80,8 @@ impl MigrationFixture {
         self.compile("gcc", &["-pthread"], &format!("{program_name}.c"))
     }
 
-    /// Starts a program as the task. Its arguments are `leading_args`, the name `row` of the table row,
-    /// the directory of the fixture, and `last_arg`. Waits until the program is ready.
+    /// Starts a program as the task. Its arguments are `leading_args`, the name `row` of the table
+    /// row, the directory of the fixture, and `last_arg`. Waits until the program is ready.
     ///
     /// # Panics
     /// The kernel lacks the feature that the row is about.

@@ -246,8 +246,8 @@ fn a_terminal_of_somebody_else_is_refused() {
     );
 }
 
-/// Asserts that a task is refused while one of its threads is traced: the first thread if `trace_first_thread`
-/// is true, otherwise the second.
+/// Asserts that a task is refused while one of its threads is traced: the first thread if
+/// `trace_first_thread` is true, otherwise the second.
 fn assert_refused_while_traced(trace_first_thread: bool) {
     let mut fixture = MigrationFixture::new();
     let program = fixture.compile_c("refused");

@@ -98,8 +98,8 @@ impl RingMemory for &HostileRing {
     }
 }
 
-/// Returns the eight bytes of the input at offset `offset` as a little-endian number; 0 if the input is
-/// too short.
+/// Returns the eight bytes of the input at offset `offset` as a little-endian number; 0 if the
+/// input is too short.
 fn number_at(body: &[u8], offset: usize) -> u64 {
     body.get(offset..offset + 8).map_or(0, |bytes| {
         u64::from_le_bytes(bytes.try_into().expect("eight"))

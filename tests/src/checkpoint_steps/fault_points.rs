@@ -81,8 +81,8 @@ pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
         .collect()
 }
 
-/// Returns the points of the round with the number `round`: half of [`CONCURRENT_POINTS`] and one of
-/// [`EXCLUSIVE_POINTS`]. The next round has the other half of [`CONCURRENT_POINTS`].
+/// Returns the points of the round with the number `round`: half of [`CONCURRENT_POINTS`] and one
+/// of [`EXCLUSIVE_POINTS`]. The next round has the other half of [`CONCURRENT_POINTS`].
 pub(super) fn round_points(round: usize) -> Vec<FaultPoint> {
     let half = CONCURRENT_POINTS
         .into_iter()
@@ -93,7 +93,7 @@ pub(super) fn round_points(round: usize) -> Vec<FaultPoint> {
         .collect()
 }
 
-/// Number of rounds in which a test injects one fault into one victim. If [`is_full`] is true, the
+/// Number of rounds in which a test injects one fault into one victim. If [`tests_all_cases`] is true, the
 /// test runs [`full_round_count`] rounds instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoundSample {

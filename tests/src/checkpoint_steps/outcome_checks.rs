@@ -78,8 +78,8 @@ impl CheckpointFaults<'_> {
         Ok(outcomes)
     }
 
-    /// Checks the outcome of a restart, which must not have made a checkpoint. `checkpoints_before` lists the
-    /// checkpoints before the restart.
+    /// Checks the outcome of a restart, which must not have made a checkpoint. `checkpoints_before`
+    /// lists the checkpoints before the restart.
     fn check_restart(
         &mut self,
         job: usize,
@@ -186,8 +186,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Checks that all tasks run once ([`CheckpointFaults::wait_until_all_run_once`]), that all jobs
-    /// make progress, and that their logs so far are correct.
+    /// Checks that all tasks run once ([`CheckpointFaults::wait_until_all_run_once`]), that all
+    /// jobs make progress, and that their logs so far are correct.
     pub(super) fn check_progress(&self) -> Result<()> {
         self.wait_until_all_run_once()?;
         for test_job in self.jobs.iter().filter(|test_job| test_job.is_running) {

@@ -24,8 +24,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits until the owner's status of a host matches `is_expected`. `description` describes this status in the
-/// error. Returns the status.
+/// Waits until the owner's status of a host matches `is_expected`. `description` describes this
+/// status in the error. Returns the status.
 fn wait_for_status(
     vm: &Vm,
     host: usize,
@@ -97,7 +97,8 @@ fn wait_for_note(vm: &Vm, text: &str) {
         .or_panic_with_logs(vm);
 }
 
-/// Waits until a spawned task for which no host was requested is placed on the host `expected_host`.
+/// Waits until a spawned task for which no host was requested is placed on the host
+/// `expected_host`.
 fn wait_until_host_is_used(vm: &Vm, expected_host: &str) {
     let spawn_on_host = || {
         let tid = vm
@@ -113,8 +114,8 @@ fn wait_until_host_is_used(vm: &Vm, expected_host: &str) {
     wait_for(TIMEOUT, spawn_on_host).or_panic_with_logs(vm);
 }
 
-/// The command `present_status` makes guests leave the host. The command `away` permits guests although the
-/// owner is logged in.
+/// The command `present_status` makes guests leave the host. The command `away` permits guests
+/// although the owner is logged in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn here_and_away_decide_whether_guests_are_permitted() {

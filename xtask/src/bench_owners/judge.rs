@@ -52,8 +52,8 @@ enum RunAfterLogin {
 }
 
 impl WorkerClock {
-    /// Returns how long the worker ran after the login at `login_at_us`. At the time `stopped_by_us` the worker is
-    /// known to be stopped.
+    /// Returns how long the worker ran after the login at `login_at_us`. At the time
+    /// `stopped_by_us` the worker is known to be stopped.
     fn run_after_login(&self, login_at_us: u64, stopped_by_us: u64) -> RunAfterLogin {
         match self
             .gaps_us
@@ -198,8 +198,8 @@ fn visits(events: &[EventEntry]) -> impl Iterator<Item = OwnerVisit> {
     })
 }
 
-/// Returns the first value that `extract` returns for an event at or after the time `start_us`; `None` if
-/// `extract` returns `None` for all of them.
+/// Returns the first value that `extract` returns for an event at or after the time `start_us`;
+/// `None` if `extract` returns `None` for all of them.
 fn first_match_since<T>(
     events: &[EventEntry],
     start_us: u64,

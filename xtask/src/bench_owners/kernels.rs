@@ -117,8 +117,8 @@ impl ProcessSamples {
     }
 
     /// Returns the processor time that each process of a host has certainly used between two times:
-    /// from the first reading after `start_us` to the last reading before `end_us`. Processes with fewer
-    /// than two readings in this period are omitted.
+    /// from the first reading after `start_us` to the last reading before `end_us`. Processes with
+    /// fewer than two readings in this period are omitted.
     pub(super) fn processor_time_between(
         &self,
         host: u16,
@@ -136,8 +136,8 @@ impl ProcessSamples {
             .collect()
     }
 
-    /// Returns the readings between `start_us` and `end_us` at which a process had used more processor time
-    /// than at the previous reading: the time of the reading and the difference.
+    /// Returns the readings between `start_us` and `end_us` at which a process had used more
+    /// processor time than at the previous reading: the time of the reading and the difference.
     pub(super) fn usage_increments(
         &self,
         process: HostProcess,

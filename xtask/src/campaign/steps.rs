@@ -33,19 +33,22 @@ const SEEDS_PER_TEST: u64 = 3;
 const PART_BINARIES: [(&str, &[&str]); 5] = [
     (
         "lies",
-        &["sempa-tests::lying_engines", "sempa-tests::lying_moves"],
+        &[
+            "sempa-tests::checkpoint_engine_faults",
+            "sempa-tests::migration_engine_faults",
+        ],
     ),
     ("conformance", &["sempa-tests::conformance"]),
-    ("limits", &["sempa-tests::limits", "sempa-tests::loss"]),
+    ("limits", &["sempa-tests::limits", "sempa-tests::lost_work"]),
     (
         "matrices",
         &[
-            "sempa-tests::move_faults",
+            "sempa-tests::migration_faults",
             "sempa-tests::checkpoint_faults",
             "sempa-tests::post_copy",
             "sempa-tests::routes",
-            "sempa-tests::talk",
-            "pvm-tasker::kills",
+            "sempa-tests::all_to_all",
+            "pvm-tasker::engine_failures",
         ],
     ),
     ("soak", &["sempa-tests::soak"]),
@@ -169,8 +172,8 @@ fn model_checker_step(profile: &str) -> CampaignStep {
     CampaignStep::for_cargo("models", "rings and bells", &arguments)
 }
 
-/// Returns [`FUZZ_STEP_COUNT`] steps that pass random inputs to all parsers. Each step has a different
-/// seed.
+/// Returns [`FUZZ_STEP_COUNT`] steps that pass random inputs to all parsers. Each step has a
+/// different seed.
 fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
     let input_tests = tests
         .iter()

@@ -126,7 +126,8 @@ fn function_name(line: &str) -> Option<&str> {
     Some(&name[..end])
 }
 
-/// True if a comment directly above the line with index `line_index` gives the reason for a long function.
+/// True if a comment directly above the line with index `line_index` gives the reason for a long
+/// function.
 fn has_reason(lines: &[&str], line_index: usize) -> bool {
     let lines_above = lines[..line_index].iter().rev().map(|line| line.trim());
     let mut comment_lines =

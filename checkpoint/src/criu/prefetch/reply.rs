@@ -123,8 +123,8 @@ impl IncomingReply {
         };
     }
 
-    /// Expects a bitmap of `page_count` pages next, and then the content of the changed pages. `pre_copied`
-    /// is the pre-copied content of all pages.
+    /// Expects a bitmap of `page_count` pages next, and then the content of the changed pages.
+    /// `pre_copied` is the pre-copied content of all pages.
     pub(super) fn expect_bitmap(&mut self, pre_copied: Vec<u8>, page_count: u64) {
         *self = Self::Bitmap {
             pre_copied,

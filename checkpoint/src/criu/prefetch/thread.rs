@@ -30,8 +30,8 @@ const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 pub(in super::super) type PrefetchThread = JoinHandle<Result<bool, Failure>>;
 
 /// Starts the proxy for the task whose images are in `dir`. `source` is the stream to the source,
-/// `received_pages` the pre-copied memory. When CRIU closes a userfaultfd, the proxy closes the copy in
-/// `uffd_keeper` as well.
+/// `received_pages` the pre-copied memory. When CRIU closes a userfaultfd, the proxy closes the
+/// copy in `uffd_keeper` as well.
 ///
 /// # Errors
 /// No file descriptor or thread is available.

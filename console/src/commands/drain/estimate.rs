@@ -35,9 +35,9 @@ pub(super) struct WriteEstimate {
 }
 
 impl WriteEstimate {
-    /// Returns the total bytes of memory of `tasks`. Calls `query_bytes` for tasks whose memory is unknown,
-    /// up to [`MEMORY_QUERIES_MAX`] tasks in total. A task whose memory stays unknown counts with
-    /// the mean of the known tasks.
+    /// Returns the total bytes of memory of `tasks`. Calls `query_bytes` for tasks whose memory is
+    /// unknown, up to [`MEMORY_QUERIES_MAX`] tasks in total. A task whose memory stays unknown
+    /// counts with the mean of the known tasks.
     pub(super) fn total_bytes(
         &mut self,
         tasks: &[Tid],
@@ -60,8 +60,8 @@ impl WriteEstimate {
     }
 }
 
-/// Returns the seconds that checkpoints of `job_count` jobs take. `bytes` is the total memory of the
-/// jobs, and `transfer_totals` is measured from migrations.
+/// Returns the seconds that checkpoints of `job_count` jobs take. `bytes` is the total memory of
+/// the jobs, and `transfer_totals` is measured from migrations.
 pub(super) fn write_seconds(job_count: usize, bytes: u64, transfer_totals: TransferTotals) -> f64 {
     let measured_rate = transfer_totals.0 as f64 / (transfer_totals.1.0 as f64 / 1e6);
     let rate = if transfer_totals.1.0 > 0 {
@@ -72,8 +72,8 @@ pub(super) fn write_seconds(job_count: usize, bytes: u64, transfer_totals: Trans
     JOB_OVERHEAD_SECONDS * job_count as f64 + bytes as f64 / rate
 }
 
-/// Returns the time that checkpoints of `job_count` jobs take, with a margin for shared disks. The time
-/// is at least [`WRITE_TIME_MIN`].
+/// Returns the time that checkpoints of `job_count` jobs take, with a margin for shared disks. The
+/// time is at least [`WRITE_TIME_MIN`].
 pub(super) fn write_time_with_margin(
     job_count: usize,
     bytes: u64,
@@ -86,9 +86,9 @@ pub(super) fn write_time_with_margin(
     write_time.max(WRITE_TIME_MIN)
 }
 
-/// True if tasks with `bytes` of memory can migrate in the time `remaining_time`, at the rate of the tasks
-/// that have migrated so far. Before the first task has migrated, true during the first quarter of
-/// the whole time.
+/// True if tasks with `bytes` of memory can migrate in the time `remaining_time`, at the rate of
+/// the tasks that have migrated so far. Before the first task has migrated, true during the first
+/// quarter of the whole time.
 pub(super) fn can_leave_in_time(
     elapsed: Duration,
     departed_bytes: u64,

@@ -69,7 +69,7 @@ pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
 /// Stuck jobs come first, ordered by the work that is saved per second of writing. Queued jobs
 /// follow, the largest first, because the largest would leave last. If `queued_leave_in_time` is
 /// true, queued jobs are not selected. Jobs with failed attempts come after all others, and are not
-/// selected until the last attempt is [`ESTIMATE_MAX_AGE`] ago.
+/// selected until the last attempt is [`ESTIMATE_AGE_MAX`] ago.
 pub(super) fn select_job(
     mut jobs: Vec<RemainingJob>,
     queued_leave_in_time: bool,
@@ -157,8 +157,8 @@ fn topmost_spawned(
     topmost
 }
 
-/// Returns the line about the work that a job loses if the host leaves. `drain_checkpoint` is the checkpoint of
-/// the job that this drain caused, if there is one.
+/// Returns the line about the work that a job loses if the host leaves. `drain_checkpoint` is the
+/// checkpoint of the job that this drain caused, if there is one.
 pub(super) fn loss_line(
     host: &str,
     job: Tid,

@@ -173,8 +173,8 @@ impl DrainProgress {
         }
     }
 
-    /// Returns the state of a task. `stuck_reason` is the reason why the task cannot leave; `None` if it
-    /// can.
+    /// Returns the state of a task. `stuck_reason` is the reason why the task cannot leave; `None`
+    /// if it can.
     pub(super) fn departure_state(
         &self,
         tid: Tid,

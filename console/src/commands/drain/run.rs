@@ -238,8 +238,8 @@ impl DrainRun<'_> {
         Ok(remaining_jobs)
     }
 
-    /// Returns the job to checkpoint next. Returns `None` if no job is ready, or if the time `remaining_time`
-    /// before the deadline exceeds the time for checkpoints of all jobs.
+    /// Returns the job to checkpoint next. Returns `None` if no job is ready, or if the time
+    /// `remaining_time` before the deadline exceeds the time for checkpoints of all jobs.
     fn next_due_job(&mut self, remaining_time: Duration) -> Result<Option<RemainingJob>, Error> {
         if self
             .estimate
@@ -410,8 +410,8 @@ impl DrainRun<'_> {
         Ok(())
     }
 
-    /// Prints the remaining tasks and returns the outcome. `staying_count` is the number of tasks that stay
-    /// because they belong to the host or were started by hand.
+    /// Prints the remaining tasks and returns the outcome. `staying_count` is the number of tasks
+    /// that stay because they belong to the host or were started by hand.
     fn into_outcome(self, staying_count: u32) -> Outcome {
         let (host, tasks) = (&self.request.host, &self.remaining_tasks);
         let mut text = String::new();
@@ -449,8 +449,8 @@ impl DrainRun<'_> {
     }
 }
 
-/// Drains a host and waits until the host is empty or the time limit is reached. Calls `print_line` with
-/// each line of progress. `console` is the console that requested the drain.
+/// Drains a host and waits until the host is empty or the time limit is reached. Calls `print_line`
+/// with each line of progress. `console` is the console that requested the drain.
 pub(super) fn drain(
     machine: &dyn VirtualMachine,
     request: &DrainRequest,
@@ -513,7 +513,8 @@ fn task_parents(machine: &dyn VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Erro
         .collect())
 }
 
-/// Checkpoints a job and waits for the end of the checkpoint. If `ends_job` is true, the job then ends.
+/// Checkpoints a job and waits for the end of the checkpoint. If `ends_job` is true, the job then
+/// ends.
 fn request_checkpoint(
     machine: &dyn VirtualMachine,
     job: Tid,

@@ -320,8 +320,8 @@ extern "C" fn pvmgetroot() -> *const c_char {
 /// Size in bytes of the buffer that a caller of `pvmtmpnam` provides (`PVMTMPNAMLEN`).
 const TEMP_NAME_BYTES: usize = 128;
 
-/// Writes a name for a temporary file to `target`. Returns null if `target` is null or the name does
-/// not fit.
+/// Writes a name for a temporary file to `target`. Returns null if `target` is null or the name
+/// does not fit.
 ///
 /// # Safety
 /// `target` must be null or have space for 128 bytes.

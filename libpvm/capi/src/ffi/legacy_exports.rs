@@ -297,8 +297,8 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
 /// Sets `NAME=value` in an environment that `pvmcopyenv` created.
 ///
 /// # Safety
-/// `environment` must be null or point to an environment that `pvmcopyenv` created, and `setting` must be
-/// null or a string.
+/// `environment` must be null or point to an environment that `pvmcopyenv` created, and `setting`
+/// must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmenvinsert(
     environment: *mut *mut *mut c_char,

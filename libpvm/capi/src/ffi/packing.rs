@@ -144,8 +144,8 @@ unsafe extern "C" fn pvmupkstralloc(target: *mut *mut c_char) -> c_int {
         if target.is_null() {
             return Err(PvmError::BadParam);
         }
-        // SAFETY: `malloc` returns room for the text and its NUL, or null; `target` is valid by this
-        // function's contract.
+        // SAFETY: `malloc` returns room for the text and its NUL, or null; `target` is valid by
+        // this function's contract.
         unsafe {
             let copy = libc::malloc(text.len() + 1).cast::<c_char>();
             if copy.is_null() {

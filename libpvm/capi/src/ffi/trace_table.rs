@@ -112,8 +112,8 @@ extern "C" fn tev_init() -> c_int {
     0
 }
 
-/// Starts a record of the entry (`entry_or_exit` = 0x4000) or the exit (`entry_or_exit` = 0x8000) of a call.
-/// Returns 1, or 0 if the event is not enabled.
+/// Starts a record of the entry (`entry_or_exit` = 0x4000) or the exit (`entry_or_exit` = 0x8000)
+/// of a call. Returns 1, or 0 if the event is not enabled.
 #[unsafe(no_mangle)]
 extern "C" fn tev_begin(kind: c_int, entry_or_exit: c_int) -> c_int {
     c_int::from(external::begin_record(kind, entry_or_exit))

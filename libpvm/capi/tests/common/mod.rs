@@ -307,8 +307,8 @@ impl TaskConnection {
         });
     }
 
-    /// Sends output messages of a spawned task, as a daemon does. Each item of `marks_and_texts` contains the
-    /// mark and the text of one message.
+    /// Sends output messages of a spawned task, as a daemon does. Each item of `marks_and_texts`
+    /// contains the mark and the text of one message.
     fn send_child_output(&mut self, sink: Sink, tid: i32, marks_and_texts: &[(i32, &[u8])]) {
         for (mark, text) in marks_and_texts {
             let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);

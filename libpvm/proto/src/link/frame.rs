@@ -64,7 +64,7 @@ const SHORT_KIND_FLAG: u64 = 0x10;
 pub const FLAG_OUT_OF_LINE: u8 = 0x20;
 const SHORT_KIND_MASK: u64 = 0xf;
 
-/// Encodes a short header; [`CPU_HINT_BYTE`] is 0.
+/// Encodes a short header; [`CPU_HINT_INDEX`] is 0.
 #[inline]
 pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_BYTES] {
     let (kind, flag) = kind.code();
@@ -213,7 +213,7 @@ pub struct FrameRef<'a> {
 }
 
 impl FrameRef<'_> {
-    /// Encodes the short header of this frame; [`CPU_HINT_BYTE`] is 0.
+    /// Encodes the short header of this frame; [`CPU_HINT_INDEX`] is 0.
     #[inline]
     pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
         encode_short_head(self.kind, self.seq, self.ack)

@@ -68,8 +68,8 @@ struct ResetState {
 
 impl ReturningMessages {
     /// Records that the link is about to be reset, and how many returned messages are in the queue.
-    /// `acked_below` is the number of the lowest unacknowledged fragment. The retained messages must
-    /// still have their old numbers.
+    /// `acked_below` is the number of the lowest unacknowledged fragment. The retained messages
+    /// must still have their old numbers.
     pub(super) fn record_reset(
         &mut self,
         acked_below: u64,
@@ -90,8 +90,8 @@ impl ReturningMessages {
 
     /// Returns the index in the retained queue at which a returned message with the fragments
     /// `first..end` must be inserted. Messages that the new process has sent remain behind this
-    /// index. Returns `None` if the peer has acknowledged the message: all fragments below `acked_below`
-    /// are acknowledged in the current incarnation.
+    /// index. Returns `None` if the peer has acknowledged the message: all fragments below
+    /// `acked_below` are acknowledged in the current incarnation.
     fn queue_index(
         &mut self,
         (first_seq, end_seq): (u64, u64),

@@ -59,9 +59,9 @@ impl Core {
         }
     }
 
-    /// Handles the announcement that the program will be asked to exit for migration `migration_id`: hands
-    /// off the complete state to the daemon. The program can still receive the messages that have
-    /// arrived. `None` means that the exit request was withdrawn.
+    /// Handles the announcement that the program will be asked to exit for migration
+    /// `migration_id`: hands off the complete state to the daemon. The program can still receive
+    /// the messages that have arrived. `None` means that the exit request was withdrawn.
     pub(super) fn handle_exit_announcement(
         &mut self,
         now: Micros,
@@ -89,7 +89,7 @@ impl Core {
     }
 
     /// Records that the process is exiting. Returns true if the caller must first notify the daemon
-    /// with [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit earlier, but
+    /// with [`sempa_proto::task::Request::AnnounceExit`]: the program was asked to exit earlier, but
     /// its state is not handed off at present.
     pub(crate) fn begin_exit(&mut self) -> bool {
         self.is_exiting = true;

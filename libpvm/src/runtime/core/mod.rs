@@ -452,8 +452,8 @@ impl Core {
 
     // ---- calls of the threads that do I/O
 
-    /// Handles a frame from the daemon. `received_fds` contains the descriptors that arrived with the
-    /// frame.
+    /// Handles a frame from the daemon. `received_fds` contains the descriptors that arrived with
+    /// the frame.
     ///
     /// # Errors
     /// A sentence for the user. After an error the connection is unusable.

@@ -277,7 +277,8 @@ fn receive_frame(core: &mut Core, frame: &LinkFrame) {
 }
 
 /// Quiesces a process, then restarts it together with PEER from a checkpoint in incarnation 3.
-/// `repeated_requests` lists the requests to repeat. Returns the frames that the restarted process sends.
+/// `repeated_requests` lists the requests to repeat. Returns the frames that the restarted process
+/// sends.
 fn restart_from_checkpoint(
     core: &mut Core,
     rm: Option<RmInfo>,

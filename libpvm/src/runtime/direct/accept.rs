@@ -161,7 +161,7 @@ impl Acceptor {
         }
     }
 
-    /// Returns the time at which [`step`](Self::step) must be called even if no descriptor is
+    /// Returns the time at which [`advance_connections`](Self::advance_connections) must be called even if no descriptor is
     /// ready.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         self.offers

@@ -48,8 +48,8 @@ impl std::fmt::Debug for Dialer {
 
 impl Dialer {
     /// Creates an attempt to connect to one of `addresses`. The peer's certificate must have the
-    /// fingerprint `certificate_fingerprint`. The peer needs this side's [`fingerprint`](Self::fingerprint), which the
-    /// caller may send after this call.
+    /// fingerprint `certificate_fingerprint`. The peer needs this side's
+    /// [`fingerprint`](Self::fingerprint), which the caller may send after this call.
     ///
     /// # Errors
     /// The system provides no randomness.
@@ -97,7 +97,7 @@ impl Dialer {
         }
     }
 
-    /// Returns the time at which [`step`](Self::step) must be called even if no descriptor is
+    /// Returns the time at which [`advance_attempt`](Self::advance_attempt) must be called even if no descriptor is
     /// ready.
     pub(crate) fn next_wakeup(&self) -> Micros {
         match self.stage {

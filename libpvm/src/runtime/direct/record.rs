@@ -92,7 +92,7 @@ impl TrafficKey {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Encrypts a record in place. The content starts at [`HEAD_BYTES`] and is followed by
+    /// Encrypts a record in place. The content starts at [`RECORD_HEAD_BYTES`] and is followed by
     /// [`RECORD_TAIL_BYTES`] of free space.
     pub(super) fn encrypt(&mut self, content_type: ContentType, record: &mut [u8]) {
         let length = record.len() - RECORD_HEAD_BYTES;
@@ -111,8 +111,8 @@ impl TrafficKey {
         );
     }
 
-    /// Decrypts the record from position `record_start` to the end of `bytes`, and moves its content to the
-    /// start of `bytes`. Returns the length and the type of the content.
+    /// Decrypts the record from position `record_start` to the end of `bytes`, and moves its
+    /// content to the start of `bytes`. Returns the length and the type of the content.
     pub(super) fn decrypt(
         &mut self,
         bytes: &mut [u8],

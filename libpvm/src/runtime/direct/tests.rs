@@ -685,8 +685,8 @@ fn input_stays_readable_after_write_error() {
     assert_eq!(received_count, FRAME_COUNT, "{end_reason:?}");
 }
 
-/// The number of offers is limited to [`OPEN_OFFERS_MAX`], and a connection for a withdrawn offer is
-/// refused.
+/// The number of offers is limited to [`OPEN_OFFERS_MAX`], and a connection for a withdrawn offer
+/// is refused.
 #[test]
 fn offers_are_bounded_and_can_be_withdrawn() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();

@@ -390,7 +390,7 @@ impl ShmRoutes {
     }
 
     /// Defers waking the peers that would run on this thread's CPU. The next call of
-    /// [`ShmRoutes::take_wakes`] does not return these peers; the second call does. Returns true if
+    /// [`ShmRoutes::take_peer_wakes`] does not return these peers; the second call does. Returns true if
     /// a wake-up is deferred.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let own_cpu = current_cpu();
@@ -402,12 +402,12 @@ impl ShmRoutes {
         self.skip_deferred_once
     }
 
-    /// True if there are deferred wake-ups and the next [`ShmRoutes::take_wakes`] returns them.
+    /// True if there are deferred wake-ups and the next [`ShmRoutes::take_peer_wakes`] returns them.
     pub(crate) fn has_deferred_wakes(&self) -> bool {
         !self.deferred_wakes.is_empty() && !self.skip_deferred_once
     }
 
-    /// Makes the next [`ShmRoutes::take_wakes`] return the deferred wake-ups.
+    /// Makes the next [`ShmRoutes::take_peer_wakes`] return the deferred wake-ups.
     pub(crate) fn release_deferred_wakes(&mut self) {
         self.skip_deferred_once = false;
     }

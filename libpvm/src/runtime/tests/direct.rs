@@ -376,8 +376,8 @@ fn pair_with_retaining_proxy() -> (FakeDaemon, Runtime, Runtime, RetainingProxy)
     (fake, a, b, proxy)
 }
 
-/// Reports the end of the task `ended_tid` to the task `receiver`: first with `PeerGone`, then with a
-/// notification message with tag 9.
+/// Reports the end of the task `ended_tid` to the task `receiver`: first with `PeerGone`, then with
+/// a notification message with tag 9.
 fn report_end(fake: &FakeDaemon, receiver: &Runtime, ended_tid: Tid) {
     fake.send_control(receiver.tid(), ToTask::PeerGone { tid: ended_tid });
     let delivery = |tag, watermark| ToTask::Deliver {

@@ -14,8 +14,8 @@ use std::process::{Command, Stdio};
 /// Size in bytes of a large message. It exceeds the minimum size for a lease.
 const LARGE_BODY_BYTES: usize = 1 << 20;
 
-/// Makes the system call `syscall_number` fail with EPERM in this thread and the threads that it starts. If
-/// `second_argument` is given, only calls with this second argument fail.
+/// Makes the system call `syscall_number` fail with EPERM in this thread and the threads that it
+/// starts. If `second_argument` is given, only calls with this second argument fail.
 fn forbid_syscall(syscall_number: libc::c_long, second_argument: Option<u32>) {
     const fn bpf_instruction(code: u32, jump_if_false: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {
@@ -134,7 +134,7 @@ fn exchange_restricted(restriction: &str) {
     let mut child = Command::new(std::env::current_exe().expect("known"))
         .args([
             "--exact",
-            "runtime::tests::forbidden::child_goes_without",
+            "runtime::tests::forbidden::child_exchanges_under_restriction",
             "--ignored",
         ])
         .envs([

@@ -49,8 +49,8 @@ fn send_answer(rm: &Runtime, request_message: &Message, wid: i32, body: bytes::B
     rm.send(reply).expect("answered");
 }
 
-/// Reports to `task` that its request has waited since the time `waiting_since` (`None`: that it no longer
-/// waits). Returns when the report has arrived.
+/// Reports to `task` that its request has waited since the time `waiting_since` (`None`: that it no
+/// longer waits). Returns when the report has arrived.
 fn report_waiting_and_wait(
     rm: &Runtime,
     task: &Runtime,

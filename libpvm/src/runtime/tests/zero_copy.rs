@@ -140,8 +140,8 @@ fn multicast_uses_one_block() {
     );
 }
 
-/// Returns a task, and `receiver_count` receivers with their tids. The receivers have rings to the task and
-/// have mapped its pool.
+/// Returns a task, and `receiver_count` receivers with their tids. The receivers have rings to the
+/// task and have mapped its pool.
 fn group_with_shared_pool(
     fake: &FakeDaemon,
     receiver_count: usize,

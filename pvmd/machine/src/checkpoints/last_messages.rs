@@ -113,8 +113,8 @@ impl Machine {
         }
     }
 
-    /// Makes the dump of a task wait until the exits of the tasks in `ended_tasks` are known on this
-    /// host.
+    /// Makes the dump of a task wait until the exits of the tasks in `ended_tasks` are known on
+    /// this host.
     pub(crate) fn begin_awaiting_exits(
         &mut self,
         id: MigrationId,

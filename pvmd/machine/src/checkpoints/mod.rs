@@ -776,8 +776,8 @@ impl Machine {
     }
 }
 
-/// Returns the time until the next attempt to restart a job after a rollback, if `attempt_count` attempts
-/// have failed.
+/// Returns the time until the next attempt to restart a job after a rollback, if `attempt_count`
+/// attempts have failed.
 fn restart_retry_interval(attempt_count: u32) -> Micros {
     // The maximum is reached earlier, so further doublings change nothing.
     let doublings = attempt_count.saturating_sub(ATTEMPTS_MAX).min(16);

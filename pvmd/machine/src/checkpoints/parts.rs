@@ -12,8 +12,8 @@ use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
 impl Machine {
     /// Makes the dump of a task wait until the task has received the replies to its requests. If
-    /// `open_requests` is given, all other tasks of the job are already stopped, and only the requests in
-    /// `open_requests` may remain unanswered.
+    /// `open_requests` is given, all other tasks of the job are already stopped, and only the
+    /// requests in `open_requests` may remain unanswered.
     pub(crate) fn begin_awaiting_replies(
         &mut self,
         id: MigrationId,

@@ -70,8 +70,8 @@ impl Machine {
             .map_or_else(|| host.to_string(), |entry| entry.name.clone())
     }
 
-    /// Rolls back the jobs that had tasks on `host`, where all tasks are dead. `lost_host` is `host` if
-    /// the host itself is lost, `None` if only its tasker has ended.
+    /// Rolls back the jobs that had tasks on `host`, where all tasks are dead. `lost_host` is
+    /// `host` if the host itself is lost, `None` if only its tasker has ended.
     fn roll_back_jobs_on(
         &mut self,
         host: HostId,
@@ -214,8 +214,8 @@ impl Machine {
     }
 
     /// Restarts a job after a rollback, when no process of its earlier tasks can run any more.
-    /// `remaining_count` is the number of the job's tasks that have not ended. If it is not zero, the restart
-    /// fails, because these tasks would run twice.
+    /// `remaining_count` is the number of the job's tasks that have not ended. If it is not zero,
+    /// the restart fails, because these tasks would run twice.
     fn restart_after_rollback(
         &mut self,
         job: Tid,

@@ -542,8 +542,8 @@ fn invalid_engine_list_fails_spawn() {
 const DEAD_OUTCOME: usize = 2;
 
 /// Returns 0 if the task has migrated, 1 if it has stayed at the source, and [`DEAD_OUTCOME`] if it
-/// is dead. `has_migrated` is the result of the migration. Asserts that the task exists at most once, and
-/// that a live task receives messages.
+/// is dead. `has_migrated` is the result of the migration. Asserts that the task exists at most
+/// once, and that a live task receives messages.
 fn outcome_index(sim: &mut Sim, console: usize, tid: Tid, has_migrated: bool) -> usize {
     let (tasks, exit_count) = (
         list_task(sim, console, tid),

@@ -39,8 +39,8 @@ fn spawn_token_in(start_order: &sempa_proto::Message) -> i32 {
         .expect("the first variable")
 }
 
-/// Spawns a task through a tasker task that has already received `previous_order_count` orders. Returns
-/// the process and the tid.
+/// Spawns a task through a tasker task that has already received `previous_order_count` orders.
+/// Returns the process and the tid.
 fn spawn_through_tasker(
     sim: &mut Sim,
     console: usize,

@@ -258,7 +258,7 @@ impl CheckpointService {
         self.spawn_after(None, work);
     }
 
-    /// As [`CheckpointService::spawn`], but starts when the tokio task `predecessor` has ended.
+    /// As [`CheckpointService::spawn_work`], but starts when the tokio task `predecessor` has ended.
     fn spawn_after(
         &self,
         predecessor: Option<JoinHandle<()>>,
@@ -447,7 +447,7 @@ impl CheckpointService {
         }
     }
 
-    /// Closes a checkpoint opened by [`CheckpointService::open`].
+    /// Closes a checkpoint opened by [`CheckpointService::open_checkpoint`].
     pub(crate) fn close_checkpoint(&self, restart: u64) {
         lock(&self.open_checkpoints).remove(&restart);
     }

@@ -55,8 +55,8 @@ pub(super) fn remove_superfluous(
 }
 
 impl CheckpointService {
-    /// Removes the checkpoints `names`, which must not be used. Starts when the tokio task `predecessor`
-    /// has ended.
+    /// Removes the checkpoints `names`, which must not be used. Starts when the tokio task
+    /// `predecessor` has ended.
     pub(crate) fn discard_checkpoints(
         &self,
         names: Vec<String>,
@@ -85,8 +85,9 @@ impl CheckpointService {
         });
     }
 
-    /// Records in the store that the jobs of these checkpoints finally ended at the time `job_ended_at`,
-    /// or run again if it is `None`. Calls take effect in the order in which they are made.
+    /// Records in the store that the jobs of these checkpoints finally ended at the time
+    /// `job_ended_at`, or run again if it is `None`. Calls take effect in the order in which they
+    /// are made.
     pub(crate) fn mark_job_end(
         &self,
         names: Vec<String>,

@@ -77,7 +77,8 @@ pub(super) fn receive_failure(e: io::Error) -> Failure {
     }
 }
 
-/// Returns the failure for received data that violates the format in the way that `reason` describes.
+/// Returns the failure for received data that violates the format in the way that `reason`
+/// describes.
 pub(super) fn format_failure(reason: &str) -> Failure {
     Failure::Images(reason.to_string())
 }

@@ -76,8 +76,8 @@ impl WorldState {
         }
     }
 
-    /// Sends a recorded spawn to the service. `recorded_tid`: the requesting task in the recording. The
-    /// corresponding task of the replay sends the request.
+    /// Sends a recorded spawn to the service. `recorded_tid`: the requesting task in the recording.
+    /// The corresponding task of the replay sends the request.
     fn request_spawn(
         &mut self,
         (recorded_tid, wid): (Tid, i32),

@@ -134,8 +134,8 @@ impl History {
     }
 
     /// Returns the newest decisions for which `is_selected` is true, at most [`REPLY_ENTRIES_MAX`].
-    /// `task_start`: start time of the task; older decisions concern an earlier task with the same tid
-    /// and are omitted.
+    /// `task_start`: start time of the task; older decisions concern an earlier task with the same
+    /// tid and are omitted.
     fn newest_decisions(
         &self,
         is_selected: impl Fn(&DecisionKind) -> bool,

@@ -280,8 +280,8 @@ impl JobScenario {
         );
     }
 
-    /// Waits until all tasks run in new processes, then exchanges messages. `process_count` is the number
-    /// of processes that existed before the restart.
+    /// Waits until all tasks run in new processes, then exchanges messages. `process_count` is the
+    /// number of processes that existed before the restart.
     fn run_until_restarted(&mut self, process_count: usize) {
         let expected_count = process_count + self.tids.len();
         self.sim.run_until("the job runs again", |sim| {

@@ -49,8 +49,8 @@ impl JobScenario {
         report.name
     }
 
-    /// Ends all tasks, the first task last, with the wait statuses `first_status` and `other_status`. Returns
-    /// true if the store was notified that the job has ended.
+    /// Ends all tasks, the first task last, with the wait statuses `first_status` and
+    /// `other_status`. Returns true if the store was notified that the job has ended.
     pub(super) fn exit_all_tasks(&mut self, first_status: i32, other_status: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
             let (proc, status) = (

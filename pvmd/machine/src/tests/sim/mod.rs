@@ -505,8 +505,8 @@ impl Sim {
         conn
     }
 
-    /// Delays everything that a process sends by at least `delay`. This models a daemon that is busy
-    /// with other tasks.
+    /// Delays everything that a process sends by at least `delay`. This models a daemon that is
+    /// busy with other tasks.
     pub(super) fn delay_proc(&mut self, proc: usize, delay: Micros) {
         let conn = self.procs[proc].conn.expect("connected");
         let earliest_arrival = self
@@ -526,8 +526,8 @@ impl Sim {
         self.enrol_with(host_id, OnDaemonExit::Terminate)
     }
 
-    /// Starts a process as [`Sim::enrol`] does. `on_daemon_exit` is the process's choice for the end of its
-    /// daemon.
+    /// Starts a process as [`Sim::enrol`] does. `on_daemon_exit` is the process's choice for the
+    /// end of its daemon.
     pub(super) fn enrol_with(&mut self, host_id: HostId, on_daemon_exit: OnDaemonExit) -> usize {
         let proc = self.add_process(host_id, "cmd", None, vec![]);
         self.procs[proc].on_daemon_exit = on_daemon_exit;

@@ -13,8 +13,8 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 pub(in crate::tests) const EXIT_REQUEST_TAG: i32 = 77;
 
 impl Sim {
-    /// If `migration` is a migration, the library hands off its links for this migration. If `migration` is
-    /// `None`, the library cancels the handoff.
+    /// If `migration` is a migration, the library hands off its links for this migration. If
+    /// `migration` is `None`, the library cancels the handoff.
     pub(super) fn prepare_exit(&mut self, proc: usize, migration: Option<MigrationId>) {
         let now = self.now;
         let p = &mut self.procs[proc];

@@ -12,8 +12,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Returns settings for a job whose first task requests the engine `first_engine` and whose workers
-/// request the engine `worker_engine`. Self-checkpoints are written to the user's home folder, which all
-/// hosts share.
+/// request the engine `worker_engine`. Self-checkpoints are written to the user's home folder,
+/// which all hosts share.
 fn engine_settings(as_alice: bool, first_engine: &str, worker_engine: &str) -> VmSettings {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
     let env = vec![

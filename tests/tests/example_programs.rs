@@ -86,8 +86,8 @@ fn program_command(vm: &Vm, program_and_args: &[&str]) -> Command {
     command
 }
 
-/// Runs a program on h1 to its end and returns the result. `program_and_args` are the name and the arguments
-/// of the program.
+/// Runs a program on h1 to its end and returns the result. `program_and_args` are the name and the
+/// arguments of the program.
 fn run_example(vm: &Vm, program_and_args: &[&str]) -> CommandResult {
     run_to_end(program_command(vm, program_and_args), PROGRAM_TIMEOUT)
         .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.events_and_logs()))

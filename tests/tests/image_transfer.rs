@@ -16,8 +16,8 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a task that contains only zeros, as (argument of the task's program: MiB with a minus
 /// sign for zeros, bytes).
 const ZERO_MEMORY: (&str, u64) = ("-96", 96 << 20);
-/// Maximum number of bytes that a host sends when it migrates a task with [`ZERO_MEMORY`], including all
-/// other messages.
+/// Maximum number of bytes that a host sends when it migrates a task with [`ZERO_MEMORY`],
+/// including all other messages.
 const SENT_BYTES_MAX: u64 = 8 << 20;
 
 /// Pages that contain only zeros are sent neither with the images nor after the task runs.

@@ -36,7 +36,8 @@ fn busy_hosts(host_count: u16) -> Snapshot {
     )
 }
 
-/// Returns the Up-Down state in which user 1 holds `processor_count` processors and has an index of 100.
+/// Returns the Up-Down state in which user 1 holds `processor_count` processors and has an index of
+/// 100.
 fn heavy_user_shares(processor_count: u32) -> FairShare {
     let mut fair_share = FairShare::new(UpDownRates::default());
     fair_share.add_processors(Micros(0), 1, processor_count);
@@ -292,7 +293,8 @@ fn preempted_task_resumes_where_there_is_room() {
     );
 }
 
-/// Sets the load sample of a host to its running tasks plus external load of `external_threads` threads.
+/// Sets the load sample of a host to its running tasks plus external load of `external_threads`
+/// threads.
 fn set_external_load(snapshot: &mut Snapshot, host: u16, external_threads: f32) {
     let host = snapshot.hosts.edit(host_id(host)).expect("a host");
     let timed_sample = host.sample.as_mut().expect("it is watched");
@@ -449,8 +451,8 @@ fn fraction_of_processor_suffices_to_resume() {
     );
 }
 
-/// Resumes tasks until the decision selects no more. Asserts that `is_allowed` holds for the host of each
-/// resumed task.
+/// Resumes tasks until the decision selects no more. Asserts that `is_allowed` holds for the host
+/// of each resumed task.
 fn resume_all(
     snapshot: &mut Snapshot,
     preempted_at: &mut BTreeMap<Tid, Micros>,

@@ -50,9 +50,9 @@ fn tasks_per_host(vm: &Vm<'_>) -> [usize; 2] {
     HOST_NAMES.map(is_on)
 }
 
-/// Delays a checkpoint of `job` until `other_job` has computed [`OTHER_JOB_ROUNDS`] rounds, and then
-/// lets the checkpoint finish. Returns false if an engine ended earlier; otherwise the checkpoint
-/// must succeed, and `true` is returned.
+/// Delays a checkpoint of `job` until `other_job` has computed [`OTHER_JOB_ROUNDS`] rounds, and
+/// then lets the checkpoint finish. Returns false if an engine ended earlier; otherwise the
+/// checkpoint must succeed, and `true` is returned.
 fn check_other_job_during_checkpoint(
     bed: &Testbed,
     vm: &Vm<'_>,

@@ -73,8 +73,9 @@ impl<'a> Job<'a> {
         values[0]["set"].as_str().expect("a name").to_string()
     }
 
-    /// Requests a checkpoint, which must fail with one line that contains all `error_texts`. Checks that
-    /// the job continues and that no part of the checkpoint remains. `case_name` describes the case.
+    /// Requests a checkpoint, which must fail with one line that contains all `error_texts`. Checks
+    /// that the job continues and that no part of the checkpoint remains. `case_name` describes the
+    /// case.
     fn check_checkpoint_fails(&self, case_name: &str, error_texts: &[&str]) {
         let entries_before = store_entries(self.vm);
         let output = self.request_checkpoint();
@@ -116,8 +117,8 @@ impl<'a> Job<'a> {
         wait_result.or_panic_with_logs(self.vm);
     }
 
-    /// Restarts the checkpoint `checkpoint_name`. The restart must fail with one line that contains all
-    /// `error_texts`. Checks that no task runs and that no files or processes remain.
+    /// Restarts the checkpoint `checkpoint_name`. The restart must fail with one line that contains
+    /// all `error_texts`. Checks that no task runs and that no files or processes remain.
     fn check_restart_fails(&self, checkpoint_name: &str, case_name: &str, error_texts: &[&str]) {
         let entries_before = store_entries(self.vm);
         let output = self
@@ -170,8 +171,8 @@ fn store_entries(vm: &Vm<'_>) -> Vec<String> {
     names
 }
 
-/// Waits until the store has no entries except `entries_before`, and no host has images, resume tokens or
-/// an engine process.
+/// Waits until the store has no entries except `entries_before`, and no host has images, resume
+/// tokens or an engine process.
 fn wait_until_nothing_remains(vm: &Vm<'_>, entries_before: &[String], case_name: &str) {
     let wait_result = wait_for(TIMEOUT, || {
         let mut remains: Vec<String> = store_entries(vm)

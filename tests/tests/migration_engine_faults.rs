@@ -186,8 +186,8 @@ fn check_migration_fails(vm: &Vm<'_>, tid: &str, step: Step, description: &str, 
     wait_until_nothing_remains(vm, description);
 }
 
-/// As [`check_migration_fails`], while the engine on `host` has the behaviour `behaviour`. Checks that
-/// the engine was called.
+/// As [`check_migration_fails`], while the engine on `host` has the behaviour `behaviour`. Checks
+/// that the engine was called.
 fn check_failing_engine(
     vm: &Vm<'_>,
     tid: &str,
@@ -481,8 +481,8 @@ fn full_target_disk_leaves_task_at_source() {
 fn a_control_group_without_memory_refuses_the_task() {
     requirements::panic_if_unmet(limits::unmet_memory_requirement());
     let bed = require_testbed_with_own_engine(3);
-    // A control group can be removed only when it is empty, so `memory_limit` must be dropped after the
-    // testbed.
+    // A control group can be removed only when it is empty, so `memory_limit` must be dropped after
+    // the testbed.
     let (memory_limit, bed) = (
         limits::HostMemoryCgroup::new(bed.host(3)).expect("a group"),
         bed,

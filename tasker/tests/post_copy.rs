@@ -28,8 +28,8 @@ const ALWAYS_ENV: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PR
 /// writes into the task's memory.
 const BLOCKED_STREAM_BYTES_MAX: usize = 8 << 20;
 
-/// The forwarded memory stream. `BLOCKED_STREAM_BYTES_MAX` bytes are forwarded immediately, all other data after
-/// the stream is opened.
+/// The forwarded memory stream. `BLOCKED_STREAM_BYTES_MAX` bytes are forwarded immediately, all
+/// other data after the stream is opened.
 struct MemoryStream {
     source_socket: PathBuf,
     target_socket: PathBuf,
@@ -349,8 +349,8 @@ impl PostCopyFixture {
         (result, messages)
     }
 
-    /// Asserts that the task at the target was killed and never read wrong data. `messages` contains
-    /// earlier messages of the target.
+    /// Asserts that the task at the target was killed and never read wrong data. `messages`
+    /// contains earlier messages of the target.
     fn assert_killed(mut self, messages: Vec<FromTasker>) {
         let mut output = migration_steps::output_of(&messages, tid(1));
         let exit_status = |m: &FromTasker| match m {

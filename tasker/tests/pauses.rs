@@ -301,7 +301,8 @@ fn children_stopped_by_the_task_stay_stopped() {
     tasker.stop_and_wait();
 }
 
-/// Lets a paused task quiesce. Only its library's threads run for at most the time `library_only_time`.
+/// Lets a paused task quiesce. Only its library's threads run for at most the time
+/// `library_only_time`.
 fn resume_to_quiesce(tasker: &mut Tasker, library_only_time: Micros) {
     tasker.send(ToTasker::ResumeToQuiesce {
         tid: tid(1),

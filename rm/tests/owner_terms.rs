@@ -59,8 +59,8 @@ fn task_count_on(placement: &Placement, index: u16) -> usize {
         .count()
 }
 
-/// Returns a snapshot of two hosts with one guest on h1, whose owner is present. `leave_time`: time at
-/// which the guest must leave.
+/// Returns a snapshot of two hosts with one guest on h1, whose owner is present. `leave_time`: time
+/// at which the guest must leave.
 fn snapshot_with_guest(leave_time: LeaveTime) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
