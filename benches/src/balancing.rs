@@ -377,9 +377,8 @@ fn course_lines(events: &[EventEntry], farm_result: &FarmResult) -> Vec<String> 
         .collect()
 }
 
-/// Returns the table as text, and true if the results meet the goals.
-fn format_table(repetitions: &[Repetition]) -> (String, bool) {
-    let column_titles = [
+fn format_column_titles() -> String {
+    let titles = [
         "",
         "seconds",
         "of the best",
@@ -387,15 +386,15 @@ fn format_table(repetitions: &[Repetition]) -> (String, bool) {
         "moves",
         "failed",
     ];
-    let mut text = format!(
+    format!(
         "{:46} {:>8} {:>12} {:>13} {:>6} {:>7}\n",
-        column_titles[0],
-        column_titles[1],
-        column_titles[2],
-        column_titles[3],
-        column_titles[4],
-        column_titles[5]
-    );
+        titles[0], titles[1], titles[2], titles[3], titles[4], titles[5]
+    )
+}
+
+/// Returns the table as text, and true if the results meet the goals.
+fn format_table(repetitions: &[Repetition]) -> (String, bool) {
+    let mut text = format_column_titles();
     let median_of = |select: &dyn Fn(&Repetition) -> f64| {
         median(repetitions.iter().map(select).collect()).unwrap_or(f64::NAN)
     };

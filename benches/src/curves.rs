@@ -3,8 +3,8 @@
 
 use crate::figures::{MeasurementFailure, System, TimeSummaries, combine_repetitions, median};
 use crate::netpipe;
+use crate::peers_table_rows::VmSetup;
 use crate::plot::{Chart, Series};
-use crate::rows::VmSetup;
 use crate::systems::{ProgramRun, RunningSystems, SystemResult, new_testbeds};
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};

@@ -56,7 +56,6 @@ pub(crate) struct TimeSummary {
     pub(crate) count: u64,
     pub(crate) median_us: f64,
     pub(crate) p99_us: f64,
-    /// The shortest time.
     pub(crate) least_us: f64,
 }
 

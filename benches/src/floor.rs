@@ -2,7 +2,7 @@
 //! library. They are lower bounds for the times in the table.
 
 use crate::figures::{TimeSummary, combine_repetitions, parse_samples};
-use crate::rows::Unit;
+use crate::peers_table_rows::Unit;
 use crate::systems::compile_program;
 use anyhow::{Context, Result, bail};
 use sempa_tests::run::{RunningCommand, run_to_end};

@@ -22,10 +22,10 @@ mod machine_info;
 mod micro;
 mod migration;
 mod netpipe;
+mod peers_table_rows;
 mod plot;
 mod report;
 mod rm_overhead;
-mod rows;
 mod simulation;
 mod soak;
 mod systems;
@@ -99,16 +99,18 @@ impl PeersSettings {
 /// reported.
 pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
     let selected_names = &settings.selected_names;
-    let measurements = rows::select_measurements(selected_names);
+    let measurements = peers_table_rows::select_measurements(selected_names);
     let curve_names: Vec<&str> = curves::CURVE_NAMES
         .into_iter()
-        .filter(|name| selected_names.is_empty() || rows::matches_any_pattern(name, selected_names))
+        .filter(|name| {
+            selected_names.is_empty() || peers_table_rows::matches_any_pattern(name, selected_names)
+        })
         .collect();
     let includes_floor = selected_names.is_empty()
-        || rows::matches_any_pattern(floor::SELECTOR_NAME, selected_names);
+        || peers_table_rows::matches_any_pattern(floor::SELECTOR_NAME, selected_names);
     if measurements.is_empty() && curve_names.is_empty() && !includes_floor {
         let known_names = [
-            rows::row_names(),
+            peers_table_rows::row_names(),
             curves::CURVE_NAMES.to_vec(),
             vec![floor::SELECTOR_NAME],
         ]

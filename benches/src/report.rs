@@ -6,8 +6,8 @@ use crate::figures::{
 };
 use crate::floor;
 use crate::machine_info::MachineInfo;
+use crate::peers_table_rows::{Measurement, Row, RowGoals};
 use crate::plot::Chart;
-use crate::rows::{Measurement, Row, RowGoals};
 use crate::systems::{MeasuredRows, SystemResult};
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -467,8 +467,8 @@ fn is_goal_met(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::peers_table_rows::{self, Unit};
     use crate::plot::Series;
-    use crate::rows::{self, Unit};
 
     fn test_row(unit: Unit, goal: RowGoals) -> Row {
         Row {
@@ -646,7 +646,7 @@ mod tests {
                     failure: Some("it ended".to_string()),
                 },
             )];
-            report.add_rows(&[rows::MEASUREMENTS[0]], vec![results]);
+            report.add_rows(&[peers_table_rows::MEASUREMENTS[0]], vec![results]);
             report
         };
         assert!(!report_with_failure(System::Pvm).has_sempa_failure());

@@ -101,7 +101,7 @@ const FLAT_DEVIATIONS_MAX: f64 = 3.0;
 /// Figures that may grow up to a limit: name and limit.
 const BOUNDED_FIGURES: [(&str, u64); 1] = [(RECORDS_KIB_NAME, RECORDS_KIB_MAX)];
 
-/// Settings of `bench soak`.
+/// Programs, length and parts of one run of `bench soak`.
 #[derive(Clone, Debug)]
 pub struct SoakSettings {
     /// Folder in which the programs of Sempa are installed.

@@ -3,7 +3,7 @@
 //! that other load on the machine affects all systems equally.
 
 use crate::figures::{System, TimeSummaries, TimeSummary, parse_samples};
-use crate::rows::{Measurement, MeasurementKind, VmSetup};
+use crate::peers_table_rows::{Measurement, MeasurementKind, VmSetup};
 use anyhow::{Context, Result, bail};
 use sempa_tests::real_pvm::RealVm;
 use sempa_tests::run::{run_successfully, run_to_end};

@@ -34,7 +34,7 @@ pub(crate) trait VirtualMachine {
     /// Removes the named hosts.
     fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Migrates a task and waits for the end of the migration.
-    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError>;
+    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError>;
     /// Returns which hosts would accept a task. If `target` is given, queries only that host.
     fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
@@ -76,7 +76,7 @@ impl VirtualMachine for Vm {
         self.delete_hosts(names)
     }
 
-    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
+    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
         match Self::migrate(self, tid, target, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {

@@ -1,6 +1,7 @@
 //! Errors of the Rust API. The text of each error is a sentence for the user.
 
 use sempa_proto::PvmError;
+use sempa_proto::runtime_paths::VmNameError;
 use sempa_proto::task::{MigrationError, Reply};
 use std::io;
 use std::path::PathBuf;
@@ -43,8 +44,8 @@ pub enum EnrollError {
         owner: u32,
     },
     /// The environment variables do not determine a usable socket path.
-    #[error("{0}")]
-    BadEnvironment(String),
+    #[error(transparent)]
+    BadEnvironment(#[from] VmNameError),
     /// The connection broke, or the process cannot open another descriptor or thread.
     #[error("connecting to the daemon at {}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },

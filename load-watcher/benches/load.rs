@@ -6,7 +6,9 @@
 
 use pvm_load_watcher::file_watcher::{FileWatcher, WatchedPath, read_login_records};
 use pvm_load_watcher::owner::LoginRecords;
-use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_CHANGING, SAMPLE_INTERVAL_UNCHANGED};
+use pvm_load_watcher::report::{
+    Reporter, SAMPLE_INTERVAL_CHANGING_LOAD, SAMPLE_INTERVAL_STEADY_LOAD,
+};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, encode_record};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, Login, OwnerVerdict};
@@ -124,9 +126,9 @@ fn load_sample(n: usize) -> LoadSample {
 
 fn main() {
     let (changing_us, unchanged_us, with_memory_us) = (
-        measure_sampling(SAMPLE_INTERVAL_CHANGING, false),
-        measure_sampling(SAMPLE_INTERVAL_UNCHANGED, false),
-        measure_sampling(SAMPLE_INTERVAL_CHANGING, true),
+        measure_sampling(SAMPLE_INTERVAL_CHANGING_LOAD, false),
+        measure_sampling(SAMPLE_INTERVAL_STEADY_LOAD, false),
+        measure_sampling(SAMPLE_INTERVAL_CHANGING_LOAD, true),
     );
     let absent_owner = OwnerVerdict::Absent { since: None };
     let mut reporter = Reporter::default();

@@ -110,21 +110,21 @@ impl CpuConfinement {
     /// Confines one thread to the processors `allowed`, or to those of them that the thread has
     /// selected itself.
     fn apply_to_thread(&self, thread: Pid, allowed: &[usize]) -> Result<(), Errno> {
-        let current = processor_ids(&sched_getaffinity(thread)?);
-        let own_choice: Vec<usize> = current
+        let current_processors = processor_ids(&sched_getaffinity(thread)?);
+        let own_choice: Vec<usize> = current_processors
             .iter()
             .copied()
             .filter(|processor| allowed.contains(processor))
             .collect();
         // A confinement by an earlier call does not count as the thread's own selection.
-        let was_confined = self.unreleased_limits.contains(&current.len())
-            && current == self.last_processors(current.len());
+        let was_confined = self.unreleased_limits.contains(&current_processors.len())
+            && current_processors == self.last_processors(current_processors.len());
         let new_processors = if was_confined || own_choice.is_empty() {
             allowed
         } else {
             &own_choice
         };
-        if current == new_processors {
+        if current_processors == new_processors {
             return Ok(());
         }
         let mut set = CpuSet::new();

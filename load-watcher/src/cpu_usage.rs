@@ -37,7 +37,8 @@ pub fn open_root_cpu_account(process_dir: &Path) -> Option<File> {
         .filter(|_| is_root_group)
 }
 
-/// Values of /proc/stat and of the account that were read at the same time.
+/// Values of /proc/stat and of the CPU account of the root control group that were read at the same
+/// time.
 #[derive(Clone, Copy, Debug)]
 struct ReferenceReading {
     at: Micros,
@@ -45,9 +46,9 @@ struct ReferenceReading {
     account_us: u64,
 }
 
-/// Total CPU times of all processors, derived from the account and, periodically, from /proc/stat.
-/// All times are measured by a monotonic clock that does not advance while the machine is
-/// suspended.
+/// Total CPU times of all processors, derived from the CPU account of the root control group and,
+/// periodically, from /proc/stat. All times are measured by a monotonic clock that does not advance
+/// while the machine is suspended.
 #[derive(Debug)]
 pub struct CpuUsage {
     times: CpuTimes,

@@ -102,18 +102,18 @@ fn parse_day(text: &str) -> Option<usize> {
 }
 
 fn parse_days(text: &str) -> Option<[bool; 7]> {
-    let mut all = [false; 7];
+    let mut included_days = [false; 7];
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (parse_day(first)?, parse_day(last)?);
         let mut i = first;
         while i != last {
-            all[i] = true;
+            included_days[i] = true;
             i = (i + 1) % 7;
         }
-        all[last] = true;
+        included_days[last] = true;
     }
-    Some(all)
+    Some(included_days)
 }
 
 fn parse_minute(text: &str) -> Option<u16> {

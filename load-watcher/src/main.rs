@@ -6,11 +6,12 @@ mod watcher;
 
 use clap::Parser;
 use libpvm::Vm;
-use pvm_load_watcher::policy::Policy;
+use pvm_load_watcher::policy::{Policy, PolicyError};
 use rm_link::RmSubscription;
 use sempa_proto::Tid;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use thiserror::Error;
 use watcher::Watcher;
 
 /// Watches one host for the resource manager of a Sempa virtual machine: samples its load and
@@ -68,17 +69,22 @@ struct Args {
     guest_defaults: Policy,
 }
 
-fn parse_tid(text: &str) -> Result<Tid, String> {
+/// The contained argument is not the tid of a task. The load watcher does not start.
+#[derive(Debug, Error)]
+#[error("{0:?} is not a tid; tids look like t40002")]
+struct TidError(String);
+
+fn parse_tid(text: &str) -> Result<Tid, TidError> {
     let raw = u32::from_str_radix(text.strip_prefix('t').unwrap_or(text), 16);
     let tid = raw
         .ok()
         .map(|raw| Tid::from_raw(raw.cast_signed()))
         .filter(|tid| tid.is_task());
-    tid.ok_or_else(|| format!("{text:?} is not a tid; tids look like t40002"))
+    tid.ok_or_else(|| TidError(text.to_string()))
 }
 
-fn parse_policy_settings(text: &str) -> Result<Policy, String> {
-    Policy::parse_without_owners("settings", text).map_err(|error| error.to_string())
+fn parse_policy_settings(text: &str) -> Result<Policy, PolicyError> {
+    Policy::parse_without_owners("settings", text)
 }
 
 fn run(args: Args) -> anyhow::Result<()> {

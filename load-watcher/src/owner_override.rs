@@ -17,6 +17,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use thiserror::Error;
 
 /// Directory of the overrides, unless [`OVERRIDES_DIR_VAR`] names another directory.
 pub const OVERRIDES_DIR: &str = "/var/tmp";
@@ -169,6 +170,30 @@ pub fn overrides_dir(configured_dir: Option<PathBuf>) -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
 }
 
+/// Reason why a file of a user was not used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum UntrustedFileError {
+    /// The file cannot be opened or read, or is not UTF-8 text. Nothing in the file is used.
+    #[error("{} is not trusted: {reason}", path.display())]
+    Unreadable { path: PathBuf, reason: String },
+    /// The file is not a regular file of this user, or another user can write it. The file was not
+    /// read.
+    #[error("{} is not trusted: it is not a file that only user {uid} can write", path.display())]
+    NotOwnFile { path: PathBuf, uid: u32 },
+}
+
+/// Reason why the override of a user was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum OverrideError {
+    /// Another user could have written the file, or the file cannot be read. The file is unchanged
+    /// and has no effect.
+    #[error(transparent)]
+    Untrusted(#[from] UntrustedFileError),
+    /// The text of the override is malformed. The file is unchanged and has no effect.
+    #[error(transparent)]
+    Malformed(#[from] PolicyError),
+}
+
 /// Returns the path of a user's override file.
 pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
@@ -178,14 +203,16 @@ pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
 /// At most `bytes_max` + 1 bytes are read, so that the caller can detect a longer file.
 ///
 /// # Errors
-/// An error sentence, if another user could have written the file or if the file cannot be read.
+/// Another user could have written the file, or the file cannot be read.
 pub(crate) fn read_trusted(
     path: &Path,
     uid: u32,
     bytes_max: u64,
-) -> Result<Option<String>, String> {
-    let error_sentence =
-        |reason: &dyn std::fmt::Display| format!("{} is not trusted: {reason}", path.display());
+) -> Result<Option<String>, UntrustedFileError> {
+    let unreadable = |error: io::Error| UntrustedFileError::Unreadable {
+        path: path.to_path_buf(),
+        reason: error.to_string(),
+    };
     // A symbolic link could lead to a file of another user, and opening a named pipe could block.
     let open_result = OpenOptions::new()
         .read(true)
@@ -194,32 +221,32 @@ pub(crate) fn read_trusted(
     let file = match open_result {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(error_sentence(&e)),
+        Err(e) => return Err(unreadable(e)),
     };
-    let metadata = file.metadata().map_err(|e| error_sentence(&e))?;
+    let metadata = file.metadata().map_err(unreadable)?;
     if !metadata.is_file() || metadata.uid() != uid || metadata.mode() & 0o022 != 0 {
-        return Err(error_sentence(&format!(
-            "it is not a file that only user {uid} can write"
-        )));
+        return Err(UntrustedFileError::NotOwnFile {
+            path: path.to_path_buf(),
+            uid,
+        });
     }
     let mut text = String::new();
     file.take(bytes_max + 1)
         .read_to_string(&mut text)
-        .map_err(|e| error_sentence(&e))?;
+        .map_err(unreadable)?;
     Ok(Some(text))
 }
 
 /// Reads the override of a user; returns an empty override if the file does not exist.
 ///
 /// # Errors
-/// An error sentence, if another user could have written the file, or if the file cannot be read or
-/// parsed.
-pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
+/// Another user could have written the file, or the file cannot be read or parsed.
+pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, OverrideError> {
     let path = override_file(dir, uid);
     let Some(text) = read_trusted(&path, uid, OVERRIDE_BYTES_MAX)? else {
         return Ok(OwnerOverride::default());
     };
-    OwnerOverride::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
+    Ok(OwnerOverride::parse(&path.display().to_string(), &text)?)
 }
 
 /// Returns the uids of the users who have a file with this suffix in the directory, in ascending
@@ -249,7 +276,7 @@ pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
     for uid in users_with_file(dir, OVERRIDE_SUFFIX) {
         match read(dir, uid) {
             Ok(declared_override) => overrides.push((uid, declared_override)),
-            Err(sentence) => errors.push(sentence),
+            Err(error) => errors.push(error.to_string()),
         }
     }
     (overrides, errors)
@@ -346,6 +373,7 @@ mod tests {
         assert!(
             read(dir.path(), own_uid())
                 .expect_err("writable by all")
+                .to_string()
                 .contains("not trusted")
         );
         // Now the file belongs to another user than the user whose uid is in its name.
@@ -360,6 +388,7 @@ mod tests {
         assert!(
             read(dir.path(), own_uid())
                 .expect_err("a link")
+                .to_string()
                 .contains("not trusted")
         );
     }

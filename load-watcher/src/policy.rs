@@ -662,13 +662,13 @@ mod tests {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
         let owner = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
         let admin = parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
-        let merged = MergedPolicy::from_priority_list([
+        let merged_policy = MergedPolicy::from_priority_list([
             ("owner".to_string(), &owner),
             ("admin".to_string(), &admin),
         ]);
-        assert_eq!(merged.policy.forbidden_hours, owner.forbidden_hours);
-        assert_eq!(merged.policy.cores, Some(2));
-        let blocked = merged.policy.blocked.expect("said");
+        assert_eq!(merged_policy.policy.forbidden_hours, owner.forbidden_hours);
+        assert_eq!(merged_policy.policy.cores, Some(2));
+        let blocked = merged_policy.policy.blocked.expect("said");
         let users: Vec<(&str, &str)> = blocked
             .users
             .iter()
@@ -678,7 +678,7 @@ mod tests {
         assert_eq!(users, [("bob", "x, line 3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
         let origin_of = |name: &str| {
-            merged
+            merged_policy
                 .settings
                 .iter()
                 .find(|(n, ..)| *n == name)
@@ -703,10 +703,10 @@ mod tests {
                     [blocked]\nusers = [\"bob\"]";
         let otto_policy = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
                     then = \"kill\"\n[blocked]\nusers = [\"eve\", \"bob\"]";
-        let merged = parse_with_origin("olga", olga_policy)
+        let merged_policy = parse_with_origin("olga", olga_policy)
             .restrict_by(parse_with_origin("otto", otto_policy));
         let value_and_origin = |name: &str| {
-            let setting = merged
+            let setting = merged_policy
                 .settings
                 .iter()
                 .find(|(setting_name, ..)| *setting_name == name);
@@ -730,7 +730,7 @@ mod tests {
         );
     }
 
-    /// A blocked user may be given by name or by uid.
+    /// Each blocked user, given by name or by uid, is recorded with the file and line of its entry.
     #[test]
     fn blocked_users_keep_their_file_and_line() {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";

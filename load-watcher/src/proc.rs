@@ -157,8 +157,8 @@ pub fn parse_cpu_times(text: &[u8]) -> Option<(CpuTimes, u32)> {
 pub fn parse_loadavg(text: &[u8]) -> Option<(f32, u32)> {
     let mut fields = split_words(text);
     let load1: f32 = parse_number(fields.next()?)?;
-    let running = parse_number(fields.nth(2)?.split(|b| *b == b'/').next()?)?;
-    (load1.is_finite() && load1 >= 0.0).then_some((load1, running))
+    let runnable_count = parse_number(fields.nth(2)?.split(|b| *b == b'/').next()?)?;
+    (load1.is_finite() && load1 >= 0.0).then_some((load1, runnable_count))
 }
 
 /// Returns the memory that is available without swapping, in bytes, from /proc/meminfo.

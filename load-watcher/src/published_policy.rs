@@ -7,21 +7,26 @@
 //! the text is malformed, the policy is refused and the previous one stays in force; if there was
 //! none, no guest may run.
 
-use crate::owner_override::{self, OVERRIDE_PREFIX};
+use crate::owner_override::{self, OVERRIDE_PREFIX, UntrustedFileError};
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use std::io;
 use std::path::{Path, PathBuf};
+use thiserror::Error;
 
 /// Suffix of the file name, after the uid.
 const POLICY_SUFFIX: &str = ".policy.toml";
 
 /// The reason why a published policy was refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PublishedPolicyError {
-    /// Another user could have written the file; contains the reason in one sentence.
-    Untrusted(String),
-    /// The text of the policy is malformed.
-    Malformed(PolicyError),
+    /// Another user could have written the file, or the file cannot be read. The file is unchanged
+    /// and has no effect.
+    #[error(transparent)]
+    Untrusted(#[from] UntrustedFileError),
+    /// The text of the policy is malformed. The previous policy stays in force; if there was none,
+    /// no guest may run.
+    #[error(transparent)]
+    Malformed(#[from] PolicyError),
 }
 
 /// Returns the path of a user's published policy.
@@ -36,18 +41,14 @@ pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
 /// Another user could have written the policy, or it is malformed.
 pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PublishedPolicyError> {
     let path = policy_file(dir, uid);
-    let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)
-        .map_err(PublishedPolicyError::Untrusted)?;
+    let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)?;
     let parse = |text: String| {
-        Ok((
+        Ok::<_, PolicyError>((
             Policy::parse_without_owners(&path.display().to_string(), &text)?,
             text,
         ))
     };
-    let parsed_policy = text
-        .map(parse)
-        .transpose()
-        .map_err(PublishedPolicyError::Malformed)?;
+    let parsed_policy = text.map(parse).transpose()?;
     Ok(parsed_policy.map(|(policy, text)| (text, policy)))
 }
 
@@ -117,7 +118,7 @@ mod tests {
         let path = policy_file(dir.path(), own_uid());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
         assert!(
-            matches!(read(dir.path(), own_uid()), Err(PublishedPolicyError::Untrusted(says)) if says.contains("not trusted"))
+            matches!(read(dir.path(), own_uid()), Err(PublishedPolicyError::Untrusted(says)) if says.to_string().contains("not trusted"))
         );
         fs::rename(&path, policy_file(dir.path(), own_uid() + 1)).expect("the test's own file");
         assert!(

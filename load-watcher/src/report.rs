@@ -4,11 +4,11 @@ use sempa_proto::Micros;
 use sempa_proto::load::{LoadSample, OwnerVerdict};
 
 /// Interval between samples while the load changes.
-pub const SAMPLE_INTERVAL_CHANGING: Micros = Micros::from_secs(1);
+pub const SAMPLE_INTERVAL_CHANGING_LOAD: Micros = Micros::from_secs(1);
 /// Interval between samples while the load does not change.
-pub const SAMPLE_INTERVAL_UNCHANGED: Micros = Micros::from_secs(5);
+pub const SAMPLE_INTERVAL_STEADY_LOAD: Micros = Micros::from_secs(5);
 /// Number of consecutive unchanged samples after which the interval becomes
-/// [`SAMPLE_INTERVAL_UNCHANGED`].
+/// [`SAMPLE_INTERVAL_STEADY_LOAD`].
 const UNCHANGED_SAMPLES_MIN: u32 = 5;
 /// Maximum interval between reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
@@ -86,9 +86,9 @@ impl Reporter {
             self.unchanged_sample_count.saturating_add(1)
         };
         if self.unchanged_sample_count < UNCHANGED_SAMPLES_MIN {
-            SAMPLE_INTERVAL_CHANGING
+            SAMPLE_INTERVAL_CHANGING_LOAD
         } else {
-            SAMPLE_INTERVAL_UNCHANGED
+            SAMPLE_INTERVAL_STEADY_LOAD
         }
     }
 }
@@ -180,11 +180,11 @@ mod tests {
         let intervals: Vec<_> = (0..7)
             .map(|_| reporter.next_sample_interval(&load_sample(0.0, 0)))
             .collect();
-        assert_eq!(intervals[..5], [SAMPLE_INTERVAL_CHANGING; 5]);
-        assert_eq!(intervals[5..], [SAMPLE_INTERVAL_UNCHANGED; 2]);
+        assert_eq!(intervals[..5], [SAMPLE_INTERVAL_CHANGING_LOAD; 5]);
+        assert_eq!(intervals[5..], [SAMPLE_INTERVAL_STEADY_LOAD; 2]);
         assert_eq!(
             reporter.next_sample_interval(&load_sample(0.9, 3)),
-            SAMPLE_INTERVAL_CHANGING
+            SAMPLE_INTERVAL_CHANGING_LOAD
         );
     }
 }

@@ -116,7 +116,7 @@ impl Sampler {
     /// A file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.read_cpu_times()?;
-        let (load1, running) =
+        let (load1, runnable_count) =
             proc::parse_loadavg(read_from_start(&self.loadavg, &mut self.buffer)?)
                 .ok_or_else(|| parse_error("loadavg"))?;
         let available_bytes = self.read_available_bytes(at)?;
@@ -124,8 +124,8 @@ impl Sampler {
             self.last_pressure = self.read_pressure();
         }
         // The thread that reads the file is itself runnable and is not counted.
-        let running = running.saturating_sub(1);
-        let runnable_share = (running as f32 / cores as f32).min(1.0);
+        let other_runnable_count = runnable_count.saturating_sub(1);
+        let runnable_share = (other_runnable_count as f32 / cores as f32).min(1.0);
         let busy = self
             .last_cpu_times
             .and_then(|previous_times| times.busy_since(previous_times))
@@ -140,7 +140,7 @@ impl Sampler {
             // The other numbers in /proc describe the whole machine. Only the control group
             // describes the processors that this host may use.
             let demand_processors = limit_usage.used_processors + limit_usage.throttled_threads;
-            let (busy, running) = (
+            let (busy, runnable_count) = (
                 (limit_usage.used_processors / limit_usage.processor_limit).min(1.0),
                 demand_processors.round() as u32,
             );
@@ -150,7 +150,7 @@ impl Sampler {
                 at,
                 cores,
                 cpu_limit: processor_limit,
-                runnable_threads: running,
+                runnable_threads: runnable_count,
                 one_minute_load: load1,
                 busy_share: busy,
                 available_bytes,
@@ -162,7 +162,7 @@ impl Sampler {
             at,
             cores,
             cpu_limit: 0.0,
-            runnable_threads: running,
+            runnable_threads: other_runnable_count,
             one_minute_load: load1,
             busy_share: busy,
             available_bytes,

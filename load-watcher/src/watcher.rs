@@ -28,7 +28,7 @@ use pvm_load_watcher::owner::{
 use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
-use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING};
+use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
 use pvm_load_watcher::status::{
@@ -333,7 +333,7 @@ impl Watcher {
         self.log_new_errors(&previous_errors);
         self.observations.terminal_input = terminal_input_times(&self.args.terminals, &logins);
         let policy = &self.host_policy.merged_policy().policy;
-        let idle = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
+        let idle_after_min = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
         let signs = OwnerSigns {
             records_path: self.file_watcher.path(UTMP_PATH_INDEX),
             login_records: &self.observations.login_records,
@@ -344,19 +344,19 @@ impl Watcher {
             external_load: &self.observations.external_load,
             overrides: self.host_policy.overrides(),
             owners: self.host_policy.owners(),
-            idle_after: Micros::from_secs(u64::from(idle) * 60),
+            idle_after: Micros::from_secs(u64::from(idle_after_min) * 60),
         };
         self.assessment = self.owner_detector.derive_verdict(now, &signs);
         let is_idle_since = |at: &Micros| now.since(*at) >= signs.idle_after;
-        let idle = self
+        let idle_terminals = self
             .observations
             .terminal_input
             .iter()
             .filter(|(_, at)| is_idle_since(at));
-        let idle: BTreeSet<PathBuf> = idle
+        let idle_paths: BTreeSet<PathBuf> = idle_terminals
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
-        self.file_watcher.watch_idle_terminals(&idle);
+        self.file_watcher.watch_idle_terminals(&idle_paths);
         self.guest_decision = self.guest_gate.decide(&GuestInputs {
             policy,
             policy_unknown: self.host_policy.policy_unknown(),
@@ -623,7 +623,7 @@ impl Watcher {
     fn next_interval(&mut self) -> Micros {
         let interval = self.reporter.next_sample_interval(&self.last_sample);
         let interval = if self.file_watcher.is_unwatched(UTMP_PATH_INDEX) {
-            SAMPLE_INTERVAL_CHANGING
+            SAMPLE_INTERVAL_CHANGING_LOAD
         } else {
             interval
         };
@@ -635,7 +635,7 @@ impl Watcher {
 
     pub(crate) fn run_main_loop(&mut self) -> anyhow::Result<()> {
         self.assess_and_notify()?;
-        let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING;
+        let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING_LOAD;
         let mut minute = time_of_day().0 / 60_000_000;
         loop {
             self.send_report();
@@ -769,7 +769,7 @@ fn is_guest(task: &TaskInfo) -> bool {
 fn stop_mechanism(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
-        Reply::Freezer(Some(Err(reason))) => ("signals", reason),
+        Reply::Freezer(Some(Err(reason))) => ("signals", reason.to_string()),
         Reply::Freezer(None) => ("unknown", "no tasker has reported it yet".into()),
         _ => ("unknown", "the daemon does not report it".into()),
     }

@@ -10,15 +10,15 @@
 mod day;
 #[path = "../tests/desktop/mod.rs"]
 mod desktop;
-#[path = "../tests/pool/mod.rs"]
-mod pool;
+#[path = "../tests/desktop_pool/mod.rs"]
+mod desktop_pool;
 #[path = "../tests/rng/mod.rs"]
 mod rng;
 #[path = "../tests/week/mod.rs"]
 mod week;
 
 use day::{DayComparison, DayResults, ROOMY_POOL, SEEDS, TIGHT_POOL};
-use pool::MeasuredTimes;
+use desktop_pool::MeasuredTimes;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::process::ExitCode;

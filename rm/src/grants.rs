@@ -113,21 +113,24 @@ impl Grants {
             args: Vec::new(),
             ..incoming.request.clone()
         };
-        let incoming = IncomingSpawn {
+        let narrowed_spawn = IncomingSpawn {
             request,
             ..incoming.clone()
         };
-        let requests = self.requests_by_task.entry(incoming.requester).or_default();
+        let requests = self
+            .requests_by_task
+            .entry(narrowed_spawn.requester)
+            .or_default();
         let is_similar = |repeated: &RepeatedRequest| {
             repeated
                 .request
                 .request
-                .has_same_placement_as(&incoming.request)
+                .has_same_placement_as(&narrowed_spawn.request)
                 && now.since(repeated.last_used_at) < GRANT_WINDOW
         };
         let is_repeated = requests.front().is_some_and(is_similar);
         requests.push_front(RepeatedRequest {
-            request: incoming,
+            request: narrowed_spawn,
             last_used_at: now,
             unused_hosts: VecDeque::new(),
             is_closed: false,

@@ -18,6 +18,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use thiserror::Error;
 
 /// The resource manager of a Sempa virtual machine: places spawned tasks, and migrates running
 /// tasks off hosts whose owner is present.
@@ -77,7 +78,12 @@ struct Args {
     no_watchers: bool,
 }
 
-fn parse_label(text: &str) -> Result<(String, String, String), String> {
+/// The contained argument is not of the form `HOST:NAME=VALUE`. No label is set.
+#[derive(Debug, Error)]
+#[error("{0:?} is not a label; labels look like h2:disk=ssd")]
+struct LabelError(String);
+
+fn parse_label(text: &str) -> Result<(String, String, String), LabelError> {
     let fields = text
         .split_once(':')
         .and_then(|(host, rest)| Some((host, rest.split_once('=')?)));
@@ -86,8 +92,7 @@ fn parse_label(text: &str) -> Result<(String, String, String), String> {
             .iter()
             .any(|field| field.trim().is_empty())
     });
-    let (host, (name, value)) =
-        fields.ok_or_else(|| format!("{text:?} is not a label; labels look like h2:disk=ssd"))?;
+    let (host, (name, value)) = fields.ok_or_else(|| LabelError(text.to_string()))?;
     Ok((
         host.trim().to_string(),
         name.trim().to_string(),
@@ -114,8 +119,7 @@ fn group_labels(arguments: &[(String, String, String)]) -> HostLabels {
 /// directory of the daemon's socket.
 fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
     let env_variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let runtime_paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), env_variable)
-        .map_err(anyhow::Error::msg)?;
+    let runtime_paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), env_variable)?;
     // A spawned task knows the socket of its daemon, but possibly not the environment variables
     // from which the daemon chose its directory.
     let socket =
@@ -158,7 +162,7 @@ fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<P
     match args.policy.as_str() {
         "load" => Ok((base_policy, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
-            let placing = policy::parse_placement(name).map_err(anyhow::Error::msg)?;
+            let placing = policy::parse_placement(name)?;
             Ok((
                 EffectivePolicy {
                     placement: placing,

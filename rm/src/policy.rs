@@ -101,19 +101,33 @@ pub struct PolicyError {
 /// Prefix of a placement policy that names an external chooser.
 const CHOOSER_PREFIX: &str = "choice:";
 
+/// Error in the name of a placement policy. The policy in force is unchanged.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum PlacementNameError {
+    /// The contained text names no placement policy. The policy in force is unchanged.
+    #[error("{0:?} is not one of load, round-robin and {CHOOSER_PREFIX}NAME")]
+    UnknownName(String),
+    /// The contained text after `choice:` cannot be the name of a chooser. The policy in force is
+    /// unchanged.
+    #[error(
+        "{0:?} is not the name of a chooser: use up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'"
+    )]
+    InvalidChooserName(String),
+}
+
 /// Parses the name of a placement policy: `load`, `round-robin`, or `choice:NAME`.
 ///
 /// # Errors
 ///
-/// A sentence that lists the valid names or the valid characters of a chooser's name.
-pub fn parse_placement(name: &str) -> Result<PlacementPolicy, String> {
+/// The text is neither one of these names nor the valid name of a chooser.
+pub fn parse_placement(name: &str) -> Result<PlacementPolicy, PlacementNameError> {
     match (name, name.strip_prefix(CHOOSER_PREFIX)) {
         ("load", _) => Ok(PlacementPolicy::Load),
         ("round-robin", _) => Ok(PlacementPolicy::RoundRobin),
-        (_, Some(chooser_name)) => ChooserName::new(chooser_name).map(PlacementPolicy::Chooser).ok_or_else(|| {
-            format!( "{chooser_name:?} is not the name of a chooser: use up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
-        }),
-        _ => Err(format!( "{name:?} is not one of load, round-robin and {CHOOSER_PREFIX}NAME")),
+        (_, Some(chooser_name)) => ChooserName::new(chooser_name)
+            .map(PlacementPolicy::Chooser)
+            .ok_or_else(|| PlacementNameError::InvalidChooserName(chooser_name.to_string())),
+        _ => Err(PlacementNameError::UnknownName(name.to_string())),
     }
 }
 
@@ -187,8 +201,8 @@ impl EffectivePolicy {
             policy.spawn_rules.wait_max = Micros::from_secs(wait.into_inner());
         }
         if let Some(name) = parsed.placing {
-            policy.placement =
-                parse_placement(name.get_ref()).map_err(|why| error_at(name.span().start, why))?;
+            policy.placement = parse_placement(name.get_ref())
+                .map_err(|error| error_at(name.span().start, error.to_string()))?;
         }
         policy.rebalances = parsed.balance.unwrap_or(policy.rebalances);
         policy.preempts = parsed.give_way.unwrap_or(policy.preempts);
@@ -208,10 +222,8 @@ impl EffectivePolicy {
 mod tests {
     use super::*;
 
-    fn apply_text(text: &str) -> Result<EffectivePolicy, String> {
-        EffectivePolicy::default()
-            .with_file("rm.toml", text)
-            .map_err(|error| error.to_string())
+    fn apply_text(text: &str) -> Result<EffectivePolicy, PolicyError> {
+        EffectivePolicy::default().with_file("rm.toml", text)
     }
 
     /// Settings that the policy file does not contain keep their previous values.
@@ -296,7 +308,7 @@ mod tests {
                 "rm.toml, line 1: the file has more than the 65536 bytes",
             ),
         ] {
-            let error = apply_text(text).expect_err(text);
+            let error = apply_text(text).expect_err(text).to_string();
             assert!(error.starts_with(expected_start), "{error}");
             assert!(!error.contains('\n'), "{error:?}");
         }

@@ -447,8 +447,8 @@ impl Watchers {
         }
     }
 
-    /// Returns the time at which [`Watchers::handle_deadlines`] must be called. The time may be earlier than
-    /// necessary.
+    /// Returns the time at which [`Watchers::handle_deadlines`] must be called. The time may be
+    /// earlier than necessary.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.checks.first().map(|(check_time, _)| *check_time)
     }

@@ -308,11 +308,9 @@ fn report_with_checkpoint_mode(host: u16, is_owner_present: bool) -> RecordedInp
     }
 }
 
-/// If the owners request checkpoints, a replay vacates jobs and restarts them when there is room.
-#[test]
-fn replay_vacates_and_restarts_jobs() {
-    let default_policy = EffectivePolicy::default();
-    // A top task with one second of work spawns one task, and ends after the spawned task.
+/// Returns a recording in which a top task with one second of work spawns one task with 60 seconds
+/// of work, and ends after the spawned task.
+fn recording_with_top_task(policy: EffectivePolicy) -> Vec<RecordingEntry> {
     let (console, top_task) = (
         Tid::for_task(host_id(1), 2).expect("a task"),
         Tid::for_task(host_id(1), 9).expect("a task"),
@@ -323,7 +321,7 @@ fn replay_vacates_and_restarts_jobs() {
         flags: SPAWN_NO_PARENT,
         ..SpawnRequest::default()
     };
-    let mut entries = spawn_recording(default_policy, 1);
+    let mut entries = spawn_recording(policy, 1);
     for entry in &mut entries {
         match &mut entry.input {
             RecordedInput::Spawn {
@@ -364,6 +362,14 @@ fn replay_vacates_and_restarts_jobs() {
             },
         },
     ));
+    entries
+}
+
+/// If the owners request checkpoints, a replay vacates jobs and restarts them when there is room.
+#[test]
+fn replay_vacates_and_restarts_jobs() {
+    let default_policy = EffectivePolicy::default();
+    let entries = recording_with_top_task(default_policy);
     let replay_with = |owner_entries: Vec<RecordingEntry>| {
         let mut all_entries = entries.clone();
         all_entries.extend(owner_entries);

@@ -5,19 +5,19 @@
 mod counting;
 mod day;
 mod desktop;
+mod desktop_pool;
 mod large;
-mod pool;
 mod rng;
 mod week;
 
 use counting::{Allocations, count_allocations, measure_live_bytes};
 use day::{DayComparison, DayResults, DayScenario, ROOMY_POOL, SEEDS, TIGHT_POOL};
 use desktop::desktop_host;
+use desktop_pool::MeasuredTimes;
 use large::{
     HOSTS_MAX, VisitDecisionFn, large_snapshot, visit_global_decisions, visit_local_decisions,
     visit_work_plans,
 };
-use pool::MeasuredTimes;
 use pvm_rm::decide::{OwnerState, PlacementPolicy, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;

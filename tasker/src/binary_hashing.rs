@@ -1,8 +1,8 @@
 //! Hashes the programs and libraries of new tasks shortly after their start, on a thread of low
 //! priority.
 //!
-//! Without this module a migration would have to hash the files first. If few of their pages are in
-//! memory, the files would be read from the disk while an owner waits for the task to depart.
+//! Without this module a migration hashes the files first. If few of their pages are in memory, it
+//! reads the files from the disk while an owner waits for the task to depart.
 
 use crate::sys;
 use checkpoint::facts::{HashCache, hash_program_files};

@@ -51,7 +51,9 @@ impl Drop for EngineProbe {
 }
 
 impl Supervisor {
-    /// Starts a probe of the engine. If the engine was not found before, first locates it again.
+    /// Starts the first probe of the engine, or another probe if the engine is unusable. Before
+    /// another probe the engine is located again, because it may have been installed or replaced.
+    /// Does nothing if the engine is usable or is being probed again.
     pub(crate) fn start_probe(&mut self) {
         match &self.migrations.engine_status {
             EngineStatus::Probing(_) => {}

@@ -38,7 +38,7 @@ impl Supervisor {
             .err()
             .map(|why| Refusal::NoEngine {
                 host: HostId::MASTER,
-                why,
+                why: why.0,
             })
     }
 

@@ -234,8 +234,8 @@ impl ControlGroup {
         }
     }
 
-    /// True from [`ControlGroup::start_freeze`] on, until the group is thawed. Some processes may not be
-    /// frozen yet.
+    /// True from [`ControlGroup::start_freeze`] on, until the group is thawed. Some processes may
+    /// not be frozen yet.
     pub(crate) fn is_freeze_requested(&self) -> bool {
         self.freeze_requested.get()
     }

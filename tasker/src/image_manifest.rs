@@ -1,10 +1,12 @@
-//! The manifest of an image directory. It contains facts about the source that the target's tasker
-//! needs in addition to the engine's images.
+//! The image directory and its manifest. The manifest contains facts about the source that the
+//! target's tasker needs in addition to the engine's images.
 
 use crate::file_transfer::TransferredFile;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// Name of the manifest file.
@@ -121,7 +123,7 @@ impl ImageManifest {
 }
 
 fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
-    let io_failure = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let io_failure = |e: io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut images = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(io_failure)? {
         let entry = entry.map_err(io_failure)?;
@@ -139,6 +141,28 @@ fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
     }
     images.sort();
     Ok(images)
+}
+
+/// Creates an image directory with mode 0700, or checks that an existing one is empty.
+pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
+    let dir_failure = |e: &dyn std::fmt::Display| {
+        Failure::Io(format!(
+            "cannot make the image directory {}: {e}",
+            dir.display()
+        ))
+    };
+    match std::fs::DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let mut entries = std::fs::read_dir(dir).map_err(|e| dir_failure(&e))?;
+            if entries.next().is_some() {
+                return Err(dir_failure(&"it exists and is not empty"));
+            }
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+            std::fs::set_permissions(dir, mode).map_err(|e| dir_failure(&e))
+        }
+        Err(e) => Err(dir_failure(&e)),
+    }
 }
 
 #[cfg(test)]

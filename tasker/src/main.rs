@@ -34,33 +34,32 @@ mod written_files;
 
 use anyhow::{Context, bail};
 use checkpoint::allocator;
-use checkpoint::capabilities::{self, Capability};
+use checkpoint::capabilities::{self, CapabilitySet};
 use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
 
 /// Capabilities that the tasker retains if it runs as root. Tasks and the engine regain all of
 /// root's capabilities by their exec. The engine needs them to restore tasks.
-const RETAINED_CAPABILITIES: [Capability; 11] = [
+const RETAINED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     // For writing images and the files that are transferred with a task.
-    Capability::CHOWN,
-    Capability::DAC_OVERRIDE,
-    Capability::DAC_READ_SEARCH,
-    Capability::FOWNER,
-    Capability::FSETID,
+    .union(CapabilitySet::CHOWN)
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
     // For signals to tasks that have changed their user.
-    Capability::KILL,
+    .union(CapabilitySet::KILL)
     // For inspecting tasks, and for the engine's ptrace.
-    Capability::SYS_PTRACE,
+    .union(CapabilitySet::SYS_PTRACE)
     // For PID namespaces, and for suspending seccomp filters while tracing.
-    Capability::SYS_ADMIN,
+    .union(CapabilitySet::SYS_ADMIN)
     // For lowering the priority of guests, and for raising that of the threads that migrate them.
-    Capability::SYS_NICE,
+    .union(CapabilitySet::SYS_NICE)
     // For large pipes, and for resource limits.
-    Capability::SYS_RESOURCE,
+    .union(CapabilitySet::SYS_RESOURCE)
     // For restoring processes with their original ids.
-    Capability::CHECKPOINT_RESTORE,
-];
+    .union(CapabilitySet::CHECKPOINT_RESTORE);
 
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
 
@@ -101,8 +100,7 @@ fn run_tasker() -> anyhow::Result<()> {
     let socket = sys::take_inherited_fd(fd)
         .with_context(|| format!("descriptor {fd}, the connection to the daemon, is not open"))?;
     set_signal_actions()?;
-    capabilities::retain_capabilities(capabilities::capability_set(&RETAINED_CAPABILITIES))
-        .context("cannot drop privileges")?;
+    capabilities::retain_capabilities(RETAINED_CAPABILITIES).context("cannot drop privileges")?;
     let _kdat_cleanup = checkpoint::criu::KdatCleanup::check_presence();
     // The owner waits until this thread has stopped the guests. The thread never computes for long,
     // and its children start with normal priority.

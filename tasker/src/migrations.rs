@@ -9,7 +9,7 @@ use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
 use crate::file_transfer;
-use crate::image_manifest::ImageManifest;
+use crate::image_manifest::{ImageManifest, prepare_image_dir};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
@@ -25,12 +25,11 @@ use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemorySer
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAddress;
-use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, ToTasker};
+use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -132,10 +131,12 @@ impl Migrations {
     }
 
     /// Returns the engine's version, or the reason why it cannot be used.
-    pub(crate) fn engine_state(&self) -> Result<String, String> {
+    pub(crate) fn engine_state(&self) -> Result<String, EngineUnavailable> {
         match &self.engine_status {
             EngineStatus::Probing(version) | EngineStatus::Usable(version) => Ok(version.clone()),
-            EngineStatus::Unusable(why) | EngineStatus::Reprobing(why) => Err(why.clone()),
+            EngineStatus::Unusable(why) | EngineStatus::Reprobing(why) => {
+                Err(EngineUnavailable(why.clone()))
+            }
         }
     }
 
@@ -489,12 +490,12 @@ impl Supervisor {
         }
     }
 
-    fn start_dump(
-        &mut self,
+    /// Returns the task and its namespace. Fails unless the task is stopped for this migration.
+    fn stopped_task(
+        &self,
         migration: MigrationId,
         tid: Tid,
-        attempt: &DumpAttempt,
-    ) -> Result<u64, Failure> {
+    ) -> Result<(&Task, &Namespace), Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (
             TaskPhase::Stopped {
@@ -512,6 +513,16 @@ impl Supervisor {
                 "{tid} is stopped for another migration, {stop_migration}"
             )));
         }
+        Ok((task, namespace))
+    }
+
+    fn start_dump(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        attempt: &DumpAttempt,
+    ) -> Result<u64, Failure> {
+        let (task, namespace) = self.stopped_task(migration, tid)?;
         let engine = self
             .migrations
             .engine
@@ -586,7 +597,7 @@ impl Supervisor {
             self.migrations
                 .engine_state()
                 .err()
-                .unwrap_or_else(|| "there is no dump engine".into()),
+                .map_or_else(|| "there is no dump engine".into(), |e| e.0),
         )
     }
 
@@ -880,28 +891,6 @@ pub(crate) fn engine_limits(memory_bytes: u64) -> Result<CallLimits, Failure> {
             + Duration::from_secs(memory_bytes / ENGINE_BYTES_PER_SECOND_MIN),
         cancel,
     })
-}
-
-/// Creates an image directory with mode 0700, or checks that an existing one is empty.
-pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
-    let dir_failure = |e: &dyn std::fmt::Display| {
-        Failure::Io(format!(
-            "cannot make the image directory {}: {e}",
-            dir.display()
-        ))
-    };
-    match std::fs::DirBuilder::new().mode(0o700).create(dir) {
-        Ok(()) => Ok(()),
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            let mut entries = std::fs::read_dir(dir).map_err(|e| dir_failure(&e))?;
-            if entries.next().is_some() {
-                return Err(dir_failure(&"it exists and is not empty"));
-            }
-            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
-            std::fs::set_permissions(dir, mode).map_err(|e| dir_failure(&e))
-        }
-        Err(e) => Err(dir_failure(&e)),
-    }
 }
 
 /// Returns the total memory of these processes in bytes, resident or swapped out.

@@ -320,8 +320,8 @@ impl SpareNamespaces {
         None
     }
 
-    /// Returns the idle time after which [`SpareNamespaces::adjust_spare_count`] must be called; `None` if no
-    /// call is needed.
+    /// Returns the idle time after which [`SpareNamespaces::adjust_spare_count`] must be called;
+    /// `None` if no call is needed.
     pub(crate) fn maintenance_delay(&self) -> Option<Duration> {
         match self.namespaces.len() {
             ready if ready < SPARE_NAMESPACES_MIN && !self.creation_failed => {

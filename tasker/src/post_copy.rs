@@ -364,7 +364,9 @@ impl Supervisor {
 
     /// Cancels the fetch of memory for a restored task that is discarded.
     pub(crate) fn cancel_fetch(&mut self, migration: MigrationId) {
-        self.migrations.pre_copies.remove_incoming(migration);
+        self.migrations
+            .pre_copies
+            .remove_incoming_pre_copy(migration);
         if let Some(arriving) = self
             .migrations
             .post_copies
@@ -397,7 +399,11 @@ impl Supervisor {
     /// Handles the daemon's report that no more memory will arrive. If memory is missing, first
     /// kills all processes that need the memory.
     pub(crate) fn on_memory_lost(&mut self, migration: MigrationId, why: String) {
-        if self.migrations.pre_copies.abort_incoming(migration) {
+        if self
+            .migrations
+            .pre_copies
+            .abort_incoming_pre_copy(migration)
+        {
             self.send(&FromTasker::PreCopyLost {
                 migration,
                 failure: Failure::Images(why.clone()),
@@ -477,8 +483,8 @@ impl Supervisor {
     }
 
     /// Keeps the guard `missing_memory` until the killed processes `pids` have exited, but at most
-    /// [`KILLED_EXIT_TIMEOUT`]. A killed process may still be in a long system call, and must not read
-    /// zeros in place of the missing memory.
+    /// [`KILLED_EXIT_TIMEOUT`]. A killed process may still be in a long system call, and must not
+    /// read zeros in place of the missing memory.
     fn keep_guard_until_exit(&mut self, missing_memory: UffdGuard, pids: Vec<i32>) {
         let Ok(cancel) = CancelHandle::new() else {
             return;

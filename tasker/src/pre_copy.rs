@@ -67,7 +67,7 @@ pub(crate) struct PreCopies {
     /// Tasks of this host whose last pre-copy has failed. They migrate without pre-copy.
     failed_tasks: BTreeSet<Tid>,
     outgoing: BTreeMap<MigrationId, OutgoingPreCopy>,
-    incoming: BTreeMap<MigrationId, IncomingPreCopy>,
+    incoming_pre_copies: BTreeMap<MigrationId, IncomingPreCopy>,
 }
 
 impl PreCopies {
@@ -86,7 +86,7 @@ impl PreCopies {
             bytes_min,
             failed_tasks: BTreeSet::new(),
             outgoing: BTreeMap::new(),
-            incoming: BTreeMap::new(),
+            incoming_pre_copies: BTreeMap::new(),
         }
     }
 
@@ -126,7 +126,7 @@ impl PreCopies {
         let Some(IncomingPreCopy {
             stream,
             received_pages,
-        }) = self.incoming.remove(&migration)
+        }) = self.incoming_pre_copies.remove(&migration)
         else {
             return Ok(None);
         };
@@ -167,8 +167,8 @@ impl PreCopies {
 
     /// Aborts the pre-copy of this migration at the target. The received pages become void, and a
     /// later restore of the task fails. Returns false if the migration has no pre-copy.
-    pub(crate) fn abort_incoming(&mut self, migration: MigrationId) -> bool {
-        let Some(pre_copy) = self.incoming.get_mut(&migration) else {
+    pub(crate) fn abort_incoming_pre_copy(&mut self, migration: MigrationId) -> bool {
+        let Some(pre_copy) = self.incoming_pre_copies.get_mut(&migration) else {
             return false;
         };
         if let Some(store) = pre_copy.received_pages.take() {
@@ -179,9 +179,9 @@ impl PreCopies {
     }
 
     /// Aborts and removes the pre-copy of a migration whose restored task is discarded.
-    pub(crate) fn remove_incoming(&mut self, migration: MigrationId) {
-        self.abort_incoming(migration);
-        self.incoming.remove(&migration);
+    pub(crate) fn remove_incoming_pre_copy(&mut self, migration: MigrationId) {
+        self.abort_incoming_pre_copy(migration);
+        self.incoming_pre_copies.remove(&migration);
     }
 
     /// Aborts all pre-copies. Called when the tasker ends.
@@ -190,7 +190,7 @@ impl PreCopies {
             pre_copy.stop_condition.request_stop();
             shut_down_socket(&pre_copy.stream);
         }
-        self.incoming
+        self.incoming_pre_copies
             .values()
             .for_each(|incoming_pre_copy| shut_down_socket(&incoming_pre_copy.stream));
     }
@@ -329,7 +329,7 @@ impl Supervisor {
             result: engine.receive_pre_copy(&worker_stream, bytes_max),
         };
         self.start_uncancellable(work)?;
-        self.migrations.pre_copies.incoming.insert(
+        self.migrations.pre_copies.incoming_pre_copies.insert(
             migration,
             IncomingPreCopy {
                 stream,
@@ -347,7 +347,12 @@ impl Supervisor {
         migration: MigrationId,
         result: Result<ReceivedPages, Failure>,
     ) {
-        let Some(pre_copy) = self.migrations.pre_copies.incoming.get_mut(&migration) else {
+        let Some(pre_copy) = self
+            .migrations
+            .pre_copies
+            .incoming_pre_copies
+            .get_mut(&migration)
+        else {
             return result.map_or((), free_in_background);
         };
         let confirmed_pages = result.and_then(|received_pages| {
@@ -364,7 +369,9 @@ impl Supervisor {
                 pre_copy.received_pages = Some(received_pages);
             }
             Err(why) => {
-                self.migrations.pre_copies.abort_incoming(migration);
+                self.migrations
+                    .pre_copies
+                    .abort_incoming_pre_copy(migration);
                 self.send(&FromTasker::PreCopyLost {
                     migration,
                     failure: why,
@@ -435,14 +442,14 @@ mod tests {
             Arc::new(OwnedFd::from(local_socket)),
             Some(ReceivedPages::empty()),
         );
-        pre_copies.incoming.insert(
+        pre_copies.incoming_pre_copies.insert(
             MIGRATION,
             IncomingPreCopy {
                 stream,
                 received_pages,
             },
         );
-        assert!(pre_copies.abort_incoming(MIGRATION));
+        assert!(pre_copies.abort_incoming_pre_copy(MIGRATION));
         assert!(matches!(
             pre_copies.take_received_pages(MIGRATION),
             Err(Failure::Images(_))

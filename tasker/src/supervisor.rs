@@ -23,7 +23,7 @@ use nix::unistd::Pid;
 use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
-use sempa_proto::tasker::{FromTasker, TaskStart, TaskerCapabilities, ToTasker};
+use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
 use std::io;
@@ -156,7 +156,7 @@ impl Supervisor {
                 .freezer
                 .as_ref()
                 .map(drop)
-                .map_err(|why| why.to_string()),
+                .map_err(|why| tasker::FreezerUnavailable(why.to_string())),
         }
     }
 

@@ -10,6 +10,7 @@
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
 use crate::clone_into_cgroup;
+use checkpoint::capabilities::CapabilitySet;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
@@ -529,8 +530,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
 }
 
 /// Records the current errno and exits. Must be called only in a process that was created by
-/// [`start_program`] or [`start_stopped_before_exec`]. With [`start_stopped_before_exec`] the exit status contains the
-/// error.
+/// [`start_program`] or [`start_stopped_before_exec`]. With [`start_stopped_before_exec`] the exit
+/// status contains the error.
 fn exit_child_with_error(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     let errno = Errno::last();
     let error = ExecError { stage, errno };
@@ -753,12 +754,12 @@ pub(crate) fn set_nice(tid: i32, nice: i32) {
 
 /// True if the tasker may raise the priority of processes.
 pub(crate) fn can_raise_priority() -> bool {
-    /// Bit of `CAP_SYS_NICE` in a capability mask.
-    const SYS_NICE: u64 = 1 << 23;
     static CAN_RAISE: OnceLock<bool> = OnceLock::new();
     *CAN_RAISE.get_or_init(|| {
-        checkpoint::proc::status(std::process::id().cast_signed())
-            .is_some_and(|status| status.capeff & SYS_NICE != 0)
+        checkpoint::proc::status(std::process::id().cast_signed()).is_some_and(|status| {
+            let effective_set = CapabilitySet::from_bits_retain(status.capeff);
+            effective_set.contains(CapabilitySet::SYS_NICE)
+        })
     })
 }
 
@@ -789,7 +790,7 @@ pub(crate) fn write_memory(pid: i32, address: u64, bytes: &[u8]) -> io::Result<(
 /// # Errors
 /// The kernel refused.
 pub(crate) fn drop_capabilities() -> io::Result<()> {
-    checkpoint::capabilities::retain_capabilities(0)
+    checkpoint::capabilities::retain_capabilities(CapabilitySet::empty())
 }
 
 /// Returns the number of bytes in a pipe; 0 if the number cannot be read.

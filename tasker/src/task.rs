@@ -130,12 +130,13 @@ impl Task {
         }
     }
 
-    /// Returns the task's control group; `None` unless all processes of the task are members.
+    /// Returns the task's control group if all processes of the task are members; otherwise `None`.
     pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
         self.namespace.as_ref()?.complete_control_group()
     }
 
-    /// Returns the task's control group; `None` unless it is frozen.
+    /// Returns the task's control group if a freeze of the group has been requested; otherwise
+    /// `None`.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
         self.control_group()
             .filter(|group| group.is_freeze_requested())
@@ -162,8 +163,8 @@ impl Task {
         sys::kill_pidfd(self.process.pidfd.as_fd());
     }
 
-    /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task executes
-    /// another instruction, even if its exit takes long.
+    /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
+    /// executes another instruction, even if its exit takes long.
     pub(crate) fn kill_immediately(&self) {
         for pid in self.processes().pids() {
             // Fails if the process has ended.

@@ -9,7 +9,8 @@ use common::{
 };
 use sempa_proto::Micros;
 use sempa_proto::migration::{Failure, FileRequirement, Refusal, TaskFacts, Usage};
-use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::tasker::{EngineUnavailable, FromTasker, ToTasker};
+use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -535,6 +536,29 @@ fn unsuitable_target_refuses_before_the_stop() {
     target.stop_and_wait();
 }
 
+/// Orders the preparation of three migrations at once, with the numbers 1 to 3. Returns the verdict
+/// for each number.
+fn prepare_three_tasks(target: &mut Tasker, facts: &TaskFacts) -> BTreeMap<u64, Vec<Refusal>> {
+    for number in 1..=3 {
+        target.send(ToTasker::Prepare {
+            migration: migration_id(number),
+            tid: tid(number as u32),
+            facts: facts.clone(),
+        });
+    }
+    let mut verdicts = BTreeMap::new();
+    while verdicts.len() < 3 {
+        let (number, verdict) = target.wait_for_value(&mut Vec::new(), |m| match m {
+            FromTasker::Prepared {
+                migration, verdict, ..
+            } => Some((migration.0, verdict.clone())),
+            _ => None,
+        });
+        verdicts.insert(number, verdict);
+    }
+    verdicts
+}
+
 /// The target accepts only as many concurrent migrations as its free memory permits.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
@@ -566,24 +590,8 @@ fn concurrent_migrations_share_free_memory() {
         memory_bytes: resident_bytes,
         ..facts.clone()
     };
-    let is_memory_refusal = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryReserved { reserved_bytes: is_memory_refusal, .. }] if *is_memory_refusal == resident_bytes);
-    for number in 1..=3 {
-        target.send(ToTasker::Prepare {
-            migration: migration_id(number),
-            tid: tid(number as u32),
-            facts: large_task.clone(),
-        });
-    }
-    let mut verdicts = std::collections::BTreeMap::new();
-    while verdicts.len() < 3 {
-        let (number, verdict) = target.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::Prepared {
-                migration, verdict, ..
-            } => Some((migration.0, verdict.clone())),
-            _ => None,
-        });
-        verdicts.insert(number, verdict);
-    }
+    let is_memory_refusal = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryReserved { reserved_bytes, .. }] if *reserved_bytes == resident_bytes);
+    let verdicts = prepare_three_tasks(&mut target, &large_task);
     assert_eq!(verdicts[&1], []);
     assert!(is_memory_refusal(&verdicts[&2]), "{verdicts:?}");
     assert!(
@@ -646,7 +654,7 @@ fn missing_engine_is_reported_with_install_advice() {
         .clone()
         .expect_err("there is none");
     assert!(
-        why.contains("/no/such/criu") && why.contains("cargo xtask criu"),
+        why.0.contains("/no/such/criu") && why.0.contains("cargo xtask criu"),
         "{why}"
     );
     tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", "sleep 1000"]);
@@ -782,7 +790,7 @@ fn tasks_with_the_same_directory_migrate_concurrently() {
 }
 
 /// Waits for the tasker's next report about the engine. Returns the engine's version or the error.
-fn wait_for_engine_report(tasker: &mut Tasker) -> Result<String, String> {
+fn wait_for_engine_report(tasker: &mut Tasker) -> Result<String, EngineUnavailable> {
     tasker.wait_for_value(&mut Vec::new(), |m| match m {
         FromTasker::Ready(capabilities) => Some(capabilities.engine_version.clone()),
         _ => None,
@@ -809,12 +817,12 @@ fn failed_engine_is_probed_again() {
             .capabilities
             .engine_version
             .as_ref()
-            .is_err_and(|why| why.contains("there is no dump engine")),
+            .is_err_and(|why| why.0.contains("there is no dump engine")),
         "{:?}",
         lacking_tasker.capabilities
     );
     let why = wait_for_engine_report(&mut failing_tasker).expect_err("it fails");
-    assert!(why.contains("failed its trial here"), "{why}");
+    assert!(why.0.contains("failed its trial here"), "{why}");
     std::fs::remove_file(&failure_marker).expect("remove");
     std::os::unix::fs::symlink(&engine, &late_engine).expect("a name");
     for mut tasker in [failing_tasker, lacking_tasker] {

@@ -261,8 +261,8 @@ impl AllToAllJob {
         Ok(())
     }
 
-    /// True while the director runs. The director ends after [`AllToAllJob::end_and_report`] or after an
-    /// error.
+    /// True while the director runs. The director ends after [`AllToAllJob::end_and_report`] or
+    /// after an error.
     pub fn is_director_running(&mut self) -> Result<bool> {
         Ok(self.director.poll_status()?.is_none())
     }
@@ -308,7 +308,6 @@ fn parse_worker(line: &str) -> Option<(String, String)> {
 mod tests {
     use super::*;
 
-    /// -
     #[test]
     fn report_with_a_doubled_message_is_not_faultless() {
         let faultless = AllToAllReport::parse_summary(

@@ -86,7 +86,6 @@ mod tests {
         processor_count: 1.0,
     };
 
-    /// -
     #[test]
     fn fast_host_gets_more_work_in_best_assignment() {
         let fast_host = HostCapacity {

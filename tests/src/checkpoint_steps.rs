@@ -281,11 +281,11 @@ impl<'a> CheckpointFaults<'a> {
             };
             let cases: Vec<(FaultPoint, Victim)> =
                 round.map(with_victim).filter(is_applicable).collect();
-            self.inject_round(&cases, fault);
+            self.inject_and_check_round(&cases, fault);
         }
     }
 
-    fn inject_round(&mut self, cases: &[(FaultPoint, Victim)], fault: Fault) {
+    fn inject_and_check_round(&mut self, cases: &[(FaultPoint, Victim)], fault: Fault) {
         let points: Vec<FaultPoint> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
         self.wait_for_kill_quota(&victims, fault)

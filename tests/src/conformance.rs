@@ -439,36 +439,41 @@ pub fn compare_with_known(
             ));
         }
     }
-    let all_statements: BTreeSet<(&str, &str)> = runs
-        .iter()
-        .flat_map(|(_, system_outcomes)| system_outcomes)
-        .map(Outcome::program_and_statement)
-        .collect();
-    for (system, outcomes) in runs {
-        let system_statements: BTreeSet<(&str, &str)> = outcomes
-            .iter()
-            .map(Outcome::program_and_statement)
-            .collect();
-        // The failure of this program is already in the list.
-        let has_failed = |program: &str| {
-            system_statements.contains(&(program, exit_statement(program).as_str()))
-        };
-        for (program, statement) in all_statements
-            .difference(&system_statements)
-            .filter(|(program, _)| !has_failed(program))
-        {
-            if *statement != exit_statement(program) {
-                comparison.unexplained.push(format!(
-                    "{}: {program}: never said: {statement}",
-                    system.name()
-                ));
-            }
-        }
-    }
+    comparison.add_missing_statements(runs);
     comparison
 }
 
 impl Comparison {
+    /// Adds an unexplained result for each statement that only programs of other systems made.
+    fn add_missing_statements(&mut self, runs: &[(System, Vec<Outcome>)]) {
+        let all_statements: BTreeSet<(&str, &str)> = runs
+            .iter()
+            .flat_map(|(_, system_outcomes)| system_outcomes)
+            .map(Outcome::program_and_statement)
+            .collect();
+        for (system, outcomes) in runs {
+            let system_statements: BTreeSet<(&str, &str)> = outcomes
+                .iter()
+                .map(Outcome::program_and_statement)
+                .collect();
+            // The failure of this program is already in the list.
+            let has_failed = |program: &str| {
+                system_statements.contains(&(program, exit_statement(program).as_str()))
+            };
+            for (program, statement) in all_statements
+                .difference(&system_statements)
+                .filter(|(program, _)| !has_failed(program))
+            {
+                if *statement != exit_statement(program) {
+                    self.unexplained.push(format!(
+                        "{}: {program}: never said: {statement}",
+                        system.name()
+                    ));
+                }
+            }
+        }
+    }
+
     /// Returns a table with a line per program and a column per system, and below it the explained
     /// and unexplained results.
     pub fn report(&self) -> String {

@@ -43,8 +43,10 @@ pub struct FarmResult {
 }
 
 impl UnequalHosts {
-    /// Makes hosts h1, h2, …, one for each of these shares of one processor.
-    /// [`crate::limits::unmet_cpu_requirement`] returns a reason if the machine cannot limit processors.
+    /// Creates hosts h1, h2, …, one for each element of `processor_shares`: the share of one
+    /// processor to which [`Self::start_vm`] limits the host. Call
+    /// [`crate::limits::unmet_cpu_requirement`] first; it returns a reason if the machine cannot
+    /// limit processors.
     pub fn new(prefix: &Path, processor_shares: &[f64]) -> Result<Self> {
         let testbed = Testbed::new(processor_shares.len(), Some(prefix), &[])?;
         let cgroups = testbed
@@ -211,7 +213,6 @@ pub fn spawned_tids(output: &str, task_count: usize) -> Option<Vec<String>> {
 mod tests {
     use super::*;
 
-    /// -
     #[test]
     fn output_of_a_running_farm_is_refused() {
         let partial_output = "spawned t40002 3\nspawned t40003 9\n";

@@ -22,8 +22,8 @@ pub const SHORT_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(1));
 /// Duration of a fault that exceeds retry intervals and time limits that are shorter than a lease,
 /// but does not exceed a lease.
 pub const LONG_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(5));
-/// Maximum time for which a fault with [`FaultEnd::LossHandled`] waits for the reaction. The fault then
-/// ends without it.
+/// Maximum time for which a fault with [`FaultEnd::LossHandled`] waits for the reaction. The fault
+/// then ends without it.
 const NOTICED_FAULT_TIME_MAX: Duration = Duration::from_secs(30);
 /// Time limit for the death of a killed process.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(120);
@@ -226,8 +226,8 @@ pub struct FaultTargets {
 
 /// Injects a fault and waits until it is over. While the fault lasts, calls `resume_others` once
 /// with the processes that received the fault's signal; `resume_others` must not resume these
-/// processes. A fault with [`FaultEnd::LossHandled`] lasts until `check_loss_handled` succeeds. Returns
-/// the number of engine processes that received the signal.
+/// processes. A fault with [`FaultEnd::LossHandled`] lasts until `check_loss_handled` succeeds.
+/// Returns the number of engine processes that received the signal.
 pub fn inject_and_wait(
     testbed: &Testbed,
     fault: Fault,

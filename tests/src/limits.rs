@@ -88,7 +88,8 @@ impl HostMemoryCgroup {
     /// Makes a control group for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`unmet_memory_requirement`]), or the kernel refuses the group.
+    /// The machine does not meet a requirement ([`unmet_memory_requirement`]), or the kernel
+    /// refuses the group.
     pub fn new(host: &Host) -> Result<Self> {
         let Some(roots) = hierarchies_of(&["memory"]) else {
             bail!("{}", unmet_memory_requirement().unwrap_or_default())
@@ -146,7 +147,8 @@ impl HostCgroups {
     /// Makes control groups for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`unmet_cpu_requirement`]), or the kernel refuses the groups.
+    /// The machine does not meet a requirement ([`unmet_cpu_requirement`]), or the kernel refuses
+    /// the groups.
     pub fn new(host: &Host) -> Result<Self> {
         let Some(roots) = cpu_hierarchies() else {
             bail!("{}", unmet_cpu_requirement().unwrap_or_default())

@@ -70,8 +70,8 @@ impl Victim {
 /// A point of a migration and the victim of the fault at that point.
 pub type FaultCase = (Point, Victim);
 
-/// The sample of cases that are tried for one fault. If [`tests_all_cases`] is true, all cases are tried
-/// instead.
+/// The sample of cases that are tried for one fault. If [`tests_all_cases`] is true, all cases are
+/// tried instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepSample {
     /// Each step once, at one of its edges, with one victim.
@@ -251,8 +251,8 @@ impl<'a> MigrationFaults<'a> {
         self.engine_hit_count
     }
 
-    /// Injects one fault into a sample of migrations. If [`tests_all_cases`] is true, injects the fault at
-    /// every point and into each of these victims.
+    /// Injects one fault into a sample of migrations. If [`tests_all_cases`] is true, injects the
+    /// fault at every point and into each of these victims.
     ///
     /// # Panics
     /// An outcome is wrong.
@@ -269,7 +269,7 @@ impl<'a> MigrationFaults<'a> {
             group_into_rounds(cases)
         };
         for round in rounds {
-            self.inject_round(&round, fault);
+            self.inject_and_check_round(&round, fault);
         }
     }
 
@@ -278,7 +278,7 @@ impl<'a> MigrationFaults<'a> {
     ///
     /// # Panics
     /// As [`MigrationFaults::inject_sample`].
-    pub fn inject_round(&mut self, cases: &[FaultCase], fault: Fault) {
+    pub fn inject_and_check_round(&mut self, cases: &[FaultCase], fault: Fault) {
         let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
         let started_at = Instant::now();
@@ -736,8 +736,8 @@ mod tests {
     fn a_sample_has_each_step_once() {
         for sample_number in 0..20 {
             let sample = sample_cases(sample_number, StepSample::EachStep, &VICTIMS, true);
-            let tried_steps: Vec<Step> = sample.iter().map(|((step, _), _)| *step).collect();
-            assert_eq!(tried_steps, Step::ALL);
+            let sampled_steps: Vec<Step> = sample.iter().map(|((step, _), _)| *step).collect();
+            assert_eq!(sampled_steps, Step::ALL);
         }
     }
 

@@ -44,8 +44,8 @@ impl Oracle {
     }
 
     /// As [`Oracle::start`], on host number `host_number`. If `uses_direct_routes` is true, all
-    /// tasks request direct routes, and [`Oracle::spawn_and_wait`] also waits for the director's direct
-    /// route to each task.
+    /// tasks request direct routes, and [`Oracle::spawn_and_wait`] also waits for the director's
+    /// direct route to each task.
     ///
     /// # Errors
     /// The director does not start.

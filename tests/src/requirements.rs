@@ -61,8 +61,8 @@ pub fn require_testbed_with_own_engine(host_count: usize) -> Testbed {
     require_and_make(|prefix| Testbed::with_own_engine(host_count, Some(prefix)))
 }
 
-/// As [`require_testbed`], with [`Testbed::with_env`]: `env` contains additional environment variables for
-/// all daemons except the first one.
+/// As [`require_testbed`], with [`Testbed::with_env`]: `env` contains additional environment
+/// variables for all daemons except the first one.
 pub fn require_testbed_with_env(host_count: usize, env: &[(&str, &str)]) -> Testbed {
     require_and_make(|prefix| Testbed::with_env(host_count, Some(prefix), env))
 }

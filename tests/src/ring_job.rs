@@ -98,8 +98,8 @@ impl RingJob {
         )
     }
 
-    /// As [`RingJob::start`]. `round_work_us` is the work of each task in a round, with the signs of
-    /// `ROUND_WORK_US`.
+    /// As [`RingJob::start`]. `round_work_us` is the work of each task in a round, with the signs
+    /// of `ROUND_WORK_US`.
     ///
     /// # Panics
     /// The job does not start.
@@ -114,8 +114,8 @@ impl RingJob {
         )
     }
 
-    /// As [`RingJob::start`], with a job that writes to the folder `folder` of the virtual machine's
-    /// home.
+    /// As [`RingJob::start`], with a job that writes to the folder `folder` of the virtual
+    /// machine's home.
     ///
     /// # Panics
     /// The job does not start.
@@ -150,8 +150,8 @@ impl RingJob {
         )
     }
 
-    /// As [`RingJob::start`], with a job whose tasks write self-checkpoints if the environment requests
-    /// them.
+    /// As [`RingJob::start`], with a job whose tasks write self-checkpoints if the environment
+    /// requests them.
     ///
     /// # Panics
     /// The job does not start.
@@ -191,8 +191,8 @@ impl RingJob {
         }
     }
 
-    /// Returns a job that was not started by [`RingJob`], or that writes to another folder than at its
-    /// start.
+    /// Returns a job that was not started by [`RingJob`], or that writes to another folder than at
+    /// its start.
     pub fn from_existing(folder: PathBuf, tid: String) -> Self {
         Self {
             folder,

@@ -27,8 +27,8 @@ pub fn print_seed() -> u64 {
     seed
 }
 
-/// Returns `case_count` successive cases, selected by the seed, or all cases if [`tests_all_cases`] is
-/// true. Successive seeds select successive cases, so a few days cover all cases.
+/// Returns `case_count` successive cases, selected by the seed, or all cases if [`tests_all_cases`]
+/// is true. Successive seeds select successive cases, so a few days cover all cases.
 pub fn sample_cases<T>(cases: impl IntoIterator<Item = T>, case_count: usize, seed: u64) -> Vec<T> {
     let mut cases: Vec<T> = cases.into_iter().collect();
     if !tests_all_cases() && !cases.is_empty() {

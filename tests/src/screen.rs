@@ -237,7 +237,6 @@ mod tests {
         assert_eq!(picture.pixels_in(0..1, 1..3), [BLACK, [1, 2, 3]]);
     }
 
-    /// -
     #[test]
     fn truncated_dump_is_refused() {
         let complete_dump = make_dump(&[BLACK, WHITE]);

@@ -68,8 +68,8 @@ impl Testbed {
     /// hosts. `prefix` is the folder where the programs are installed.
     ///
     /// # Errors
-    /// The machine does not meet a requirement ([`machine::unmet_requirement`]) or the kernel refuses a
-    /// request. Nothing of the testbed remains.
+    /// The machine does not meet a requirement ([`machine::unmet_requirement`]) or the kernel
+    /// refuses a request. Nothing of the testbed remains.
     pub fn new(host_count: usize, prefix: Option<&Path>, shared_folders: &[&Path]) -> Result<Self> {
         Self::create(&TestbedParameters {
             host_count,
@@ -171,22 +171,7 @@ impl Testbed {
         }
         remote_env.extend(env.iter().map(|(name, value)| format!(" {name}={value}")));
         ssh_settings::make_keys_and_settings(folder, &host_names, &remote_env)?;
-        let mut visible_folders: Vec<PathBuf> = vec![folder.to_path_buf()];
-        visible_folders.extend(shared_folders.iter().map(|path| path.to_path_buf()));
-        if let Some(real_engine) = machine::find_engine() {
-            visible_folders.extend(
-                real_engine
-                    .parent()
-                    .and_then(Path::parent)
-                    .map(Path::to_path_buf),
-            );
-        }
-        let mut visible_folders: Vec<(PathBuf, PathBuf)> = visible_folders
-            .into_iter()
-            .map(|path| (path.clone(), path))
-            .collect();
-        visible_folders
-            .extend(prefix.map(|prefix| (prefix.to_path_buf(), prefix_in_hosts(prefix))));
+        let visible_folders = visible_folders(folder, shared_folders, prefix);
         let make_plan = |name: &str, remove_at_end| HostPlan {
             name: name.to_string(),
             visible_folders: visible_folders.clone(),
@@ -483,8 +468,8 @@ impl Host {
         run_to_end(command, timeout)
     }
 
-    /// Starts a command that was made by [`Host::root_command`] or [`Host::command_as`], and returns
-    /// without waiting for its end.
+    /// Starts a command that was made by [`Host::root_command`] or [`Host::command_as`], and
+    /// returns without waiting for its end.
     pub fn start_command(&self, command: Command) -> Result<RunningCommand> {
         RunningCommand::start(command, Stdio::null())
     }
@@ -650,6 +635,30 @@ fn remove_stale_folders() {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
+}
+
+/// Returns the folders that all hosts see, as pairs (path on this machine, path on the hosts).
+fn visible_folders(
+    folder: &Path,
+    shared_folders: &[&Path],
+    prefix: Option<&Path>,
+) -> Vec<(PathBuf, PathBuf)> {
+    let mut same_path_folders = vec![folder.to_path_buf()];
+    same_path_folders.extend(shared_folders.iter().map(|path| path.to_path_buf()));
+    if let Some(real_engine) = machine::find_engine() {
+        same_path_folders.extend(
+            real_engine
+                .parent()
+                .and_then(Path::parent)
+                .map(Path::to_path_buf),
+        );
+    }
+    let mut visible_folders: Vec<(PathBuf, PathBuf)> = same_path_folders
+        .into_iter()
+        .map(|path| (path.clone(), path))
+        .collect();
+    visible_folders.extend(prefix.map(|prefix| (prefix.to_path_buf(), prefix_in_hosts(prefix))));
+    visible_folders
 }
 
 /// Writes the files that replace files of /etc on all hosts: the hosts file, and the account files,

@@ -284,7 +284,7 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Returns all tasks.
+    /// Returns the tasks of the virtual machine, as the console lists them.
     ///
     /// # Errors
     /// The console fails.

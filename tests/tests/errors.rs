@@ -441,11 +441,11 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
     for (host, processes_before) in bed.hosts().iter().zip(processes_before) {
         wait_until_no_process(host, "hold", TIMEOUT).expect("no task");
         wait_for(TIMEOUT, || {
-            let now = host.processes();
-            if now.len() <= processes_before {
+            let processes_now = host.processes();
+            if processes_now.len() <= processes_before {
                 Ok(())
             } else {
-                Err(format!("{}: {now:?}", host.name()))
+                Err(format!("{}: {processes_now:?}", host.name()))
             }
         })
         .expect("no process");

@@ -374,7 +374,8 @@ fn xep_and_its_workers_draw_the_same_pictures() {
     ]);
 }
 
-/// Returns `line` with the numbers of descriptors and the addresses of X's toolkit replaced by `#`.
+/// Returns `line` with `#` in place of each number after `fd` (a file descriptor) or `xii` (an
+/// `XtInputId`, which is an address).
 fn mask_descriptors(line: &str) -> String {
     let mut tokens = line.split(' ').peekable();
     let mut masked_tokens = Vec::new();

@@ -288,7 +288,7 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
                 let is_chosen = (i + sample_index) % points.len() == j
                     || (i + sample_index) % points.len() == 4 && j == 0;
                 if tests_all_cases() || is_chosen {
-                    faults.inject_round(&[(point, Victim::TargetEngine)], fault);
+                    faults.inject_and_check_round(&[(point, Victim::TargetEngine)], fault);
                 }
             }
         }

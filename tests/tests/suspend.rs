@@ -228,8 +228,8 @@ fn a_suspended_job_gets_no_processor_time() {
     });
 }
 
-/// The resource manager is killed while the job is suspended. The next resource manager resumes the
-/// job.
+/// The resource manager is killed while the job is suspended. The job stays suspended, and the next
+/// resource manager resumes it on request.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_stays_suspended_without_its_manager() {

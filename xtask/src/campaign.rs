@@ -102,8 +102,8 @@ pub(crate) fn run(args: &CampaignArgs) -> Result<bool> {
         env: &env,
     };
     let tests = runner::select_runner(&profile).build_and_list(workspace_selection)?;
-    let mut skips = SkipDecider::new(test_setup.criu_error, true);
-    let all_steps = steps::all_steps(&tests, seed, &mut skips, &profile);
+    let mut skip_decider = SkipDecider::new(test_setup.criu_error, true);
+    let all_steps = steps::all_steps(&tests, seed, &mut skip_decider, &profile);
     let selected_steps: Vec<&CampaignStep> = all_steps
         .iter()
         .filter(|step| args.only.is_empty() || args.only.contains(&step.part.to_string()))

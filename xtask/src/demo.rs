@@ -299,10 +299,10 @@ fn is_kernel(name: &str) -> bool {
 /// Returns descriptions of the kernels that still run on a host, according to the console or to the
 /// host's process table.
 fn remaining_guests(vm: &Vm, host_name: &str) -> Result<Vec<String>> {
-    let mut remaining = Vec::new();
+    let mut guest_notes = Vec::new();
     for task in vm.tasks()? {
         if is_kernel(&task.name) && task.host.as_deref() == Some(host_name) {
-            remaining.push(format!(
+            guest_notes.push(format!(
                 "the console still lists {} on {host_name}",
                 task.tid
             ));
@@ -310,10 +310,10 @@ fn remaining_guests(vm: &Vm, host_name: &str) -> Result<Vec<String>> {
     }
     for (pid, line) in vm.testbed().host(OWNED_HOST).processes() {
         if line.contains(KERNEL_PROGRAM) {
-            remaining.push(format!("process {pid} ({line}) is still on {host_name}"));
+            guest_notes.push(format!("process {pid} ({line}) is still on {host_name}"));
         }
     }
-    Ok(remaining)
+    Ok(guest_notes)
 }
 
 /// Waits until the virtual machine places a new task on `host`, whose owner has logged out. The

@@ -198,10 +198,10 @@ fn parse_report(report: &str) -> TestCounts {
         value.split('"').next()?.parse::<usize>().ok()
     };
     let attribute_or_zero = |name| parse_attribute(name).unwrap_or(0);
-    let failed = attribute_or_zero("failures") + attribute_or_zero("errors");
+    let failed_count = attribute_or_zero("failures") + attribute_or_zero("errors");
     TestCounts {
-        passed: attribute_or_zero("tests").saturating_sub(failed),
-        failed,
+        passed: attribute_or_zero("tests").saturating_sub(failed_count),
+        failed: failed_count,
     }
 }
 

@@ -254,12 +254,12 @@ mod tests {
     /// other tests run.
     #[test]
     fn missing_criu_skips_only_migration_tests() {
-        let mut skips = SkipDecider::new(Some("no CRIU".into()), false);
-        let reason = |skips: &mut SkipDecider, name| skips.skip_reason(name, "x");
+        let mut skip_decider = SkipDecider::new(Some("no CRIU".into()), false);
+        let reason = |skip_decider: &mut SkipDecider, name| skip_decider.skip_reason(name, "x");
         assert_eq!(
-            reason(&mut skips, "pvm-tasker::migrations").as_deref(),
+            reason(&mut skip_decider, "pvm-tasker::migrations").as_deref(),
             Some("no CRIU")
         );
-        assert_eq!(reason(&mut skips, "libpvm::api"), None);
+        assert_eq!(reason(&mut skip_decider, "libpvm::api"), None);
     }
 }

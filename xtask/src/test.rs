@@ -56,7 +56,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         failed_checks.extend(check_sources()?);
     }
     let test_setup = set_up_and_install(&profile)?;
-    let mut skips = SkipDecider::new(test_setup.criu_error, false);
+    let mut skip_decider = SkipDecider::new(test_setup.criu_error, false);
     println!(
         "test: set-up and build took {} s",
         start.elapsed().as_secs()
@@ -68,12 +68,15 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         env: &variables,
     };
     let runner = runner::select_runner(&profile);
-    let skipped = skipped_tests(&runner.build_and_list(workspace_selection)?, &mut skips);
+    let tests_to_skip = skipped_tests(
+        &runner.build_and_list(workspace_selection)?,
+        &mut skip_decider,
+    );
     if runner_arguments.is_empty() {
         // Listing the tests builds them.
         runner.build_and_list(MODEL_CHECKER_TESTS)?;
     }
-    let mut counts = runner.run_tests(workspace_selection, &skipped, runner_arguments)?;
+    let mut counts = runner.run_tests(workspace_selection, &tests_to_skip, runner_arguments)?;
     if runner_arguments.is_empty() {
         counts += runner.run_tests(MODEL_CHECKER_TESTS, &[], &[])?;
         counts += run_doc_tests(&profile)?;
@@ -91,7 +94,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         counts.passed,
         counts.failed + failed_checks.len(),
         describe_failed_checks(&failed_checks),
-        skipped.len(),
+        tests_to_skip.len(),
         test_start.elapsed().as_secs(),
         (test_start - start).as_secs(),
     );
@@ -122,14 +125,15 @@ pub(crate) fn set_up_and_install(profile: &str) -> Result<TestSetup> {
     })
 }
 
-/// Returns the seed of this run: the value of [`TEST_SEED_VARIABLE`], or the number of days since 1970.
+/// Returns the seed of this run: the value of [`TEST_SEED_VARIABLE`], or the number of days since
+/// 1970.
 pub(crate) fn run_seed() -> u64 {
     let configured_seed = std::env::var(TEST_SEED_VARIABLE)
         .ok()
         .and_then(|text| text.parse().ok());
     configured_seed.unwrap_or_else(|| {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        now.map_or(0, |time| time.as_secs() / (24 * 60 * 60))
+        let elapsed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        elapsed.map_or(0, |time| time.as_secs() / (24 * 60 * 60))
     })
 }
 
@@ -149,19 +153,19 @@ pub(crate) fn test_variables(prefix: &str, seed: u64) -> Vec<(&'static str, Stri
 
 /// Returns the tests of the system tier that this machine cannot run. Prints the number of these
 /// tests for each binary and reason.
-pub(crate) fn skipped_tests(tests: &[Test], skips: &mut SkipDecider) -> Vec<Test> {
+pub(crate) fn skipped_tests(tests: &[Test], skip_decider: &mut SkipDecider) -> Vec<Test> {
     let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
-    let mut skipped = Vec::new();
+    let mut skipped_tests = Vec::new();
     for test in tests.iter().filter(|test| test.is_ignored) {
-        if let Some(reason) = skips.skip_reason(&test.binary, &test.name) {
+        if let Some(reason) = skip_decider.skip_reason(&test.binary, &test.name) {
             *reasons.entry((&test.binary, reason)).or_default() += 1;
-            skipped.push(test.clone());
+            skipped_tests.push(test.clone());
         }
     }
     for ((binary, reason), test_count) in reasons {
         println!("skipped: {test_count} tests of {binary}: {reason}");
     }
-    skipped
+    skipped_tests
 }
 
 /// Tests the examples in the documentation, because nextest does not run them.

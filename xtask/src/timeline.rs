@@ -149,9 +149,9 @@ impl Timeline {
     /// Returns a description of each event that is missing in the timeline; empty if the timeline
     /// is complete.
     pub(crate) fn missing_events(&self) -> Vec<String> {
-        let mut missing = Vec::new();
+        let mut descriptions = Vec::new();
         if self.moves.is_empty() {
-            missing.push(format!("no guest of {} has migrated", self.host));
+            descriptions.push(format!("no guest of {} has migrated", self.host));
         }
         for migration in &self.moves {
             let steps = [
@@ -161,16 +161,16 @@ impl Timeline {
                 migration.running_ms,
             ];
             if steps.iter().any(Option::is_none) {
-                missing.push(format!(
+                descriptions.push(format!(
                     "steps of {} are missing in the event log: {migration:?}",
                     migration.tid
                 ));
             }
         }
         if self.host_clean_ms.is_none() {
-            missing.push(format!("{} was never clean", self.host));
+            descriptions.push(format!("{} was never clean", self.host));
         }
-        missing
+        descriptions
     }
 
     /// Prints the timeline as a table.

@@ -16,10 +16,10 @@
 use sempa_proto::{Micros, MigrationId};
 
 /// Limit for the departing tasks of one host that are not larger than the next task in the queue.
-/// While so many depart, the next task waits. Larger departing tasks do not count.
+/// When the limit is reached, the next task waits. Larger departing tasks do not count.
 pub const SMALLER_DEPARTURES_MAX: usize = 4;
-/// Limit for all departing tasks of one host, of any size. While so many depart, every other task
-/// waits.
+/// Limit for all departing tasks of one host, of any size. When the limit is reached, every other
+/// task waits.
 pub const TOTAL_DEPARTURES_MAX: usize = 8;
 /// Maximum time that a task waits for the sources to report the sizes of the other tasks.
 pub const SIZE_WAIT_MAX: Micros = Micros::from_millis(50);

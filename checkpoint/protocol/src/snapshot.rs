@@ -24,7 +24,7 @@
 //! Tasks outside the job are never paused. If a step fails before the seal, every task continues
 //! and nothing of the checkpoint remains.
 
-use sempa_proto::checkpoint::CheckpointFailure;
+use sempa_proto::checkpoint::{CheckpointFailure, StoreFailure};
 use sempa_proto::migration::{
     Failure, Migration, MigrationCause, MigrationOrder, Step, StepReport, TaskFacts,
 };
@@ -355,7 +355,12 @@ impl Snapshots {
     }
 
     /// Handles that the images of a task were stored, or that storing them failed.
-    pub fn on_images_stored(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
+    pub fn on_images_stored(
+        &mut self,
+        now: Micros,
+        id: MigrationId,
+        result: Result<(), StoreFailure>,
+    ) {
         let Some(snapshot_id) = self.snapshot_of(id) else {
             return;
         };
@@ -469,7 +474,7 @@ impl Snapshots {
     }
 
     /// Handles that the checkpoint was sealed, or that sealing failed.
-    pub fn on_sealed(&mut self, snapshot_id: SnapshotId, result: Result<(), String>) {
+    pub fn on_sealed(&mut self, snapshot_id: SnapshotId, result: Result<(), StoreFailure>) {
         let Some(snapshot) = self
             .active_snapshots
             .get(&snapshot_id)
@@ -500,7 +505,7 @@ impl Snapshots {
         &mut self,
         now: Micros,
         snapshot_id: SnapshotId,
-        result: Result<(), String>,
+        result: Result<(), StoreFailure>,
     ) {
         match result {
             Ok(()) => {

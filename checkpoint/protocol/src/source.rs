@@ -332,13 +332,7 @@ impl Source {
                 });
                 self.enter_state(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
-            (S::Stopping, E::Stopped(Ok(()))) => {
-                let post_copy = self.post_copy;
-                self.outputs.push_back(O::Report(StepReport::Stopped));
-                self.outputs
-                    .extend((post_copy && !self.pre_copy).then_some(O::OpenMemoryStream));
-                self.enter_state(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
-            }
+            (S::Stopping, E::Stopped(Ok(()))) => self.dump_and_send_images(),
             (S::Dumping, E::Dumped(Ok(dump))) => {
                 let report = O::Report(StepReport::Dumped {
                     image_bytes: dump.image_bytes,
@@ -377,6 +371,19 @@ impl Source {
             }
             _ => {}
         }
+    }
+
+    /// Reports the stopped program, and orders the dump and the sending of its images.
+    fn dump_and_send_images(&mut self) {
+        use SourceOutput as O;
+        let post_copy = self.post_copy;
+        self.outputs.push_back(O::Report(StepReport::Stopped));
+        self.outputs
+            .extend((post_copy && !self.pre_copy).then_some(O::OpenMemoryStream));
+        self.enter_state(
+            SourceState::Dumping,
+            [O::Dump { post_copy }, O::StartSendingImages],
+        );
     }
 
     /// Handles the exit of a program that was requested to exit, or the failure of the request.

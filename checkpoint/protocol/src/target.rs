@@ -170,36 +170,7 @@ impl Target {
                     supports_post_copy,
                     engine,
                 },
-            ) => {
-                self.post_copy &= supports_post_copy && engine == Engine::Criu;
-                self.pre_copy &= self.post_copy;
-                let (is_refused, uses_post_copy) = (!verdict.is_empty(), self.post_copy);
-                let report = O::Report(StepReport::Prepared {
-                    verdict,
-                    resume_token_path: self.resume_token.clone(),
-                    post_copy: uses_post_copy,
-                    engine,
-                });
-                // A restart from the store always receives images.
-                let has_images =
-                    engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
-                match (is_refused, has_images) {
-                    (true, _) => self.enter_state(S::Done, [report, O::Discard, O::Done]),
-                    // Expect the images before sending the report: the source may start to send
-                    // immediately after the report.
-                    (false, true) => {
-                        let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
-                        self.enter_state(
-                            S::Receiving,
-                            [O::ExpectImages]
-                                .into_iter()
-                                .chain(receive_pre_copy)
-                                .chain([report]),
-                        );
-                    }
-                    (false, false) => self.enter_state(S::Receiving, [report]),
-                }
-            }
+            ) => self.handle_verdict(verdict, supports_post_copy, engine),
             (S::Receiving, E::ImagesReceived(Ok(bytes))) => {
                 self.enter_state(
                     S::Restoring,
@@ -251,6 +222,40 @@ impl Target {
             // Delete the images last: an engine that is being aborted may still write them.
             (S::Discarding, E::Discarded) => self.enter_state(S::Done, [O::DropImages, O::Done]),
             _ => {}
+        }
+    }
+
+    /// Reports the verdict of the tasker. Then the target waits for the images or the state of the
+    /// task, or ends if the verdict refuses the task.
+    fn handle_verdict(&mut self, verdict: Verdict, supports_post_copy: bool, engine: Engine) {
+        use TargetOutput as O;
+        use TargetState as S;
+        self.post_copy &= supports_post_copy && engine == Engine::Criu;
+        self.pre_copy &= self.post_copy;
+        let (is_refused, uses_post_copy) = (!verdict.is_empty(), self.post_copy);
+        let report = O::Report(StepReport::Prepared {
+            verdict,
+            resume_token_path: self.resume_token.clone(),
+            post_copy: uses_post_copy,
+            engine,
+        });
+        // A restart from the store always receives images.
+        let has_images = engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
+        match (is_refused, has_images) {
+            (true, _) => self.enter_state(S::Done, [report, O::Discard, O::Done]),
+            // Expect the images before sending the report: the source may start to send
+            // immediately after the report.
+            (false, true) => {
+                let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
+                self.enter_state(
+                    S::Receiving,
+                    [O::ExpectImages]
+                        .into_iter()
+                        .chain(receive_pre_copy)
+                        .chain([report]),
+                );
+            }
+            (false, false) => self.enter_state(S::Receiving, [report]),
         }
     }
 

@@ -20,7 +20,7 @@ pub(super) const MAGIC_BYTES: usize = 8;
 pub(super) const INVENTORY_MAGIC_BYTES: usize = 4;
 /// Field number in `pagemap_entry`: address of the first page.
 const ADDRESS_FIELD: u32 = 1;
-/// Field number in `pagemap_entry`: number of pages, until CRIU 4.
+/// Field number in `pagemap_entry`: number of pages, in versions before CRIU 4.
 const COMPAT_PAGE_COUNT_FIELD: u32 = 2;
 /// Field number in `pagemap_entry`: true if the pages are in a parent image.
 const IN_PARENT_FIELD: u32 = 3;
@@ -237,7 +237,9 @@ pub(super) fn damaged_image(name: &str, damage: &str) -> Failure {
 mod tests {
     use super::*;
 
-    /// Lazy pages are inserted in portions between the existing entries and can be read again.
+    /// Lazy pages are inserted between the existing entries, in entries of at most 512 pages.
+    /// [`read_pagemap`] returns the old and new entries in the order of addresses. A pagemap
+    /// without entries is refused.
     #[test]
     fn lazy_pages_are_merged_into_pagemap() {
         let (dir, page_bytes) = (tempfile::tempdir().expect("a directory"), page_size());

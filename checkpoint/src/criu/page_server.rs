@@ -344,10 +344,10 @@ fn served_range_at(
     namespace_pid: u64,
     address: u64,
 ) -> io::Result<(i32, u64)> {
-    let not_served = || io::Error::other(format!("no page to serve at {address:#x}"));
+    let not_served_error = || io::Error::other(format!("no page to serve at {address:#x}"));
     lazy_pages
         .range_at(namespace_pid, address)
-        .ok_or_else(not_served)
+        .ok_or_else(not_served_error)
 }
 
 /// Fills the buffer with the memory of a process from `address` on. Areas without read permission

@@ -52,7 +52,7 @@ enum FileKind {
     Other,
 }
 
-/// The properties of a descriptor that determine its meaning for a migration.
+/// The properties of a descriptor that determine whether and how the descriptor can be migrated.
 #[derive(Clone, Debug)]
 struct Descriptor<'a> {
     /// Target of the symbolic link /proc/PID/fd/N.

@@ -7,6 +7,7 @@ use super::descriptors::{
 use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, belongs_to_this_user};
 use super::hash::HashCache;
 use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
+use crate::capabilities::CapabilitySet;
 use crate::proc::{self, Status, namespace};
 use procfs::process::Process;
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts};
@@ -381,14 +382,16 @@ fn inspect_process(
 /// Checks that the process has the capabilities that the engine needs in it. A capability that the
 /// tasker does not have is not required.
 fn check_capabilities(status: Option<&Status>) -> Result<(), Refusal> {
-    const SYS_ADMIN: u64 = 1 << 21;
-    const SYS_RESOURCE: u64 = 1 << 24;
     let (Some(status), Some(own_status)) = (status, proc::status(std::process::id() as i32)) else {
         return Ok(());
     };
-    let has_capability = |status: &Status, capability| status.capeff & capability != 0;
+    let has_capability = |status: &Status, capability| {
+        CapabilitySet::from_bits_retain(status.capeff).contains(capability)
+    };
     // The engine makes the process mount a file system temporarily.
-    if has_capability(&own_status, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
+    if has_capability(&own_status, CapabilitySet::SYS_ADMIN)
+        && !has_capability(status, CapabilitySet::SYS_ADMIN)
+    {
         let uid = status.euid;
         return Err(unsupported_resource(format!(
             "a process without root's capabilities (its user is {uid}), which the engine cannot dump"
@@ -401,7 +404,7 @@ fn check_capabilities(status: Option<&Status>) -> Result<(), Refusal> {
     let differing_user = user_ids.into_iter().find(|id| *id != own_status.ruid);
     let differing_group = group_ids.into_iter().find(|id| *id != own_status.rgid);
     if let (false, Some(id)) = (
-        has_capability(&own_status, SYS_RESOURCE),
+        has_capability(&own_status, CapabilitySet::SYS_RESOURCE),
         differing_user.or(differing_group),
     ) {
         return Err(unsupported_resource(format!(

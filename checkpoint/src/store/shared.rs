@@ -30,7 +30,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Names of the unreadable entries, with the reasons.
 pub type UnreadableEntries = Vec<(String, StoreError)>;
 
-/// State of an open store.
+/// Data that all handles of an open store share: path, key, limits and disk.
 pub(super) struct StoreState {
     /// Path of the store's directory, without symbolic links.
     pub(super) dir: PathBuf,

@@ -1,12 +1,12 @@
 //! Copies of checkpoints in a second store.
 
-use super::{JOB, OTHER_JOB, Scratch, files_from, random_content};
+use super::{JOB, OTHER_JOB, ScratchDir, files_from, random_content};
 use checkpoint::store::{CheckpointId, CheckpointInfo, CheckpointStore, StoreError, StoreLimits};
 use std::fs;
 
 /// Opens another store, which has its own key.
-fn open_second_store(scratch: &Scratch, limits: StoreLimits) -> CheckpointStore {
-    let dir = scratch.path("elsewhere");
+fn open_second_store(scratch_dir: &ScratchDir, limits: StoreLimits) -> CheckpointStore {
+    let dir = scratch_dir.path("elsewhere");
     CheckpointStore::open(&dir.join("store"), &dir.join("keys/key"), limits).expect("opened")
 }
 
@@ -31,18 +31,20 @@ fn copy_checkpoint(
 /// A copy of a checkpoint equals the original, and is encrypted with the key of its store.
 #[test]
 fn copy_equals_original_under_its_own_key() {
-    let scratch = Scratch::new();
-    fs::create_dir(scratch.path("elsewhere")).expect("made");
+    let scratch_dir = ScratchDir::new();
+    fs::create_dir(scratch_dir.path("elsewhere")).expect("made");
     let (store, second_store) = (
-        scratch.open_own_store(StoreLimits::default()).for_vm("vm"),
-        open_second_store(&scratch, StoreLimits::default()).for_vm("vm"),
+        scratch_dir
+            .open_own_store(StoreLimits::default())
+            .for_vm("vm"),
+        open_second_store(&scratch_dir, StoreLimits::default()).for_vm("vm"),
     );
     let large_files = files_from(&[
         ("pages-1.img", &random_content(3 << 20)),
         ("zeros", &[0; 100_000]),
         ("empty", b""),
     ]);
-    let info = scratch.write_checkpoint(&store, JOB, 7, &large_files);
+    let info = scratch_dir.write_checkpoint(&store, JOB, 7, &large_files);
     let copy_info = copy_checkpoint(&store, &second_store, &info.id).expect("copied");
     assert_eq!(
         CheckpointInfo {
@@ -53,7 +55,9 @@ fn copy_equals_original_under_its_own_key() {
         "all but its length, which may differ a little"
     );
     assert_eq!(
-        scratch.unpack(&second_store, &info.id, JOB).expect("whole"),
+        scratch_dir
+            .unpack(&second_store, &info.id, JOB)
+            .expect("whole"),
         large_files
     );
     assert_eq!(
@@ -75,42 +79,42 @@ fn copy_equals_original_under_its_own_key() {
     );
     // A file of the first store cannot be decrypted with the key of the second store.
     let part_path = |store_dir: &str| {
-        scratch
+        scratch_dir
             .path(store_dir)
             .join(info.id.to_string())
             .join(JOB.to_string())
     };
     fs::copy(part_path("store"), part_path("elsewhere/store")).expect("copied");
-    let mixed_error = scratch
+    let mixed_error = scratch_dir
         .unpack(&second_store, &info.id, JOB)
         .expect_err("another key");
     assert!(
         matches!(mixed_error, StoreError::OtherKey { .. }),
         "{mixed_error}"
     );
-    assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
+    assert!(scratch_dir.unpack(&store, &info.id, JOB).is_ok());
 }
 
 /// A copy that is interrupted or exceeds the limits leaves no files.
 #[test]
 fn failed_copy_leaves_nothing() {
-    let scratch = Scratch::new();
-    fs::create_dir(scratch.path("elsewhere")).expect("made");
+    let scratch_dir = ScratchDir::new();
+    fs::create_dir(scratch_dir.path("elsewhere")).expect("made");
     let limits = StoreLimits {
         checkpoints_max: 8,
         bytes_max: 2_000_000,
     };
     let (store, second_store) = (
-        scratch.open_own_store(StoreLimits::default()),
-        open_second_store(&scratch, limits),
+        scratch_dir.open_own_store(StoreLimits::default()),
+        open_second_store(&scratch_dir, limits),
     );
     let second_store_names = || {
-        fs::read_dir(scratch.path("elsewhere/store"))
+        fs::read_dir(scratch_dir.path("elsewhere/store"))
             .expect("readable")
             .count()
     };
     let names_before = second_store_names();
-    let info = scratch.write_checkpoint(
+    let info = scratch_dir.write_checkpoint(
         &store,
         JOB,
         7,
@@ -135,7 +139,7 @@ fn failed_copy_leaves_nothing() {
     });
     part_result.expect("it may be tried again");
     drop(draft);
-    let large_info = scratch.write_checkpoint(
+    let large_info = scratch_dir.write_checkpoint(
         &store,
         OTHER_JOB,
         8,
@@ -165,19 +169,19 @@ fn failed_copy_leaves_nothing() {
 
 #[test]
 fn changed_original_gives_no_copy() {
-    let scratch = Scratch::new();
-    fs::create_dir(scratch.path("elsewhere")).expect("made");
+    let scratch_dir = ScratchDir::new();
+    fs::create_dir(scratch_dir.path("elsewhere")).expect("made");
     let (store, second_store) = (
-        scratch.open_own_store(StoreLimits::default()),
-        open_second_store(&scratch, StoreLimits::default()),
+        scratch_dir.open_own_store(StoreLimits::default()),
+        open_second_store(&scratch_dir, StoreLimits::default()),
     );
-    let info = scratch.write_checkpoint(
+    let info = scratch_dir.write_checkpoint(
         &store,
         JOB,
         7,
         &files_from(&[("pages-1.img", &random_content(3 << 20))]),
     );
-    let path = scratch
+    let path = scratch_dir
         .path("store")
         .join(info.id.to_string())
         .join(JOB.to_string());

@@ -26,9 +26,9 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Files = BTreeMap<String, Vec<u8>>;
 
-struct Scratch(tempfile::TempDir);
+struct ScratchDir(tempfile::TempDir);
 
-impl Scratch {
+impl ScratchDir {
     fn new() -> Self {
         Self(tempfile::tempdir().expect("a directory"))
     }
@@ -177,11 +177,11 @@ proptest! {
 
     #[test]
     fn unpacked_files_equal_added_files(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), description: Vec<u8>) {
-        let scratch = Scratch::new();
-        let store = scratch.open_own_store(StoreLimits::default());
+        let scratch_dir = ScratchDir::new();
+        let store = scratch_dir.open_own_store(StoreLimits::default());
         let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
         for (tid, files) in &parts {
-            let info = draft.add_task(Tid::from_raw(*tid), &scratch.write_images(&format!("images-{tid}"), files)).expect("added");
+            let info = draft.add_task(Tid::from_raw(*tid), &scratch_dir.write_images(&format!("images-{tid}"), files)).expect("added");
             prop_assert_eq!(info.images_bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
         }
         let info = draft.finish(&description).expect("finished");
@@ -189,26 +189,26 @@ proptest! {
         prop_assert_eq!(info.parts.len(), parts.len());
         let checkpoint = store.open_checkpoint(&info.id).expect("opened");
         prop_assert_eq!((checkpoint.info(), checkpoint.description()), (&info, &description[..]));
-        let disk_bytes: u64 = fs::read_dir(scratch.path("store").join(info.id.to_string())).expect("readable")
+        let disk_bytes: u64 = fs::read_dir(scratch_dir.path("store").join(info.id.to_string())).expect("readable")
             .map(|entry| entry.expect("readable").metadata().expect("there").len()).sum();
         prop_assert_eq!(info.bytes, disk_bytes);
         prop_assert_eq!(store.list_checkpoints().expect("listed").0, vec![info.clone()]);
         for (tid, files) in &parts {
-            prop_assert_eq!(&scratch.unpack(&store, &info.id, Tid::from_raw(*tid)).expect("unpacked"), files);
+            prop_assert_eq!(&scratch_dir.unpack(&store, &info.id, Tid::from_raw(*tid)).expect("unpacked"), files);
         }
     }
 
     #[test]
     fn changed_byte_is_detected(files in any_files(), in_part: bool, index: prop::sample::Index, flipped_bits in 1u8..) {
-        let scratch = Scratch::new();
-        let store = scratch.open_own_store(StoreLimits::default());
-        let info = scratch.write_checkpoint(&store, JOB, 1, &files);
-        let path = scratch.path("store").join(info.id.to_string()).join(if in_part { "t40001" } else { "manifest" });
+        let scratch_dir = ScratchDir::new();
+        let store = scratch_dir.open_own_store(StoreLimits::default());
+        let info = scratch_dir.write_checkpoint(&store, JOB, 1, &files);
+        let path = scratch_dir.path("store").join(info.id.to_string()).join(if in_part { "t40001" } else { "manifest" });
         let mut content = fs::read(&path).expect("there");
         let index = index.index(content.len());
         content[index] ^= flipped_bits;
         fs::write(&path, &content).expect("written");
-        prop_assert!(scratch.unpack(&store, &info.id, JOB).is_err(), "byte {} of {}", index, path.display());
+        prop_assert!(scratch_dir.unpack(&store, &info.id, JOB).is_err(), "byte {} of {}", index, path.display());
     }
 }
 
@@ -222,17 +222,22 @@ fn is_changed_error(error: &StoreError) -> bool {
 
 #[test]
 fn every_byte_of_a_checkpoint_is_protected() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    let info = scratch_dir.write_checkpoint(&store, JOB, 1, &small_files());
     for name in ["manifest", "t40001"] {
-        let path = scratch.path("store").join(info.id.to_string()).join(name);
+        let path = scratch_dir
+            .path("store")
+            .join(info.id.to_string())
+            .join(name);
         let original = fs::read(&path).expect("there");
         for index in 0..original.len() {
             let mut content = original.clone();
             content[index] ^= 1;
             fs::write(&path, &content).expect("written");
-            let error = scratch.unpack(&store, &info.id, JOB).expect_err("refused");
+            let error = scratch_dir
+                .unpack(&store, &info.id, JOB)
+                .expect_err("refused");
             assert!(is_changed_error(&error), "byte {index} of {name}: {error}");
         }
         for content in [
@@ -242,24 +247,38 @@ fn every_byte_of_a_checkpoint_is_protected() {
         ] {
             fs::write(&path, content).expect("written");
             assert!(
-                is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+                is_changed_error(
+                    &scratch_dir
+                        .unpack(&store, &info.id, JOB)
+                        .expect_err("refused")
+                ),
                 "{name}"
             );
         }
         fs::remove_file(&path).expect("removed");
         assert!(
-            is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_changed_error(
+                &scratch_dir
+                    .unpack(&store, &info.id, JOB)
+                    .expect_err("refused")
+            ),
             "{name}"
         );
         symlink("/dev/zero", &path).expect("made");
         assert!(
-            is_changed_error(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_changed_error(
+                &scratch_dir
+                    .unpack(&store, &info.id, JOB)
+                    .expect_err("refused")
+            ),
             "{name}"
         );
         fs::remove_file(&path).expect("removed");
         fs::write(&path, &original).expect("written");
         assert_eq!(
-            scratch.unpack(&store, &info.id, JOB).expect("as it was"),
+            scratch_dir
+                .unpack(&store, &info.id, JOB)
+                .expect("as it was"),
             small_files()
         );
     }
@@ -269,9 +288,9 @@ fn every_byte_of_a_checkpoint_is_protected() {
 /// was renamed.
 #[test]
 fn swapped_files_and_renamed_checkpoints_are_refused() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    let image_dir = scratch.write_images("images", &small_files());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    let image_dir = scratch_dir.write_images("images", &small_files());
     let write_checkpoint = |start_second| {
         let draft = store
             .begin(JOB, Micros::from_secs(start_second))
@@ -281,7 +300,8 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         draft.finish(b"meta").expect("finished").id
     };
     let (first_id, second_id) = (write_checkpoint(1), write_checkpoint(2));
-    let file = |id: CheckpointId, name: &str| scratch.path("store").join(id.to_string()).join(name);
+    let file =
+        |id: CheckpointId, name: &str| scratch_dir.path("store").join(id.to_string()).join(name);
     for (source_path, target_path) in [
         (file(first_id, "t40001"), file(second_id, "t40001")),
         (file(second_id, "t80001"), file(second_id, "t40001")),
@@ -292,7 +312,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         fs::copy(&source_path, &target_path).expect("copied");
         assert!(
             is_changed_error(
-                &scratch
+                &scratch_dir
                     .unpack(&store, &second_id, JOB)
                     .expect_err("refused")
             ),
@@ -301,15 +321,17 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         );
         fs::write(&target_path, original).expect("written");
         assert_eq!(
-            scratch.unpack(&store, &second_id, JOB).expect("as it was"),
+            scratch_dir
+                .unpack(&store, &second_id, JOB)
+                .expect("as it was"),
             small_files()
         );
     }
     // Simulate an attack: an older checkpoint under a newer name.
     let newest_id: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
-        scratch.path("store").join(first_id.to_string()),
-        scratch.path("store").join(newest_id.to_string()),
+        scratch_dir.path("store").join(first_id.to_string()),
+        scratch_dir.path("store").join(newest_id.to_string()),
     )
     .expect("renamed");
     assert!(is_changed_error(
@@ -333,21 +355,21 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
 /// A copied store cannot be read with a new key, and can be read with the original key.
 #[test]
 fn store_is_readable_only_with_its_key() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
     let secret_content = random_content(50_000);
-    let info = scratch.write_checkpoint(
+    let info = scratch_dir.write_checkpoint(
         &store,
         JOB,
         1,
         &files_from(&[("pages-1.img", &secret_content)]),
     );
-    let copy_scratch = Scratch::new();
+    let copy_scratch_dir = ScratchDir::new();
     let (source_dir, target_dir) = (
-        scratch.path("store").join(info.id.to_string()),
-        copy_scratch.path("store").join(info.id.to_string()),
+        scratch_dir.path("store").join(info.id.to_string()),
+        copy_scratch_dir.path("store").join(info.id.to_string()),
     );
-    let store_with_new_key = copy_scratch.open_own_store(StoreLimits::default());
+    let store_with_new_key = copy_scratch_dir.open_own_store(StoreLimits::default());
     write_files(&target_dir, &read_files(&source_dir, |_| ()));
     fs::remove_file(target_dir.join("lock")).expect("it need not come along");
     for content in read_files(&source_dir, |_| ()).values() {
@@ -367,16 +389,20 @@ fn store_is_readable_only_with_its_key() {
         unreadable_entries[0]
             .1
             .to_string()
-            .contains(&copy_scratch.path("keys/key").display().to_string())
+            .contains(&copy_scratch_dir.path("keys/key").display().to_string())
     );
-    fs::copy(scratch.path("keys/key"), copy_scratch.path("keys/key")).expect("copied");
-    let store_with_key = copy_scratch.open_own_store(StoreLimits::default());
+    fs::copy(
+        scratch_dir.path("keys/key"),
+        copy_scratch_dir.path("keys/key"),
+    )
+    .expect("copied");
+    let store_with_key = copy_scratch_dir.open_own_store(StoreLimits::default());
     assert_eq!(
         store_with_key.list_checkpoints().expect("listed").0,
         std::slice::from_ref(&info)
     );
     assert_eq!(
-        copy_scratch
+        copy_scratch_dir
             .unpack(&store_with_key, &info.id, JOB)
             .expect("unpacked")["pages-1.img"],
         secret_content
@@ -387,8 +413,8 @@ fn store_is_readable_only_with_its_key() {
 /// other users have access.
 #[test]
 fn directory_and_key_must_be_private() {
-    let scratch = Scratch::new();
-    let (dir, key_path) = (scratch.path("a/store"), scratch.path("b/key"));
+    let scratch_dir = ScratchDir::new();
+    let (dir, key_path) = (scratch_dir.path("a/store"), scratch_dir.path("b/key"));
     let try_open = || CheckpointStore::open(&dir, &key_path, StoreLimits::default());
     try_open().expect("made");
     let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
@@ -404,7 +430,9 @@ fn directory_and_key_must_be_private() {
     try_open().expect("opened again");
     assert_eq!(fs::read(&key_path).expect("there"), first_key);
     assert_eq!(
-        fs::read_dir(scratch.path("b")).expect("readable").count(),
+        fs::read_dir(scratch_dir.path("b"))
+            .expect("readable")
+            .count(),
         1,
         "nothing beside the key"
     );
@@ -435,9 +463,9 @@ fn directory_and_key_must_be_private() {
         matches!(key_inside_result, Err(StoreError::UnusableKey { .. }))
             && !dir.join("key").exists()
     );
-    fs::write(scratch.path("file"), "").expect("written");
+    fs::write(scratch_dir.path("file"), "").expect("written");
     assert!(matches!(
-        CheckpointStore::open(&scratch.path("file"), &key_path, StoreLimits::default()),
+        CheckpointStore::open(&scratch_dir.path("file"), &key_path, StoreLimits::default()),
         Err(StoreError::UnusableDirectory { .. })
     ));
     // Only root can change the owner of the key file. A key file of another user is refused.
@@ -456,12 +484,12 @@ fn directory_and_key_must_be_private() {
 /// Only regular files are accepted as images, and a refused task leaves the draft unchanged.
 #[test]
 fn other_than_regular_files_are_refused() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    let image_dir = scratch.write_images("good", &small_files());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    let image_dir = scratch_dir.write_images("good", &small_files());
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     draft.add_task(JOB, &image_dir).expect("added");
-    let refused_dir = scratch.write_images("bad", &small_files());
+    let refused_dir = scratch_dir.write_images("bad", &small_files());
     let odd_path = refused_dir.join("odd");
     let expect_refusal = || {
         matches!(
@@ -478,13 +506,13 @@ fn other_than_regular_files_are_refused() {
     nix::unistd::mkfifo(&odd_path, nix::sys::stat::Mode::S_IRUSR).expect("made");
     assert!(expect_refusal());
     fs::remove_file(&odd_path).expect("removed");
-    symlink(&refused_dir, scratch.path("link")).expect("made");
+    symlink(&refused_dir, scratch_dir.path("link")).expect("made");
     assert!(matches!(
-        draft.add_task(TASK, &scratch.path("link")),
+        draft.add_task(TASK, &scratch_dir.path("link")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
-        draft.add_task(TASK, &scratch.path("nowhere")),
+        draft.add_task(TASK, &scratch_dir.path("nowhere")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
@@ -500,18 +528,20 @@ fn other_than_regular_files_are_refused() {
         [JOB, TASK]
     );
     assert_eq!(
-        scratch.unpack(&store, &info.id, TASK).expect("unpacked"),
+        scratch_dir
+            .unpack(&store, &info.id, TASK)
+            .expect("unpacked"),
         small_files()
     );
 }
 
 #[test]
 fn existing_directory_is_not_overwritten() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    let info = scratch_dir.write_checkpoint(&store, JOB, 1, &small_files());
     let checkpoint = store.open_checkpoint(&info.id).expect("opened");
-    let existing_dir = scratch.write_images("there", &files_from(&[("core.img", b"mine")]));
+    let existing_dir = scratch_dir.write_images("there", &files_from(&[("core.img", b"mine")]));
     assert!(matches!(
         checkpoint.unpack_task(JOB, &existing_dir),
         Err(StoreError::Io { .. })
@@ -521,23 +551,24 @@ fn existing_directory_is_not_overwritten() {
         files_from(&[("core.img", b"mine")])
     );
     assert!(matches!(
-        checkpoint.unpack_task(TASK, &scratch.path("new")),
+        checkpoint.unpack_task(TASK, &scratch_dir.path("new")),
         Err(StoreError::NoTask { .. })
     ));
-    assert!(!scratch.path("new").exists());
+    assert!(!scratch_dir.path("new").exists());
 }
 
 /// Zeros occupy no space in the store or in unpacked files.
 #[test]
 fn zeros_use_no_space() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
     let mut memory = vec![0; 48 << 20];
     memory[20 << 20..][..5].copy_from_slice(b"state");
-    let info = scratch.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &memory)]));
+    let info =
+        scratch_dir.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &memory)]));
     assert_eq!(info.parts[0].images_bytes, 48 << 20);
     assert!(info.bytes < 64 << 10, "{}", info.bytes);
-    let unpack_dir = scratch.path("sparse");
+    let unpack_dir = scratch_dir.path("sparse");
     store
         .open_checkpoint(&info.id)
         .expect("opened")
@@ -551,8 +582,8 @@ fn zeros_use_no_space() {
 
 #[test]
 fn threads_add_tasks_concurrently() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
     let tasks: Vec<Tid> = (1..=8)
         .map(|local| Tid::from_raw(0x40000 + local))
         .collect();
@@ -567,7 +598,7 @@ fn threads_add_tasks_concurrently() {
         for tid in &tasks {
             let (draft, image_dir) = (
                 &draft,
-                scratch.write_images(&tid.to_string(), &content(*tid)),
+                scratch_dir.write_images(&tid.to_string(), &content(*tid)),
             );
             scope.spawn(move || draft.add_task(*tid, &image_dir).expect("added"));
         }
@@ -579,7 +610,7 @@ fn threads_add_tasks_concurrently() {
     );
     for tid in tasks {
         assert_eq!(
-            scratch.unpack(&store, &info.id, tid).expect("unpacked"),
+            scratch_dir.unpack(&store, &info.id, tid).expect("unpacked"),
             content(tid)
         );
     }
@@ -617,8 +648,9 @@ fn child_that_writes_checkpoints() {
     }
 }
 
-/// Starts a child process. Returns the process and a channel that receives its steps.
-fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
+/// Starts a child process. Returns the process and a channel that receives one line for each step
+/// that the process has completed.
+fn start_child(scratch_dir: &ScratchDir) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
         .args([
@@ -627,7 +659,7 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
             "--ignored",
             "--nocapture",
         ])
-        .env(CHILD_DIR_VARIABLE, scratch.0.path());
+        .env(CHILD_DIR_VARIABLE, scratch_dir.0.path());
     let mut child = command
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -658,29 +690,29 @@ fn kill_after_steps(step_count: usize, (mut child, receiver): (Child, Receiver<S
 /// visible.
 #[test]
 fn killed_writers_leave_complete_checkpoints() {
-    let scratch = Scratch::new();
+    let scratch_dir = ScratchDir::new();
     let content = files_from(&[
         ("pages-1.img", &random_content(2 << 20)),
         ("core.img", b"registers"),
     ]);
-    scratch.write_images("images", &content);
+    scratch_dir.write_images("images", &content);
     // Kill the processes at every point from the first step to the middle of the third round.
     for step_count in 1..=12 {
-        let (first_child, second_child) = (start_child(&scratch), start_child(&scratch));
+        let (first_child, second_child) = (start_child(&scratch_dir), start_child(&scratch_dir));
         kill_after_steps(step_count, first_child);
         kill_after_steps(step_count, second_child);
-        let store = scratch.open_own_store(StoreLimits {
+        let store = scratch_dir.open_own_store(StoreLimits {
             checkpoints_max: 2,
             ..StoreLimits::default()
         });
-        let names = read_names(&scratch.path("store"));
+        let names = read_names(&scratch_dir.path("store"));
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
         let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
         assert!(unreadable_entries.is_empty(), "{unreadable_entries:?}");
         for checkpoint in checkpoints {
             for tid in [JOB, TASK] {
                 assert_eq!(
-                    scratch
+                    scratch_dir
                         .unpack(&store, &checkpoint.id, tid)
                         .expect("unpacked"),
                     content
@@ -695,7 +727,7 @@ fn killed_writers_leave_complete_checkpoints() {
                 == 0
         );
     }
-    assert!(!read_names(&scratch.path("store")).is_empty());
+    assert!(!read_names(&scratch_dir.path("store")).is_empty());
 }
 
 fn read_names(dir: &Path) -> Vec<String> {

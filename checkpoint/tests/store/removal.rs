@@ -1,7 +1,7 @@
 //! Removal of checkpoints because of the limits, and after the retention time of ended jobs.
 //! Foreign files are not removed.
 
-use super::{JOB, OTHER_JOB, Scratch, TASK, files_from, random_content, small_files};
+use super::{JOB, OTHER_JOB, ScratchDir, TASK, files_from, random_content, small_files};
 use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, ENDED_JOB_RETENTION, StoreError, StoreLimits,
 };
@@ -13,22 +13,24 @@ use std::os::unix::fs::symlink;
 /// of a job.
 #[test]
 fn oldest_are_removed_first_but_never_newest_of_job() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits {
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits {
         checkpoints_max: 3,
         ..StoreLimits::default()
     });
     let ids: Vec<CheckpointId> = (1..=3)
         .map(|start_second| {
-            scratch
+            scratch_dir
                 .write_checkpoint(&store, JOB, start_second, &small_files())
                 .id
         })
         .collect();
-    let other_id = scratch
+    let other_id = scratch_dir
         .write_checkpoint(&store, OTHER_JOB, 4, &small_files())
         .id;
-    let newest_id = scratch.write_checkpoint(&store, JOB, 5, &small_files()).id;
+    let newest_id = scratch_dir
+        .write_checkpoint(&store, JOB, 5, &small_files())
+        .id;
     let retained_id = ids[0];
     let sweep_result = store
         .enforce_limits(|checkpoint| checkpoint.id == retained_id)
@@ -58,7 +60,7 @@ fn oldest_are_removed_first_but_never_newest_of_job() {
             .collect::<Vec<_>>()
     };
     assert_eq!(remaining_ids(&store), [retained_id, other_id, newest_id]);
-    let limited_store = scratch.open_own_store(StoreLimits {
+    let limited_store = scratch_dir.open_own_store(StoreLimits {
         checkpoints_max: 1,
         ..StoreLimits::default()
     });
@@ -77,7 +79,7 @@ fn oldest_are_removed_first_but_never_newest_of_job() {
         Err(StoreError::LimitsExceeded { checkpoints: 1, .. })
     ));
     // The same job number in another virtual machine is another job.
-    let two_checkpoint_store = scratch.open_own_store(StoreLimits {
+    let two_checkpoint_store = scratch_dir.open_own_store(StoreLimits {
         checkpoints_max: 2,
         ..StoreLimits::default()
     });
@@ -92,22 +94,22 @@ fn oldest_are_removed_first_but_never_newest_of_job() {
 /// jobs.
 #[test]
 fn too_large_checkpoint_is_refused() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits {
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits {
         bytes_max: 100_000,
         ..StoreLimits::default()
     });
     let large_files = files_from(&[("pages-1.img", &random_content(60_000))]);
-    scratch.write_checkpoint(&store, JOB, 1, &large_files);
-    scratch.write_checkpoint(&store, JOB, 2, &large_files);
+    scratch_dir.write_checkpoint(&store, JOB, 1, &large_files);
+    scratch_dir.write_checkpoint(&store, JOB, 2, &large_files);
     let sweep_result = store.enforce_limits(|_| false).expect("swept");
     assert_eq!(
         (sweep_result.removed.len(), sweep_result.bytes_over_limit),
         (1, 0)
     );
     let (small_images, large_files) = (
-        scratch.write_images("small", &small_files()),
-        scratch.write_images("large", &large_files),
+        scratch_dir.write_images("small", &small_files()),
+        scratch_dir.write_images("large", &large_files),
     );
     let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
     assert!(matches!(
@@ -120,7 +122,7 @@ fn too_large_checkpoint_is_refused() {
     draft
         .add_task(
             JOB,
-            &scratch.write_images(
+            &scratch_dir.write_images(
                 "ten",
                 &files_from(&[("pages-1.img", &random_content(10_000))]),
             ),
@@ -131,7 +133,7 @@ fn too_large_checkpoint_is_refused() {
     second_draft
         .add_task(
             TASK,
-            &scratch.write_images(
+            &scratch_dir.write_images(
                 "middle",
                 &files_from(&[("pages-1.img", &random_content(35_000))]),
             ),
@@ -147,14 +149,18 @@ fn too_large_checkpoint_is_refused() {
 
 #[test]
 fn open_checkpoint_is_not_removed() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits {
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits {
         checkpoints_max: 1,
         ..StoreLimits::default()
     });
     let (old_id, new_id) = (
-        scratch.write_checkpoint(&store, JOB, 1, &small_files()).id,
-        scratch.write_checkpoint(&store, JOB, 2, &small_files()).id,
+        scratch_dir
+            .write_checkpoint(&store, JOB, 1, &small_files())
+            .id,
+        scratch_dir
+            .write_checkpoint(&store, JOB, 2, &small_files())
+            .id,
     );
     let first_reader = store.open_checkpoint(&old_id).expect("opened");
     let second_reader = store.open_checkpoint(&old_id).expect("two may read");
@@ -197,15 +203,15 @@ fn open_checkpoint_is_not_removed() {
 /// checkpoint of the ended jobs is removed.
 #[test]
 fn new_checkpoint_displaces_oldest_of_ended_jobs() {
-    let scratch = Scratch::new();
+    let scratch_dir = ScratchDir::new();
     let limits = StoreLimits {
         checkpoints_max: 3,
         ..StoreLimits::default()
     };
-    let store = scratch.open_own_store(limits).for_vm("vm");
+    let store = scratch_dir.open_own_store(limits).for_vm("vm");
     let checkpoints: Vec<CheckpointInfo> = (0..3)
         .map(|n| {
-            scratch.write_checkpoint(
+            scratch_dir.write_checkpoint(
                 &store,
                 Tid::from_raw(OTHER_JOB.raw() + n),
                 100 + n as u64,
@@ -223,7 +229,7 @@ fn new_checkpoint_displaces_oldest_of_ended_jobs() {
     store
         .mark_jobs_ended(&[checkpoints[0].id], Some(Micros::from_secs(180)))
         .expect("marked");
-    let new_checkpoint = scratch.write_checkpoint(&store, JOB, 200, &small_files());
+    let new_checkpoint = scratch_dir.write_checkpoint(&store, JOB, 200, &small_files());
     let sweep_result = store.enforce_limits(|_| false).expect("swept");
     let removed_ids: Vec<CheckpointId> = sweep_result
         .removed
@@ -251,14 +257,17 @@ fn new_checkpoint_displaces_oldest_of_ended_jobs() {
 /// Checkpoints of an ended job are removed after the retention time, unless the job was restarted.
 #[test]
 fn checkpoints_of_ended_jobs_expire() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default()).for_vm("vm");
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir
+        .open_own_store(StoreLimits::default())
+        .for_vm("vm");
     let ended_at = Micros::from_secs(1000);
     let (first_info, second_info) = (
-        scratch.write_checkpoint(&store, JOB, 100, &small_files()),
-        scratch.write_checkpoint(&store, JOB, 200, &small_files()),
+        scratch_dir.write_checkpoint(&store, JOB, 100, &small_files()),
+        scratch_dir.write_checkpoint(&store, JOB, 200, &small_files()),
     );
-    let other_vm_info = scratch.write_checkpoint(&store.for_vm("other"), JOB, 300, &small_files());
+    let other_vm_info =
+        scratch_dir.write_checkpoint(&store.for_vm("other"), JOB, 300, &small_files());
     let remaining_names = || {
         store
             .list_checkpoints()
@@ -318,10 +327,10 @@ fn checkpoints_of_ended_jobs_expire() {
 
 #[test]
 fn invalid_end_mark_is_ignored() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    let checkpoint = scratch.write_checkpoint(&store, JOB, 100, &small_files());
-    let mark_path = scratch
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    let checkpoint = scratch_dir.write_checkpoint(&store, JOB, 100, &small_files());
+    let mark_path = scratch_dir
         .path("store")
         .join(checkpoint.id.to_string())
         .join("ended");
@@ -356,10 +365,10 @@ fn invalid_end_mark_is_ignored() {
 
 #[test]
 fn foreign_files_are_reported_and_kept() {
-    let scratch = Scratch::new();
-    let store = scratch.open_own_store(StoreLimits::default());
-    fs::write(scratch.path("store/notes"), "mine").expect("written");
-    fs::create_dir(scratch.path("store").join("t40001-20261122T141503-1")).expect("made");
+    let scratch_dir = ScratchDir::new();
+    let store = scratch_dir.open_own_store(StoreLimits::default());
+    fs::write(scratch_dir.path("store/notes"), "mine").expect("written");
+    fs::create_dir(scratch_dir.path("store").join("t40001-20261122T141503-1")).expect("made");
     let (checkpoints, unreadable_entries) = store.list_checkpoints().expect("listed");
     assert!(checkpoints.is_empty());
     assert!(
@@ -371,5 +380,5 @@ fn foreign_files_are_reported_and_kept() {
         "{unreadable_entries:?}"
     );
     store.enforce_limits(|_| false).expect("swept");
-    assert!(scratch.path("store/notes").exists());
+    assert!(scratch_dir.path("store/notes").exists());
 }

@@ -1,9 +1,9 @@
 //! `pvm_gstat` prints the groups of the virtual machine. Under the name `pvmgroups` it prints them
 //! in the format of PVM's dump.
 
-use libpvm::Vm;
 use libpvm::proto::Tid;
 use libpvm::proto::group::{GroupInfo, GroupWait};
+use libpvm::{EnrollError, Error, Vm};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
@@ -29,9 +29,21 @@ fn main() -> ExitCode {
     }
 }
 
+/// Reason why the program prints no groups.
+#[derive(Debug, thiserror::Error)]
+enum GroupStatusError {
+    #[error("{0} is not an option; only --help and --version are")]
+    UnknownOption(String),
+    #[error(transparent)]
+    Enroll(#[from] EnrollError),
+    /// The group server did not return the groups.
+    #[error(transparent)]
+    Groups(#[from] Error),
+}
+
 /// Returns the text that the program prints for its first argument `option`. `program_name` is the
 /// name by which the program was called.
-fn output_text(option: Option<&str>, program_name: &str) -> Result<String, String> {
+fn output_text(option: Option<&str>, program_name: &str) -> Result<String, GroupStatusError> {
     match option {
         None => {}
         Some("--version") => return Ok(format!("{program_name} {}\n", env!("CARGO_PKG_VERSION"))),
@@ -41,13 +53,11 @@ fn output_text(option: Option<&str>, program_name: &str) -> Result<String, Strin
             ));
         }
         Some(unknown_option) => {
-            return Err(format!(
-                "{unknown_option} is not an option; only --help and --version are"
-            ));
+            return Err(GroupStatusError::UnknownOption(unknown_option.into()));
         }
     }
-    let vm = Vm::enroll().map_err(|error| error.to_string())?;
-    let groups = vm.groups().map_err(|error| error.to_string())?;
+    let vm = Vm::enroll()?;
+    let groups = vm.groups()?;
     // An error is ignored: the connection closes with the process.
     let _ = vm.exit();
     Ok(if program_name == "pvmgroups" {

@@ -129,8 +129,13 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     })
 }
 
-fn parse_requester(word: &str) -> Result<Tid, String> {
-    parse_tid(word).ok_or_else(|| "not a tid".to_string())
+/// The value of `--apart` is not a tid.
+#[derive(Debug, thiserror::Error)]
+#[error("not a tid")]
+struct RequesterError;
+
+fn parse_requester(word: &str) -> Result<Tid, RequesterError> {
+    parse_tid(word).ok_or(RequesterError)
 }
 
 fn no_json_error(command: Option<&str>) -> ArgsError {

@@ -14,7 +14,7 @@ use self::args::{ArgsError, Mode};
 use crate::daemon::halt::LocalDaemon;
 use crate::daemon::host_file;
 use crate::daemon::running::{
-    RunningDaemon, ensure_daemon, lock_path, refuse_root, start_daemon_only,
+    DaemonError, RunningDaemon, ensure_daemon, lock_path, refuse_root, start_daemon_only,
 };
 use crate::output::terminal::Terminal;
 use libpvm::Vm;
@@ -57,7 +57,7 @@ fn run_mode(mode: Mode) -> io::Result<ExitCode> {
             match refuse_root().and_then(|()| start_daemon_only(&daemon)) {
                 Ok(true) => ExitCode::SUCCESS,
                 Ok(false) => ExitCode::FAILURE,
-                Err(line) => report_failure(&line),
+                Err(error) => report_failure(&error.to_string()),
             },
         ),
         Mode::Console(daemon) => {
@@ -68,7 +68,7 @@ fn run_mode(mode: Mode) -> io::Result<ExitCode> {
             interrupt.thread_block().map_err(io::Error::from)?;
             match join_or_start(&daemon) {
                 Ok((vm, daemon)) => interactive::run(&vm, daemon, utf8_environment()),
-                Err(line) => Ok(report_failure(&line)),
+                Err(error) => Ok(report_failure(&error.to_string())),
             }
         }
     }
@@ -78,15 +78,12 @@ fn run_mode(mode: Mode) -> io::Result<ExitCode> {
 /// `args`.
 ///
 /// # Errors
-/// Fails if the virtual machine cannot be started or joined; the text is for the user.
-fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), String> {
+/// Fails if the virtual machine cannot be started or joined.
+fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), DaemonError> {
     refuse_root()?;
     let (vm, child) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, None),
-        RunningDaemon::Started(child) => (
-            Vm::enroll().map_err(|error| format!("pvm: {error}"))?,
-            Some(child),
-        ),
+        RunningDaemon::Started(child) => (Vm::enroll()?, Some(child)),
     };
     if child.is_some() && host_file::has_host_file(args) {
         host_file::await_hosts(&vm);

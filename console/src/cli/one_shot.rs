@@ -47,8 +47,8 @@ pub(crate) fn run(
     }
     let lock_file = match refuse_root().and_then(|()| lock_path()) {
         Ok(lock_file) => lock_file,
-        Err(line) => {
-            Terminal.print_error(&line);
+        Err(error) => {
+            Terminal.print_error(&error.to_string());
             return Ok(ExitCode::FAILURE);
         }
     };

@@ -131,7 +131,7 @@ fn removal_outcome(selection: &RemovalSelection, results: &RemovalResults) -> Ou
     )
 }
 
-/// Lists the checkpoints in the store.
+/// Returns a table of the checkpoints in the store, as text and as JSON.
 fn list_checkpoints(machine: &dyn VirtualMachine) -> Result<Outcome, Error> {
     match machine.ask(Request::ListCheckpoints)? {
         Reply::Checkpoints(Ok(checkpoints)) => {
@@ -263,10 +263,10 @@ mod tests {
     fn removal_selects_by_name_or_job() {
         let parse_line = |line: &str| parse(&words(line));
         let remove_command = |names: &[&str], with_foreign| {
-            let selected =
+            let selection =
                 RemovalSelection::Checkpoints(names.iter().map(|name| name.to_string()).collect());
             Ok(CheckpointsCommand::Remove {
-                selection: selected,
+                selection,
                 include_foreign: with_foreign,
             })
         };

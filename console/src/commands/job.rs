@@ -309,14 +309,14 @@ fn task_line(task: &TaskUsage) -> String {
         |(_, outcome)| outcome.to_string(),
     );
     let has_ended = task.end.is_some();
-    let cpu = (task.usage.user + task.usage.system).0 as f64 / 1e6;
-    let cpu = if has_ended {
-        format!("{cpu:.2}")
+    let cpu_s = (task.usage.user + task.usage.system).0 as f64 / 1e6;
+    let cpu_text = if has_ended {
+        format!("{cpu_s:.2}")
     } else {
         "-".to_string()
     };
     let resident_mib = task.usage.resident_max_bytes as f64 / f64::from(1 << 20);
-    let resident_mib = if has_ended {
+    let resident_text = if has_ended {
         format!("{resident_mib:.1}")
     } else {
         "-".to_string()
@@ -328,7 +328,7 @@ fn task_line(task: &TaskUsage) -> String {
     };
     let (tid, host) = (task.tid.to_string(), &task.host);
     format!(
-        "{tid:>9} {host:>12} {cpu:>10} {resident_mib:>9} {:>5}  {end:24} {program}\n",
+        "{tid:>9} {host:>12} {cpu_text:>10} {resident_text:>9} {:>5}  {end:24} {program}\n",
         task.migrations
     )
 }

@@ -45,7 +45,7 @@ fn parse(args: &[String]) -> Result<MigrateCommand, ParseError> {
 
 impl VmCommand for MigrateCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        Ok(match session.vm.migrate(self.tid, &self.target) {
+        Ok(match session.vm.migrate_and_wait(self.tid, &self.target) {
             Ok(report) => self.success_outcome(&report),
             Err(error) => self.failure_outcome(&error),
         })

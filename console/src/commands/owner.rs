@@ -16,7 +16,7 @@ use pvm_load_watcher::owner_override::{
     self, DeclaredPresence, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
     OwnerOverride, Presence, overrides_dir,
 };
-use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
+use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use pvm_load_watcher::published_policy::{self, PublishedPolicyError};
 use pvm_load_watcher::status::{GuestStatus, WatcherStatus, query_all};
 use sempa_proto::Micros;
@@ -149,16 +149,16 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     }
 }
 
-/// Returns the directives `old_directives` with the change that the command makes at time `now`.
+/// Returns the override `old_override` with the change that the command makes at time `now`.
 fn apply_command(
-    old_directives: OwnerOverride,
+    old_override: OwnerOverride,
     command: &OwnerCommand,
     now: Micros,
 ) -> OwnerOverride {
     let OwnerOverride {
         presence: mut declared_presence,
         mut policy,
-    } = old_directives;
+    } = old_override;
     match command {
         OwnerCommand::DeclarePresence { state, duration } => {
             let until =
@@ -183,22 +183,22 @@ fn apply_command(
     }
 }
 
-/// Describes the owner's directives in one line.
-fn describe_override(directives: &OwnerOverride) -> String {
+/// Describes the override in one line.
+fn describe_override(user_override: &OwnerOverride) -> String {
     let mut parts = Vec::new();
     if let Some(DeclaredPresence {
         state,
         expires_at: until,
-        ends_with_visit: visit_clause,
+        ends_with_visit,
         ..
-    }) = directives.presence
+    }) = user_override.presence
     {
         let state = if state == Presence::Here {
             "here"
         } else {
             "away"
         };
-        let visit_clause = if visit_clause {
+        let visit_clause = if ends_with_visit {
             ", or until the next login or logout"
         } else {
             ""
@@ -208,12 +208,12 @@ fn describe_override(directives: &OwnerOverride) -> String {
             format_utc_time(until)
         ));
     }
-    if let Some(hours) = &directives.policy.forbidden_hours {
+    if let Some(hours) = &user_override.policy.forbidden_hours {
         let hour_texts: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
         parts.push(format!("no guests {}", hour_texts.join(" and ")));
     }
     parts.extend(
-        directives
+        user_override
             .policy
             .cores
             .map(|cores| format!("at most {cores} of their tasks")),
@@ -225,26 +225,26 @@ fn describe_override(directives: &OwnerOverride) -> String {
     }
 }
 
-fn override_json(directives: &OwnerOverride) -> serde_json::Value {
-    let state = directives.presence.map(|presence| {
+fn override_json(user_override: &OwnerOverride) -> serde_json::Value {
+    let state = user_override.presence.map(|presence| {
         if presence.state == Presence::Here {
             "here"
         } else {
             "away"
         }
     });
-    let closed_hours: Vec<String> = directives
+    let closed_hours: Vec<String> = user_override
         .policy
         .forbidden_hours
         .iter()
         .flatten()
         .map(|hours| hours.to_string())
         .collect();
-    let until = directives.presence.map(|presence| presence.expires_at.0);
-    let ends_with_visit = directives
+    let until = user_override.presence.map(|presence| presence.expires_at.0);
+    let ends_with_visit = user_override
         .presence
         .is_some_and(|presence| presence.ends_with_visit);
-    json!({ "said": state, "until_us": until, "until_visit": ends_with_visit, "never": closed_hours, "cores": directives.policy.cores })
+    json!({ "said": state, "until_us": until, "until_visit": ends_with_visit, "never": closed_hours, "cores": user_override.policy.cores })
 }
 
 impl LocalCommand for OwnerCommand {
@@ -260,20 +260,32 @@ impl LocalCommand for OwnerCommand {
     }
 }
 
+/// Reason why the policy in a file is not published. The published policy is unchanged.
+#[derive(Debug, thiserror::Error)]
+enum PolicyFileError {
+    #[error("owner: {name} cannot be read: {source}; nothing has changed")]
+    Unreadable {
+        /// Path of the file.
+        name: String,
+        source: std::io::Error,
+    },
+    #[error("owner: {0}; nothing has changed")]
+    Invalid(#[from] PolicyError),
+}
+
 /// Reads and validates a policy file before it is published.
-fn read_policy(file: &Path) -> Result<String, String> {
+fn read_policy(file: &Path) -> Result<String, PolicyFileError> {
     let name = file.display().to_string();
     let mut text = String::new();
     let read_result = File::open(file).and_then(|file| {
         file.take(POLICY_BYTES_MAX as u64 + 1)
             .read_to_string(&mut text)
     });
-    read_result
-        .map_err(|error| format!("owner: {name} cannot be read: {error}; nothing has changed"))?;
-    match Policy::parse_without_owners(&name, &text) {
-        Ok(_) => Ok(text),
-        Err(error) => Err(format!("owner: {error}; nothing has changed")),
+    if let Err(source) = read_result {
+        return Err(PolicyFileError::Unreadable { name, source });
     }
+    Policy::parse_without_owners(&name, &text)?;
+    Ok(text)
 }
 
 fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
@@ -317,15 +329,15 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
 
 fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
     // A file that cannot be trusted counts as empty and is replaced.
-    let updated = apply_command(
+    let new_override = apply_command(
         owner_override::read(dir, uid).unwrap_or_default(),
         command,
         unix_micros(),
     );
-    match owner_override::write(dir, uid, &updated) {
+    match owner_override::write(dir, uid, &new_override) {
         Ok(()) => Outcome::with_json(
-            format!("your directives: {}\n", describe_override(&updated)),
-            override_json(&updated),
+            format!("your directives: {}\n", describe_override(&new_override)),
+            override_json(&new_override),
             false,
         ),
         Err(error) => {
@@ -348,15 +360,15 @@ fn status_outcome(dir: &Path, uid: u32) -> Outcome {
             return Outcome::from_refusal(format!("owner: load watchers cannot be found: {error}"));
         }
     };
-    let (directives, file_error) = match owner_override::read(dir, uid) {
-        Ok(read_directives) => (read_directives, None),
-        Err(reason) => (OwnerOverride::default(), Some(reason)),
+    let (user_override, file_error) = match owner_override::read(dir, uid) {
+        Ok(read_override) => (read_override, None),
+        Err(error) => (OwnerOverride::default(), Some(error.to_string())),
     };
     let mut text = String::new();
-    if !directives.is_empty() {
+    if !user_override.is_empty() {
         text.push_str(&format!(
             "your directives: {}\n",
-            describe_override(&directives)
+            describe_override(&user_override)
         ));
     }
     statuses
@@ -371,7 +383,7 @@ fn status_outcome(dir: &Path, uid: u32) -> Outcome {
         .chain(file_error)
         .map(|line| format!("owner: {line}"))
         .collect();
-    let json = json!({ "you": override_json(&directives), "virtual_machines": statuses });
+    let json = json!({ "you": override_json(&user_override), "virtual_machines": statuses });
     Outcome {
         errors: error_lines,
         ..Outcome::with_json(text, json, failed)

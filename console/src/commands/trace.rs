@@ -4,7 +4,7 @@ use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::session::options::{TRACE_BUFFER, TRACE_DETAIL};
+use crate::session::options::{OptionError, TRACE_BUFFER, TRACE_DETAIL};
 use crate::session::trace_events::{select_events, selectable_events, xpvm_mask};
 use libpvm::Error;
 use libpvm::trace_events::EventMask;
@@ -101,7 +101,7 @@ impl VmCommand for TraceCommand {
         for request in &self.requests {
             match request.execute(session) {
                 Ok(text) => outcome.text.push_str(&text),
-                Err(line) => refusals.push(line),
+                Err(refusal) => refusals.push(refusal.to_string()),
             }
         }
         if !outcome.text.is_empty() {
@@ -121,16 +121,27 @@ impl VmCommand for TraceCommand {
     }
 }
 
+/// Reason why a request was refused. The selection and the options are unchanged.
+#[derive(Debug, thiserror::Error)]
+enum TraceRefusal {
+    #[error("no such event \"{0}\"")]
+    NoSuchEvent(String),
+    #[error("\nError:  Unknown Trace Option \"{0}\"\n")]
+    NoSuchDetail(String),
+    #[error(transparent)]
+    Option(#[from] OptionError),
+}
+
 impl TraceRequest {
-    /// Executes one request. Returns the text to show, or the reason for a refusal.
-    fn execute(&self, session: &mut Session) -> Result<String, String> {
+    /// Executes one request. Returns the text to show.
+    fn execute(&self, session: &mut Session) -> Result<String, TraceRefusal> {
         let (buffer_bytes, detail_level) = (
             session.options.value(TRACE_BUFFER),
             session.options.value(TRACE_DETAIL),
         );
         let mut set_option = |name, value| match session.options.set(name, value) {
             Ok(_) => Ok(String::new()),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(TraceRefusal::from(error)),
         };
         match self {
             Self::Show => Ok(event_list(&session.event_mask)),
@@ -142,7 +153,7 @@ impl TraceRequest {
                 is_selected: on,
                 name,
             } if select_events(&mut session.event_mask, *on, name) => Ok(String::new()),
-            Self::Select { name, .. } => Err(format!("no such event \"{name}\"")),
+            Self::Select { name, .. } => Err(TraceRefusal::NoSuchEvent(name.clone())),
             Self::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer_bytes} bytes\n\n")),
             Self::Detail(None) => Ok(format!(
                 "\nTrace Options set to \"{}\"\n\n",
@@ -151,7 +162,7 @@ impl TraceRequest {
             Self::Buffer(Some(bytes)) => set_option(TRACE_BUFFER, *bytes),
             Self::Detail(Some(name)) => match detail_number(name) {
                 Some(detail_level) => set_option(TRACE_DETAIL, detail_level),
-                None => Err(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
+                None => Err(TraceRefusal::NoSuchDetail(name.clone())),
             },
         }
     }
@@ -192,11 +203,11 @@ fn detail_name(number: i32) -> &'static str {
 
 /// Returns the selected events, the buffer size in bytes and the level of detail as JSON.
 fn settings_json(mask: &EventMask, buffer_bytes: i32, detail_level: i32) -> Value {
-    let selected: Vec<&str> = selectable_events()
+    let selected_events: Vec<&str> = selectable_events()
         .filter(|(event, _)| mask.contains(*event))
         .map(|(_, name)| name)
         .collect();
-    json!({ "events": selected, "buffer": buffer_bytes, "options": detail_name(detail_level) })
+    json!({ "events": selected_events, "buffer": buffer_bytes, "options": detail_name(detail_level) })
 }
 
 #[cfg(test)]

@@ -253,8 +253,8 @@ mod tests {
             start_shell("exit 3").expect_err("failed"),
             StartError::Silent(_)
         ));
-        let missing = start_program(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
-        assert!(matches!(missing, StartError::NoProgram { .. }));
+        let start_error = start_program(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
+        assert!(matches!(start_error, StartError::NoProgram { .. }));
     }
 
     /// A process with the same id but another start time is a different process.

@@ -4,7 +4,7 @@ use super::host_file;
 use super::process::{POLL_INTERVAL, StartError, start};
 use crate::output::terminal::Terminal;
 use libpvm::{EnrollError, Vm};
-use sempa_proto::runtime_paths::RuntimePaths;
+use sempa_proto::runtime_paths::{RuntimePaths, VmNameError};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -18,12 +18,32 @@ const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error text for a command that needs a virtual machine when none is running.
 const NOT_RUNNING_TEXT: &str = "no virtual machine is running here: start one with `pvm`";
 
+/// Reason why the console has no daemon. The text starts with the name of a program.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DaemonError {
+    /// The process runs as root without `PVM_ALLOW_ROOT`. No daemon was started.
+    #[error(
+        "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it"
+    )]
+    Root,
+    /// The environment does not name a virtual machine. No daemon was started.
+    #[error("pvm: {0}")]
+    VmName(#[from] VmNameError),
+    /// A daemon runs, but this process is not one of its tasks.
+    #[error("pvm: {0}")]
+    Enroll(#[from] EnrollError),
+    /// The daemon has ended at its start. Contains the error line that the daemon printed.
+    #[error("{0}")]
+    Reported(String),
+    /// No daemon was started, or the daemon has ended at its start.
+    #[error("pvm: {0}")]
+    Start(StartError),
+}
+
 /// Refuses to run as root unless `PVM_ALLOW_ROOT` is set.
-pub(crate) fn refuse_root() -> Result<(), String> {
+pub(crate) fn refuse_root() -> Result<(), DaemonError> {
     if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
-        return Err(
-            "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it".into()
-        );
+        return Err(DaemonError::Root);
     }
     Ok(())
 }
@@ -37,20 +57,18 @@ pub(crate) fn enroll_error_line(error: &EnrollError) -> String {
 }
 
 /// Returns the path of the daemon's socket, by the same rules as the library.
-fn socket_path() -> Result<PathBuf, String> {
+fn socket_path() -> Result<PathBuf, DaemonError> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
     let paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
         std::env::var(name).ok()
-    });
-    paths
-        .map(|paths| paths.daemon_socket_path())
-        .map_err(|error| format!("pvm: {error}"))
+    })?;
+    Ok(paths.daemon_socket_path())
 }
 
 /// Returns the path of the daemon's lock file, which is in the folder of its socket.
-pub(crate) fn lock_path() -> Result<PathBuf, String> {
+pub(crate) fn lock_path() -> Result<PathBuf, DaemonError> {
     let socket = socket_path()?;
     let dir = socket.parent().unwrap_or(Path::new("/"));
     Ok(dir.join("pvmd.lock"))
@@ -67,8 +85,8 @@ pub(crate) enum RunningDaemon {
 /// Joins a running daemon, or starts one with these arguments.
 ///
 /// # Errors
-/// Fails if no daemon accepts tasks; the text is for the user.
-pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> {
+/// Fails if no daemon accepts tasks.
+pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, DaemonError> {
     let socket = socket_path()?;
     let socket_accepts = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
     let deadline = Instant::now() + DEAD_DAEMON_TIMEOUT;
@@ -86,7 +104,7 @@ pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> 
                 {
                     std::thread::sleep(POLL_INTERVAL);
                 }
-                Err(error) => return Err(format!("pvm: {error}")),
+                Err(error) => return Err(error.into()),
             }
             continue;
         }
@@ -95,18 +113,18 @@ pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> 
             // Another process started a daemon first.
             Err(_) if socket_accepts() => {}
             // The error line already starts with the name of the daemon's program.
-            Err(StartError::Reported(line)) => return Err(line),
-            Err(error) => return Err(format!("pvm: {error}")),
+            Err(StartError::Reported(line)) => return Err(DaemonError::Reported(line)),
+            Err(error) => return Err(DaemonError::Start(error)),
         }
     }
 }
 
 /// Starts a daemon if no daemon is running. Returns false if a host of the host file did not join.
-pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, String> {
+pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, DaemonError> {
     let (vm, is_new) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, false),
         RunningDaemon::Started(_) if !host_file::has_host_file(args) => return Ok(true),
-        RunningDaemon::Started(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
+        RunningDaemon::Started(_) => (Vm::enroll()?, true),
     };
     let all_joined = !is_new || host_file::await_hosts(&vm);
     // The virtual machine removes this task when its connection closes, even if `exit` fails.

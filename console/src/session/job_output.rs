@@ -63,6 +63,15 @@ pub(crate) struct JobOutput {
     trace: Option<JobTrace>,
 }
 
+/// A file for the output or the trace records of a job could not be opened. An output file that was
+/// opened before remains; a new one is empty.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {}", io_error_text(source))]
+pub(crate) struct FileOpenError {
+    path: String,
+    source: std::io::Error,
+}
+
 /// Converter and destination of a job's trace records.
 #[derive(Debug, Default)]
 struct JobTrace {
@@ -76,11 +85,11 @@ impl JobOutput {
     /// is not traced.
     ///
     /// # Errors
-    /// Fails if a file cannot be opened; the text is for the user.
+    /// Fails if a file cannot be opened.
     pub(crate) fn open(
         output: &OutputDestination,
         trace: Option<&TraceDestination>,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, FileOpenError> {
         let file = match output {
             OutputDestination::Log | OutputDestination::Console => None,
             OutputDestination::NewFile(path) => Some(open_file(
@@ -157,7 +166,7 @@ impl JobOutput {
             out.extend(
                 file.write_all(&line)
                     .err()
-                    .map(|error| write_error_line(job, "output", &error))
+                    .map(|error| format_write_error(job, "output", &error))
                     .unwrap_or_default(),
             );
             if !out.is_empty() {
@@ -171,7 +180,8 @@ impl JobOutput {
 }
 
 impl Session {
-    /// Returns the environment variables of a traced task.
+    /// Returns the environment variables that configure tracing in a spawned task: event mask,
+    /// buffer size and level of detail.
     pub(crate) fn trace_variables(&self) -> [Vec<u8>; 3] {
         [
             [
@@ -282,9 +292,10 @@ impl Session {
         shown_bytes
     }
 
-    /// Requests the end of a traced job. The last records of a task arrive directly after the end
-    /// of its output. When every daemon has replied to the query below, the records of all tasks
-    /// have arrived. The message that the console then sends itself arrives after them.
+    /// Called when all tasks of a traced job have ended. Sends this console a message on whose
+    /// arrival it ends the output of the job. The message must arrive after the last trace records,
+    /// which follow the end of a task's output: all records have arrived when every daemon has
+    /// replied to a query of the task list, so the message is sent afterwards.
     fn schedule_job_end(&self, job: u32) -> Result<(), Error> {
         self.vm.tasks(Tid::NONE)?;
         let (console, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
@@ -364,36 +375,43 @@ fn write_records(file: &mut Option<File>, job: u32, sender: Tid, text: &str) -> 
             Ok(()) => String::new(),
             Err(error) => {
                 *file = None;
-                String::from_utf8(write_error_line(job, "trace", &error)).expect("a line of ours")
+                String::from_utf8(format_write_error(job, "trace", &error)).expect("a line of ours")
             }
         },
     }
 }
 
-fn write_error_line(job: u32, stream: &str, error: &std::io::Error) -> Vec<u8> {
+fn format_write_error(job: u32, stream: &str, error: &std::io::Error) -> Vec<u8> {
     format!("[{job}] cannot write its {stream} to the file any more: {error}\n").into_bytes()
 }
 
 fn current_timestamp() -> Timestamp {
-    let now = unix_micros().0;
+    let now_us = unix_micros().0;
     Timestamp {
-        seconds: now / 1_000_000,
-        micros: (now % 1_000_000) as u32,
+        seconds: now_us / 1_000_000,
+        micros: (now_us % 1_000_000) as u32,
     }
 }
 
-fn open_file(path: &str, options: &mut OpenOptions) -> Result<File, String> {
-    options.mode(FILE_MODE).open(path).map_err(|error| {
-        let reason = match error.kind() {
-            std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
-            // Omits the error number that the standard library adds.
-            _ => error.raw_os_error().map_or_else(
-                || error.to_string(),
-                |number| Errno::from_raw(number).desc().into(),
-            ),
-        };
-        format!("{path}: {reason}")
-    })
+fn open_file(path: &str, options: &mut OpenOptions) -> Result<File, FileOpenError> {
+    options
+        .mode(FILE_MODE)
+        .open(path)
+        .map_err(|source| FileOpenError {
+            path: path.to_string(),
+            source,
+        })
+}
+
+/// Returns the text of an error without the error number that the standard library adds.
+fn io_error_text(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
+        _ => error.raw_os_error().map_or_else(
+            || error.to_string(),
+            |number| Errno::from_raw(number).desc().into(),
+        ),
+    }
 }
 
 /// Returns the destination of messages that a task's daemon sends to the console with this tag.

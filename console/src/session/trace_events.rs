@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn events_are_selected_by_name_or_all() {
         let mut mask = EventMask::empty();
-        let selected = |mask: &EventMask| {
+        let selected_count = |mask: &EventMask| {
             selectable_events()
                 .filter(|(event, _)| mask.contains(*event))
                 .count()
@@ -91,7 +91,7 @@ mod tests {
         );
         assert!(!select_events(&mut mask, true, "x") && !select_events(&mut mask, true, "newtask"));
         assert!(select_events(&mut mask, true, "*"));
-        assert_eq!(selected(&mask), 104);
+        assert_eq!(selected_count(&mask), 104);
         select_events(&mut mask, false, "*");
         assert_eq!(mask, EventMask::empty());
         let task_mask = with_unselectable_events(&mask);
@@ -100,7 +100,7 @@ mod tests {
             "begin and end of tasks are always in it"
         );
         assert_eq!(
-            selected(&xpvm_mask()),
+            selected_count(&xpvm_mask()),
             XPVM_EVENTS.len(),
             "every name is one"
         );

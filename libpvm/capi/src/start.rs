@@ -31,8 +31,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// if the new daemon does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     let paths =
-        RuntimePaths::from_env(process::real_uid() as u32, env::read_var).map_err(|reason| {
-            session::log_stderr(&format!("{reason}\n"), true);
+        RuntimePaths::from_env(process::real_uid() as u32, env::read_var).map_err(|error| {
+            session::log_stderr(&format!("{error}\n"), true);
             PvmError::CantStart
         })?;
     let accepts_connections = || UnixStream::connect(paths.daemon_socket_path()).is_ok();

@@ -3,8 +3,8 @@
 //! - Only the outermost call is recorded. Calls that the library or a group function makes
 //!   internally produce no records. Calls in a message handler count as outermost again.
 //! - The option `PvmTraceOptions` determines what is recorded: every call (full), or only the total
-//!   time (`OPTION_TIME`) or the number (`OPTION_COUNT`) of calls of each event. [`send_collected_records`] sends
-//!   the totals.
+//!   time (`OPTION_TIME`) or the number (`OPTION_COUNT`) of calls of each event.
+//!   [`send_collected_records`] sends the totals.
 //! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
 //!   Without a buffer each record is sent immediately.
 

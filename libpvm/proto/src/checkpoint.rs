@@ -16,6 +16,19 @@ pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// are stored next to the images.
 pub const CHECKPOINT_VERSION: u16 = 5;
 
+/// The reason why a checkpoint store did not do what was asked. Complete checkpoints are unchanged,
+/// except that a checkpoint whose removal failed may be gone. A checkpoint that was being written
+/// when the operation failed never becomes complete, and its files are removed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{0}")]
+pub struct StoreFailure(pub String);
+
+/// The reason why another host has no copy of a checkpoint. The original is unchanged. If the host
+/// reports later that it has stored the copy, the copy is removed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{0}")]
+pub struct CopyFailure(pub String);
+
 /// Schedule of automatic checkpoints of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointSchedule {
@@ -99,7 +112,7 @@ pub enum RemovalRefusal {
     OtherVm(String),
     /// The store reported an error.
     #[error("{0}")]
-    Store(String),
+    Store(StoreFailure),
 }
 
 /// Results of a removal: the name of each selected checkpoint with its former size in bytes, or
@@ -140,7 +153,7 @@ pub enum CheckpointFailure {
     /// The checkpoint took longer than the time limit.
     Deadline { time_limit: Micros },
     /// The checkpoint store reported an error.
-    Store(String),
+    Store(StoreFailure),
     /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
     MailboxTooLarge {
         /// Total size of the mailbox entries, in bytes.
@@ -207,7 +220,7 @@ impl fmt::Display for CheckpointFailure {
             } => {
                 write!(f, "not done within {} s", allowed.0 / 1_000_000)
             }
-            Self::Store(why) => f.write_str(why),
+            Self::Store(why) => why.fmt(f),
             Self::MailboxTooLarge { bytes } => {
                 write!(
                     f,
@@ -222,7 +235,7 @@ impl fmt::Display for CheckpointFailure {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RestartFailure {
     /// The store does not have the checkpoint or cannot read it.
-    Store(String),
+    Store(StoreFailure),
     /// These tasks of the checkpoint are alive, or other tasks with the same tids are alive.
     TasksAlive(Vec<Tid>),
     /// These groups of the checkpoint have members that do not belong to the checkpoint.
@@ -266,7 +279,7 @@ fn format_list_start<T>(list: &[T], format_item: impl Fn(&T) -> String) -> Strin
 impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Store(why) => f.write_str(why),
+            Self::Store(why) => why.fmt(f),
             Self::TasksAlive(tids) => write!(
                 f,
                 "{} are alive: end the job first, or start a new virtual machine, which does not reuse these tids",
@@ -343,7 +356,7 @@ pub struct CheckpointMeta {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedMailboxEntry {
     pub name: String,
-    /// Index in the class.
+    /// Index of the entry within the mailbox class `name`.
     pub index: i32,
     pub owner: Tid,
     /// Bitwise combination of `PvmMbox*` values.

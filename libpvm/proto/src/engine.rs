@@ -114,6 +114,17 @@ pub struct EngineListError(pub String);
 )]
 pub struct StateFilesError(pub String);
 
+/// Error in the environment of a spawn request.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum LaunchInfoError {
+    /// The engine list is invalid. The request cannot start a task.
+    #[error(transparent)]
+    EngineList(#[from] EngineListError),
+    /// The list of state files is invalid. The request cannot start a task.
+    #[error(transparent)]
+    StateFiles(#[from] StateFilesError),
+}
+
 /// Parses the value of [`STATE_ENV`] into file names; does not replace [`STATE_TID_PLACEHOLDER`].
 ///
 /// # Errors
@@ -334,13 +345,11 @@ impl LaunchInfo {
     ///
     /// # Errors
     /// The engine list or the list of state files in the request's environment is invalid.
-    pub fn from_request(request: &SpawnRequest) -> Result<Self, String> {
-        let engines = Engine::list_from_env(&request.env).map_err(|error| error.to_string())?;
+    pub fn from_request(request: &SpawnRequest) -> Result<Self, LaunchInfoError> {
+        let engines = Engine::list_from_env(&request.env)?;
         let state_files = env_value(&request.env, STATE_ENV)
             .map(|text| parse_state_files(&text))
-            .transpose();
-        let state_files = state_files
-            .map_err(|error| error.to_string())?
+            .transpose()?
             .unwrap_or_default();
         Ok(Self {
             engines,
@@ -526,7 +535,9 @@ mod tests {
             .collect::<Vec<_>>()
             .join(":");
         for text in ["a::b", "a:a", "a:", "dir/", &too_many_files] {
-            let error = LaunchInfo::from_request(&request_with_state(text)).expect_err(text);
+            let error = LaunchInfo::from_request(&request_with_state(text))
+                .expect_err(text)
+                .to_string();
             assert!(
                 error.starts_with("SEMPA_STATE: \"") && error.contains(text),
                 "{error}"

@@ -5,6 +5,7 @@
 //! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
+use crate::checkpoint::CopyFailure;
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
@@ -240,7 +241,7 @@ pub enum HostMsg {
         /// Name of the checkpoint.
         checkpoint: String,
         /// Ok if the copy is in the store.
-        result: Result<(), String>,
+        result: Result<(), CopyFailure>,
     },
     /// From the master: copies of these checkpoints are not needed any more.
     DropCopies {

@@ -10,8 +10,8 @@
 //!   and its peers sent after the checkpoint is void. Frames contain the number of their
 //!   incarnation, so a frame of an earlier incarnation is recognized however late it arrives.
 //!
-//! The owner of a link calls [`Link::send`] and [`Link::handle_event`], then calls [`Link::poll`] until
-//! it returns `None`, and then sleeps at most until [`Link::next_wakeup`].
+//! The owner of a link calls [`Link::send`] and [`Link::handle_event`], then calls [`Link::poll`]
+//! until it returns `None`, and then sleeps at most until [`Link::next_wakeup`].
 
 mod frame;
 mod handoff;
@@ -625,8 +625,8 @@ impl Link {
         }
     }
 
-    /// Processes a frame of the peer as [`Link::handle_event`] does, with a payload that is borrowed from
-    /// the memory of the route. The caller must have checked the frame's incarnation.
+    /// Processes a frame of the peer as [`Link::handle_event`] does, with a payload that is
+    /// borrowed from the memory of the route. The caller must have checked the frame's incarnation.
     #[inline]
     pub fn handle_borrowed_frame(
         &mut self,

@@ -7,6 +7,7 @@
 //! disk, the daemon stores images in another directory.
 
 use std::path::{Path, PathBuf};
+use thiserror::Error;
 
 /// Maximum length, in bytes, of the name of a virtual machine. The limit keeps socket paths below
 /// the kernel's limit of 107 bytes.
@@ -17,6 +18,13 @@ pub const VM_NAME_BYTES_MAX: usize = 32;
 pub const GUEST_CPUS_FILE: &str = "confined";
 /// Name of the resource manager's database file in the directory of the virtual machine.
 pub const RM_DATABASE_FILE: &str = "rm.redb";
+
+/// The value of `PVM_VMID`, which is contained, cannot be a directory name. No path is derived.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "PVM_VMID={0:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
+)]
+pub struct VmNameError(pub String);
 
 /// Paths of one virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,8 +40,8 @@ impl RuntimePaths {
     /// variable.
     ///
     /// # Errors
-    /// One sentence if the value of `PVM_VMID` cannot be a directory name.
-    pub fn from_env(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+    /// The value of `PVM_VMID` cannot be a directory name.
+    pub fn from_env(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Self, VmNameError> {
         let non_empty_var = |name: &str| env(name).filter(|value| !value.is_empty());
         let vm_name = non_empty_var("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -41,9 +49,7 @@ impl RuntimePaths {
             || !vm_name.chars().all(is_allowed)
             || vm_name.starts_with('.')
         {
-            return Err(format!(
-                "PVM_VMID={vm_name:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
-            ));
+            return Err(VmNameError(vm_name));
         }
         let tmp_dir = non_empty_var("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
         Ok(Self {

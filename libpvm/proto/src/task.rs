@@ -13,7 +13,7 @@ pub use crate::spawn::{
 
 use crate::checkpoint::{
     CheckpointEntry, CheckpointFailure, CheckpointReport, CheckpointSchedule, RemovalResults,
-    RemovalSelection, RestartFailure, RestartReport,
+    RemovalSelection, RestartFailure, RestartReport, StoreFailure,
 };
 use crate::engine::Engine;
 use crate::error::PvmError;
@@ -25,6 +25,7 @@ use crate::message::Message;
 use crate::migration::{Failure, MigrationTargets, Refusal, RestartGroup, Step};
 use crate::route::RouteMsg;
 use crate::table::{AddedHost, HostTable, TaskInfo};
+use crate::tasker::FreezerUnavailable;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -460,19 +461,20 @@ pub enum Reply {
     Events(Vec<Event>),
     /// True if the task provides the service from now on; false if it has stopped providing it.
     Serving(bool),
-    /// Results of [`Request::DebugQuery`].
+    /// Numbers that answer a [`Request::DebugQuery`]; empty if the query only writes to the log or
+    /// changes a setting.
     DebugValues(Vec<i32>),
     /// Result of the completed checkpoint, or the reason why it failed.
     Checkpointed(Result<CheckpointReport, CheckpointFailure>),
     /// The checkpoints in the store, oldest first.
-    Checkpoints(Result<Vec<CheckpointEntry>, String>),
+    Checkpoints(Result<Vec<CheckpointEntry>, StoreFailure>),
     /// The restarted tasks, or the reason why the restart failed.
     Restarted(Result<RestartReport, RestartFailure>),
     /// `Ok` if control groups freeze the guests of this host; `Err` with the reason why signals
     /// stop them instead. `None` if no tasker has reported yet.
-    Freezer(Option<Result<(), String>>),
+    Freezer(Option<Result<(), FreezerUnavailable>>),
     /// The outcome for each checkpoint, or the reason why the store is not readable.
-    CheckpointsRemoved(Result<RemovalResults, String>),
+    CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
 }
 
 /// Error of a failed migration; the task continues at the source.

@@ -38,12 +38,23 @@ pub struct TaskStart {
 pub struct TaskerCapabilities {
     /// True if each task gets a PID namespace.
     pub pid_namespaces: bool,
-    /// `Ok`: version of the dump engine; `Err`: the reason why no engine works, and how to install
-    /// one.
-    pub engine_version: Result<String, String>,
-    /// `Ok` if control groups freeze paused tasks; `Err`: the reason why signals stop them instead.
-    pub freezer: Result<(), String>,
+    /// Version of the dump engine.
+    pub engine_version: Result<String, EngineUnavailable>,
+    /// `Ok` if control groups freeze paused tasks.
+    pub freezer: Result<(), FreezerUnavailable>,
 }
+
+/// The reason why no dump engine works on a host, and how to install one. Tasks run on the host,
+/// but no task can be dumped or restored there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{0}")]
+pub struct EngineUnavailable(pub String);
+
+/// The reason why control groups do not freeze the tasks of a host. Signals stop paused tasks
+/// instead.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{0}")]
+pub struct FreezerUnavailable(pub String);
 
 /// Bytes that the tasker must write into the memory of a stopped process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -69,9 +69,7 @@ impl EnrollOptions {
         }
         let socket = match non_empty("PVMSOCK") {
             Some(path) => PathBuf::from(path),
-            None => RuntimePaths::from_env(uid, &variable)
-                .map_err(EnrollError::BadEnvironment)?
-                .daemon_socket_path(),
+            None => RuntimePaths::from_env(uid, &variable)?.daemon_socket_path(),
         };
         let spawn_token = non_empty("PVMEPID")
             .and_then(|text| text.trim().parse().ok())

@@ -169,7 +169,7 @@ fn decide_next_step(state: &mut LockedState, shared_state: &SharedState) -> Next
     state.io_thread_sleep = IoThreadSleep::Sleeping {
         wakes_if_writable: has_output,
         wake_at: timer_at,
-        wakes_on_direct: ready_set.is_some(),
+        wakes_on_direct_frame: ready_set.is_some(),
         wakes_on_timer: wake_timer.is_some(),
     };
     let mut timeout = timer_at.map(|timer_at| Duration::from_micros(timer_at.since(now).0));

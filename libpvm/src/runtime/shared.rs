@@ -7,7 +7,7 @@
 
 use super::clock::Clock;
 use super::connect::AcceptedConnection;
-use super::core::{ConnectionPhase, Core};
+use super::core::{ConnectionPhase, Core, DaemonFrameError};
 use super::process::{self, ProcessOwned};
 use super::shm::{PeerWakes, ShmRoutes};
 use super::socket_waiters::SocketWaiters;
@@ -68,7 +68,7 @@ pub(crate) enum IoThreadSleep {
         wakes_if_writable: bool,
         wake_at: Option<Micros>,
         /// True if the thread wakes when a frame arrives on a direct route.
-        wakes_on_direct: bool,
+        wakes_on_direct_frame: bool,
         /// True if the thread wakes when the timer for deferred wake-ups expires.
         wakes_on_timer: bool,
     },
@@ -489,7 +489,7 @@ impl LockedState {
         let IoThreadSleep::Sleeping {
             wakes_if_writable: watches_writable,
             wake_at: wake_time,
-            wakes_on_direct: watches_direct,
+            wakes_on_direct_frame: watches_direct_routes,
             wakes_on_timer: watches_timer,
         } = self.io_thread_sleep
         else {
@@ -502,13 +502,14 @@ impl LockedState {
             .next_timer_at()
             .is_some_and(|timer_at| wake_time.is_none_or(|wake_time| timer_at < wake_time));
         let needs_drainer = core.shm_routes.is_doorbell_shared() && !self.has_drainer;
-        let has_unwatched_direct = core.direct_routes.needs_io_thread() && !watches_direct;
+        let has_unwatched_direct_route =
+            core.direct_routes.needs_io_thread() && !watches_direct_routes;
         let has_unwatched_timer = self.wake_delay_timer.is_some() && !watches_timer;
         must_close
             || has_unwatched_output
             || has_earlier_timer
             || needs_drainer
-            || has_unwatched_direct
+            || has_unwatched_direct_route
             || has_unwatched_timer
             || self.socket_may_have_data
     }
@@ -684,14 +685,14 @@ impl LockedState {
                         .handle_frame(now, frame, &mut self.unhandled_descriptors)
                 }
                 Ok(None) if self.unhandled_descriptors.len() > UNHANDLED_DESCRIPTORS_MAX => {
-                    Err("descriptors without a frame".into())
+                    Err(DaemonFrameError::UnexpectedDescriptors)
                 }
                 Ok(None) => return,
-                Err(e) => Err(e.to_string()),
+                Err(e) => Err(e.into()),
             };
-            if let Err(error_text) = handled {
+            if let Err(error) = handled {
                 return self.mark_connection_lost(&format!(
-                    "the daemon sent a frame that cannot be decoded: {error_text}"
+                    "the daemon sent a frame that cannot be decoded: {error}"
                 ));
             }
         }

@@ -299,8 +299,8 @@ impl HostPolicy {
         for (uid, policy_result) in published_policy::read_all(&self.paths.overrides) {
             let policy = match policy_result {
                 Ok(policy) => Some(policy),
-                Err(PublishedPolicyError::Untrusted(sentence)) => {
-                    error_sentences.push(sentence);
+                Err(PublishedPolicyError::Untrusted(error)) => {
+                    error_sentences.push(error.to_string());
                     None
                 }
                 Err(PublishedPolicyError::Malformed(error)) => {

@@ -2,8 +2,8 @@
 //! with a confidence and a reason. Pure.
 //!
 //! Each source of signs is available, or unavailable with a reason. An unavailable source is no
-//! evidence for or against the presence of an owner. [`OwnerDetector::derive_verdict`] checks the signs in
-//! this order; the first that applies determines the verdict:
+//! evidence for or against the presence of an owner. [`OwnerDetector::derive_verdict`] checks the
+//! signs in this order; the first that applies determines the verdict:
 //!
 //! 1. an owner's override "here": present;
 //! 2. a login with recent input, or a login whose input no source can observe: present (an override
@@ -401,8 +401,8 @@ enum Finding {
 impl OwnerDetector {
     /// Returns the verdict at the time of day `now`.
     pub fn derive_verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
-        let merged = available_logins(signs.login_records, signs.sessions);
-        self.record_ended_overrides(now, signs, &merged);
+        let logins = available_logins(signs.login_records, signs.sessions);
+        self.record_ended_overrides(now, signs, &logins);
         let is_valid = |s: &&UserOverride| {
             let presence = s.owner_override.presence.as_ref();
             let has_ended = |presence: &DeclaredPresence| {
@@ -415,14 +415,14 @@ impl OwnerDetector {
                 })
         };
         let valid_overrides: Vec<&UserOverride> = signs.overrides.iter().filter(is_valid).collect();
-        let finding = self.derive_finding(now, signs, &merged, &valid_overrides);
+        let finding = self.derive_finding(now, signs, &logins, &valid_overrides);
         let (owner_verdict, confidence, verdict_reason) = self.apply_finding(now, finding);
-        let sources = signs.describe_sources(now, &merged);
+        let sources = signs.describe_sources(now, &logins);
         OwnerAssessment {
             verdict: owner_verdict,
             confidence,
             reason: verdict_reason,
-            logins: merged,
+            logins,
             sources,
         }
     }
@@ -540,8 +540,8 @@ impl OwnerDetector {
     }
 
     /// Returns the finding "possibly present" while the external load is high. The load is high
-    /// from [`HIGH_EXTERNAL_PROCESSORS`] on, until it falls below [`LOW_EXTERNAL_PROCESSORS`], so that small
-    /// changes do not change the finding.
+    /// from [`HIGH_EXTERNAL_PROCESSORS`] on, until it falls below [`LOW_EXTERNAL_PROCESSORS`], so
+    /// that small changes do not change the finding.
     fn assess_load(&mut self, signs: &OwnerSigns<'_>) -> Option<Finding> {
         if let Evidence::Known(processors) = signs.external_load {
             self.load_is_high = *processors

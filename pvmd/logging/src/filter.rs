@@ -1,11 +1,13 @@
 //! Which events are logged.
 
 use crate::record::is_context_span;
+use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::Interest;
 use tracing::{Metadata, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
 use tracing_subscriber::layer::{self, Context};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -17,6 +19,18 @@ pub const DEFAULT_FILTER: &str = "info";
 /// Prefixes of the targets of libraries whose events are logged only if the filter names these
 /// targets: some of the libraries emit an event for each packet.
 const SILENT_LIBRARIES: [&str; 2] = ["quinn", "zbus"];
+
+/// Reason why a text is not a valid filter.
+#[derive(Debug, Error)]
+pub enum FilterError {
+    /// A part of the text, which is contained, is neither a level nor a directive. No filter is
+    /// created; the filter in use is unchanged.
+    #[error("{0:?} is neither a level nor TARGET=LEVEL")]
+    NoLevel(String),
+    /// A directive is malformed. No filter is created; the filter in use is unchanged.
+    #[error(transparent)]
+    MalformedDirective(#[from] ParseError),
+}
 
 /// Selects events by level and target.
 ///
@@ -47,25 +61,24 @@ impl Filter {
     /// Parses a filter: a level, or directives `JOURNAL_TARGET=LEVEL` that are separated by commas.
     ///
     /// # Errors
-    /// The reason why `text` is not a valid filter.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// A part of `text` is neither a level nor a directive.
+    pub fn parse(text: &str) -> Result<Self, FilterError> {
         let words = || text.split(',').filter(|word| !word.trim().is_empty());
         // `EnvFilter` reads a word without a level as a target and enables all events of that
         // target.
         let lacks_level =
             |word: &&str| !word.contains(['=', '[']) && word.trim().parse::<LevelFilter>().is_err();
         if let Some(word) = words().find(lacks_level) {
-            return Err(format!("{word:?} is neither a level nor TARGET=LEVEL"));
+            return Err(FilterError::NoLevel(word.to_string()));
         }
         let mut directives = vec![DEFAULT_FILTER.to_string()];
         directives.extend(SILENT_LIBRARIES.map(|library| format!("{library}=off")));
         // A later directive replaces an earlier one for the same target.
         directives.extend(words().map(|word| word.trim().to_string()));
-        EnvFilter::builder()
+        let env_filter = EnvFilter::builder()
             .with_regex(false)
-            .parse(directives.join(","))
-            .map(Filter)
-            .map_err(|error| error.to_string())
+            .parse(directives.join(","))?;
+        Ok(Self(env_filter))
     }
 
     /// Returns the most verbose level that the filter may enable.
@@ -190,7 +203,9 @@ mod tests {
     #[test]
     fn invalid_filter_is_refused() {
         for invalid_filter in ["verbose", "pvmd=loud", "/tmp/log", "info,,x"] {
-            let why = Filter::parse(invalid_filter).expect_err("not a filter");
+            let why = Filter::parse(invalid_filter)
+                .expect_err("not a filter")
+                .to_string();
             assert!(!why.is_empty() && !why.contains('\n'), "{why}");
         }
         assert_eq!(Filter::default().max_level(), LevelFilter::INFO);

@@ -14,7 +14,7 @@ mod journal;
 mod queue;
 mod record;
 
-pub use filter::{DEFAULT_FILTER, FILTER_VARIABLE, Filter};
+pub use filter::{DEFAULT_FILTER, FILTER_VARIABLE, Filter, FilterError};
 pub use journal::connect_journal;
 pub use queue::{QueuedItems, WriteQueue, WriteThread, spawn_writer};
 pub use record::{CONTEXT_NAMES, Record};

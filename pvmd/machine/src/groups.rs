@@ -241,7 +241,7 @@ impl Groups {
             GroupRequest::Join { group } => self.join(tid, &group),
             GroupRequest::Leave { group } => self.leave(tid, &group),
             GroupRequest::LeaveAll => {
-                self.leave_all(tid, None);
+                self.leave_all_groups(tid, None);
                 Ok(GroupReply::Number(0))
             }
             GroupRequest::Barrier {
@@ -278,7 +278,7 @@ impl Groups {
 
     /// Removes a task that has ended from all its groups.
     pub(super) fn remove_ended_task(&mut self, tid: Tid) {
-        self.leave_all(
+        self.leave_all_groups(
             tid,
             Some(&format!("{tid}, a member of the group, has ended")),
         );
@@ -367,7 +367,7 @@ impl Groups {
         Ok(GroupReply::Number(0))
     }
 
-    fn leave_all(&mut self, tid: Tid, end_reason: Option<&str>) {
+    fn leave_all_groups(&mut self, tid: Tid, end_reason: Option<&str>) {
         for name in self.groups_of_task.get(&tid).cloned().unwrap_or_default() {
             self.remove_from_group(tid, &name, end_reason);
         }

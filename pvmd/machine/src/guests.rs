@@ -455,13 +455,13 @@ impl Machine {
         if self.tasks.get(tid).is_some_and(Task::is_exiting) {
             return;
         }
-        let departing_migration = self
+        let controlling_migration = self
             .controlling_migration(tid)
             .map(|source| (source.migration().id, source.awaits_reconnect()));
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        match (&task.pause, departing_migration) {
+        match (&task.pause, controlling_migration) {
             // A quiesce request is already outstanding.
             (Some(_), _) => {}
             (None, Some((id, is_resuming))) => {

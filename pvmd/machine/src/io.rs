@@ -8,7 +8,7 @@
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
 };
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
@@ -240,31 +240,28 @@ pub enum Event {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::BeginCheckpoint`]; `Ok` means that the store has room. `Err` contains
-    /// the reason.
+    /// Result of [`Output::BeginCheckpoint`]; `Ok` means that the store has room.
     CheckpointBegun {
         snapshot: SnapshotId,
-        result: Result<(), String>,
+        result: Result<(), StoreFailure>,
     },
-    /// Result of [`Output::StorePart`]; `Ok` means that the part is in the store. `Err` contains
-    /// the reason.
+    /// Result of [`Output::StorePart`]; `Ok` means that the part is in the store.
     PartStored {
         migration: MigrationId,
-        result: Result<(), String>,
+        result: Result<(), StoreFailure>,
     },
-    /// Result of [`Output::SealCheckpoint`]; `Ok` means that the checkpoint is complete. `Err`
-    /// contains the reason.
+    /// Result of [`Output::SealCheckpoint`]; `Ok` means that the checkpoint is complete.
     CheckpointSealed {
         snapshot: SnapshotId,
         /// Name of the checkpoint, and its size in the store in bytes.
-        result: Result<(String, u64), String>,
+        result: Result<(String, u64), StoreFailure>,
     },
     /// Result of [`Output::OpenCheckpoint`]: metadata, or the reason why the checkpoint is
     /// unusable.
     CheckpointOpened {
         /// Id from the request.
         restart_number: u64,
-        result: Result<CheckpointMeta, String>,
+        result: Result<CheckpointMeta, StoreFailure>,
     },
     /// Result of [`Output::ReadPart`]: the daemon's state of a task, which is stored next to the
     /// images.
@@ -292,7 +289,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<RemovalResults, String>,
+        result: Result<RemovalResults, StoreFailure>,
     },
     /// The store has removed these checkpoints to comply with its limits, or because their jobs
     /// ended long ago.
@@ -304,7 +301,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<Vec<CheckpointEntry>, String>,
+        result: Result<Vec<CheckpointEntry>, StoreFailure>,
     },
     /// A peer without a certificate of this virtual machine was rejected.
     UnauthenticatedPeer {

@@ -3,10 +3,10 @@
 //!
 //! The shell (crate `pvmd`) drives the machine in a loop:
 //!
-//! 1. The shell passes an event and the current time to [`Machine::handle_event`]. The machine calls the
-//!    [`World`] for questions that need an immediate answer.
-//! 2. The shell removes [`Output`]s with [`Machine::next_output`] until there are none, and performs them
-//!    in that order.
+//! 1. The shell passes an event and the current time to [`Machine::handle_event`]. The machine
+//!    calls the [`World`] for questions that need an immediate answer.
+//! 2. The shell removes [`Output`]s with [`Machine::next_output`] until there are none, and
+//!    performs them in that order.
 //! 3. At the time of [`Machine::next_wakeup_time`] the shell passes [`Event::Wake`].
 //!
 //! Every module implements a part of [`Machine`]:
@@ -78,10 +78,12 @@ pub use hostfile::master_plan;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
 use checkpoint_protocol::{SourceEvent, TargetEvent};
+use sempa_proto::checkpoint::CopyFailure;
 use sempa_proto::event::EventKind;
+use sempa_proto::migration::Failure;
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{HostEntry, HostTable};
-use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::tasker::{FreezerUnavailable, FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -153,7 +155,7 @@ enum Timer {
     /// The time has passed for which the last directive of an owner agent applies after the agent's
     /// death.
     OwnerDirectiveExpiry(Tid),
-    /// The load watcher of this host has died; it may have to be started again.
+    /// The load watcher of this host has died. A new one is started if this host still has none.
     WatcherRestart,
     /// There has been no resource manager for a long time: preempted tasks resume.
     PreemptionExpiry,
@@ -210,7 +212,7 @@ pub struct Machine {
     tasker_has_ended: bool,
     /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why it cannot;
     /// `None` until the tasker has reported it.
-    freezer_support: Option<Result<(), String>>,
+    freezer_support: Option<Result<(), FreezerUnavailable>>,
     rm_state: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
     migrations: migrations::LocalMigrations,
@@ -356,25 +358,11 @@ impl Machine {
             Event::HostsPrepared { orders } => self.send_starts_to_hoster(orders),
             Event::Tasker(message) => self.handle_tasker_message(message),
             Event::TaskerEnded { why } => self.handle_tasker_exit(&why),
-            Event::ImagesSent { migration, result }
-                if self.migrations.uploading_parts.contains(&migration) =>
-            {
-                self.handle_part_uploaded(migration, result.map(|_| ()));
+            Event::ImagesSent { migration, result } => {
+                self.handle_images_sent(migration, result.map(|_| ()))
             }
-            Event::ImagesSent { migration, result } if self.is_part_in_transfer(migration) => {
-                self.handle_part_sent(migration, result.map(|_| ()));
-            }
-            Event::ImagesReceived { migration, result } if self.is_snapshot_part(migration) => {
-                self.handle_part_received(migration, result.map(|_| ()));
-            }
-            Event::ImagesSent { migration, result } if self.is_outgoing_copy(migration) => {
-                self.handle_copy_sent(migration, result.map(|_| ()).map_err(|why| why.to_string()));
-            }
-            Event::ImagesReceived { migration, result } if self.is_incoming_copy(migration) => {
-                self.handle_copy_received(
-                    migration,
-                    result.map(|_| ()).map_err(|why| why.to_string()),
-                );
+            Event::ImagesReceived { migration, result } => {
+                self.handle_images_received(migration, result)
             }
             Event::CheckpointBegun { snapshot, result } => {
                 self.handle_checkpoint_begun(snapshot, result)
@@ -404,12 +392,6 @@ impl Machine {
             Event::CheckpointsExpired { checkpoints } => {
                 self.handle_checkpoints_expired(checkpoints)
             }
-            Event::ImagesSent { migration, result } => {
-                self.pass_to_source(migration, SourceEvent::ImagesSent(result.map(|_| ())));
-            }
-            Event::ImagesReceived { migration, result } => {
-                self.pass_to_target(migration, TargetEvent::ImagesReceived(result));
-            }
             Event::MemoryLost { migration, why } => self.send_to_tasker(ToTasker::MemoryLost {
                 migration,
                 reason: why,
@@ -422,6 +404,33 @@ impl Machine {
             }
             Event::Wake => {}
             Event::Stop { why } => self.handle_stop_request(&why),
+        }
+    }
+
+    /// Passes the end of an outgoing transfer to the checkpoint part, the checkpoint copy, or the
+    /// migration that it belongs to.
+    fn handle_images_sent(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if self.migrations.uploading_parts.contains(&migration) {
+            self.handle_part_uploaded(migration, result);
+        } else if self.is_part_in_transfer(migration) {
+            self.handle_part_sent(migration, result);
+        } else if self.is_outgoing_copy(migration) {
+            self.handle_copy_sent(migration, result.map_err(|e| CopyFailure(e.to_string())));
+        } else {
+            self.pass_to_source(migration, SourceEvent::ImagesSent(result));
+        }
+    }
+
+    /// Passes the end of an incoming transfer, with its number of bytes, to the checkpoint part,
+    /// the checkpoint copy, or the migration that it belongs to.
+    fn handle_images_received(&mut self, migration: MigrationId, result: Result<u64, Failure>) {
+        if self.is_snapshot_part(migration) {
+            self.handle_part_received(migration, result.map(|_| ()));
+        } else if self.is_incoming_copy(migration) {
+            let result = result.map(|_| ());
+            self.handle_copy_received(migration, result.map_err(|e| CopyFailure(e.to_string())));
+        } else {
+            self.pass_to_target(migration, TargetEvent::ImagesReceived(result));
         }
     }
 

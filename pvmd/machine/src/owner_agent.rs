@@ -100,8 +100,9 @@ impl Machine {
         ));
     }
 
-    /// Handles the expiry of the last directive of an ended agent. The directive stays in force if
-    /// the daemon expects a load watcher.
+    /// Called when the time limit of an ended agent's last directive is reached. Cancels the
+    /// directive. If a load watcher runs or is being restarted, the directive stays in force and
+    /// the time limit is set again, because the watcher will replace the directive.
     pub(super) fn handle_owner_agent_expiry(&mut self, tid: Tid) {
         let has_remaining_limits = self
             .owner_control

@@ -41,8 +41,8 @@ enum BatchedItem {
     Control(ToTask),
 }
 
-/// The current batch, and the last use of a lease, on which it depends whether messages are
-/// batched.
+/// Messages to the resource manager that are batched. Messages are batched only for some time after
+/// a placement lease was used; the time of the last use is recorded here.
 #[derive(Debug, Default)]
 pub(super) struct RmBatch {
     /// The resource manager whose lease was used last, and the time at which its messages stop

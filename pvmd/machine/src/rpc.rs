@@ -300,17 +300,9 @@ impl Machine {
         id: RequestId,
         host_reply: HostReply,
     ) {
-        let Some(open_request) = self.rpcs.open_requests.remove(&id) else {
+        let Some(open_request) = self.take_open_request(replying_host, id) else {
             return;
         };
-        if open_request.host != replying_host {
-            self.log_warning(format!(
-                "{replying_host} replied to a request that was sent to {}; the reply was dropped",
-                open_request.host
-            ));
-            self.rpcs.open_requests.insert(id, open_request);
-            return;
-        }
         match (host_reply, open_request.purpose) {
             (HostReply::MigratedTo(host), caller) => self.send_host_request(
                 host,
@@ -384,6 +376,20 @@ impl Machine {
                 self.fail_host_request(open_request.request, caller);
             }
         }
+    }
+
+    /// Removes and returns the request of a reply. Returns `None` if there is no such request or if
+    /// it was sent to another host; then the request stays open.
+    fn take_open_request(&mut self, replying_host: HostId, id: RequestId) -> Option<OpenRequest> {
+        let receiving_host = self.rpcs.open_requests.get(&id)?.host;
+        if receiving_host != replying_host {
+            self.log_warning(format!(
+                "{replying_host} replied to a request that was sent to {receiving_host}; \
+                 the reply was dropped"
+            ));
+            return None;
+        }
+        self.rpcs.open_requests.remove(&id)
     }
 
     /// Completes a request whose receiver is lost or does not answer.

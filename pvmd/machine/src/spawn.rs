@@ -173,7 +173,7 @@ impl Machine {
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         if let Err(why) = restart_engine::launch_info_of(&request) {
-            return self.reply_error(tid, id, PvmError::BadParam, why);
+            return self.reply_error(tid, id, PvmError::BadParam, why.to_string());
         }
         let count = request.task_count as usize;
         self.spawns.last_spawn_number += 1;

@@ -10,8 +10,8 @@
 //!   of its program: the connection waits until the task's record has arrived.
 //! - [`Claim::Spawned`] with any other spawn token: treated as [`Claim::NotSpawned`].
 //! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `relocation`).
-//! - [`Claim::DaemonTest`]: a probe for a running daemon. It is refused; a daemon that is halting closes
-//!   the connection without an answer.
+//! - [`Claim::DaemonTest`]: a probe for a running daemon. It is refused; a daemon that is halting
+//!   closes the connection without an answer.
 
 use super::io::Descriptors;
 use super::tasks::{ConnectionPhase, Task};

@@ -563,9 +563,10 @@ impl Machine {
         }
     }
 
-    /// Drains the socket of an exited process that is still open, because another process holds it
-    /// or this daemon has not read everything yet. No written message may be lost, so the shell
-    /// reads the remaining data and then closes the socket.
+    /// Called some time after a process has exited. If its socket is still open, another process
+    /// holds the socket or this daemon has not read everything; the shell then reads the remaining
+    /// data, so that no message is lost, and closes the socket. If the socket is closed, ends the
+    /// task.
     pub(super) fn handle_socket_drain_timeout(&mut self, tid: Tid, spawn_token: Option<i32>) {
         // If the spawn token differs, the task has another process by now.
         let Some(task) = self

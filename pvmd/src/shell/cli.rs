@@ -13,8 +13,10 @@ use pvmd_machine::master_plan;
 use sempa_proto::HostId;
 use sempa_proto::runtime_paths::RuntimePaths;
 use std::io::Write;
+use std::num::ParseIntError;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use thiserror::Error;
 
 /// Size limit of a host file.
 const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
@@ -59,13 +61,18 @@ struct Arguments {
     hostfile: Option<PathBuf>,
 }
 
-fn parse_mask(text: &str) -> Result<u32, String> {
+/// The argument is not a number of 32 bits. No mask is set.
+#[derive(Debug, PartialEq, Eq, Error)]
+#[error("{0}: a mask is a number such as 0x1f")]
+struct MaskError(ParseIntError);
+
+fn parse_mask(text: &str) -> Result<u32, MaskError> {
     let mask = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         Some(hex) => u32::from_str_radix(hex, 16),
         None if text.starts_with('0') => u32::from_str_radix(text, 8),
         None => text.parse(),
     };
-    mask.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
+    mask.map_err(MaskError)
 }
 
 /// Runs the program and returns its exit status. Must be called before the program opens any file.
@@ -89,8 +96,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         bail!(text);
     }
     let uid = getuid().as_raw();
-    let runtime_dir =
-        RuntimePaths::from_env(uid, runtime_paths_variable).map_err(anyhow::Error::msg)?;
+    let runtime_dir = RuntimePaths::from_env(uid, runtime_paths_variable)?;
     let hostfile_lines = arguments
         .hostfile
         .or_else(|| env_var("PVMHOSTFILE").map(PathBuf::from));

@@ -30,7 +30,7 @@ use super::tasker::TaskerProcess;
 use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::allocator;
-use checkpoint::capabilities::{self, Capability};
+use checkpoint::capabilities::{self, CapabilitySet};
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
@@ -88,15 +88,14 @@ pub(crate) struct ReadyDaemon {
 }
 
 /// Capabilities that a daemon retains if it runs as root. Only the tasker is a privileged process.
-const NEEDED_CAPABILITIES: [Capability; 3] = [
+const NEEDED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     // The daemon opens the checkpoint store, the logs and the tasks' programs in folders of other
     // users.
-    Capability::DAC_OVERRIDE,
+    .union(CapabilitySet::DAC_OVERRIDE)
     // The daemon signals tasks that have changed their user.
-    Capability::KILL,
+    .union(CapabilitySet::KILL)
     // The daemon raises the priority of threads that send images.
-    Capability::SYS_NICE,
-];
+    .union(CapabilitySet::SYS_NICE);
 
 /// Runs a daemon until it ends. `announce` is called once the daemon is ready.
 ///
@@ -113,8 +112,7 @@ pub(crate) fn run_daemon(
         bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     // Must happen before other threads start, because each thread has its own capabilities.
     // Programs that the daemon starts as root regain root's capabilities by exec.
-    capabilities::retain_capabilities(capabilities::capability_set(&NEEDED_CAPABILITIES))
-        .context("cannot drop privileges")?;
+    capabilities::retain_capabilities(NEEDED_CAPABILITIES).context("cannot drop privileges")?;
     let log_path =
         env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log_file(), PathBuf::from);
     let log_bytes_max = env_var("PVMDLOGMAX")

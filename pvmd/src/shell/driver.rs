@@ -736,7 +736,8 @@ impl Driver {
         discard_task.abort();
     }
 
-    /// Handles ends of connections until `is_over` returns true or [`FINAL_SEND_TIMEOUT`] has passed.
+    /// Handles ends of connections until `is_over` returns true or [`FINAL_SEND_TIMEOUT`] has
+    /// passed.
     async fn await_connection_ends(&mut self, is_over: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + FINAL_SEND_TIMEOUT;
         while !is_over(self) {

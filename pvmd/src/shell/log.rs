@@ -40,9 +40,10 @@ impl LogThread {
     /// entries of the journal.
     pub(crate) fn collect_events(&mut self, log: &Log) {
         let (filter, filter_error) = Filter::from_env();
-        let host = log.host.daemon_tid().to_string();
+        let daemon_tid_text = log.host.daemon_tid().to_string();
         // On a host without systemd there is no journal, and only the log is written.
-        let journal_connection = sempa_logging::connect_journal(host, filter.max_level());
+        let journal_connection =
+            sempa_logging::connect_journal(daemon_tid_text, filter.max_level());
         let (journal, journal_thread) = journal_connection.ok().unzip();
         self.journal = journal_thread;
         sempa_logging::install_subscriber(log.clone().subscriber(filter, journal), filter_error);

@@ -24,7 +24,7 @@ pub(crate) struct ProgramStateFiles {
     paths: RuntimePaths,
     inputs: InputSender,
     staged_files: StagedByMigration,
-    collect_reservations: Arc<SpaceReservations>,
+    space_reservations: Arc<SpaceReservations>,
 }
 
 fn lock(staged: &StagedByMigration) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
@@ -41,7 +41,7 @@ impl ProgramStateFiles {
             paths,
             inputs,
             staged_files: StagedByMigration::default(),
-            collect_reservations: Arc::default(),
+            space_reservations: Arc::default(),
         }
     }
 
@@ -56,7 +56,7 @@ impl ProgramStateFiles {
     pub(crate) fn collect_files(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
         let (image_dir, space_reservations) = (
             self.paths.image_dir(migration),
-            Arc::clone(&self.collect_reservations),
+            Arc::clone(&self.space_reservations),
         );
         // Created before the thread starts: after a drop, the thread must not create the directory
         // again. If the creation fails, the copy into the directory fails, too.

@@ -1,5 +1,5 @@
-//! Inputs that the loop receives from the sessions with other daemons, and the types of their
-//! content. [`super::session`] produces the inputs, [`super::net`] handles them.
+//! Inputs that the daemon's loop receives from the sessions with other daemons, and the types of
+//! their content. [`super::session`] produces the inputs, [`super::net`] handles them.
 
 use super::outbox::Outbox;
 use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
@@ -10,7 +10,7 @@ use sempa_proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Inputs that the loop receives from the sessions.
+/// Inputs of the daemon's loop from the sessions with other daemons.
 #[derive(Debug)]
 pub(crate) enum NetInput {
     /// A connection has completed its handshake.

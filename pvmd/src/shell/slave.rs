@@ -192,9 +192,9 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
             runtime_paths_variable(name)
         }
     })
-    .map_err(|text| Refusal {
+    .map_err(|name_error| Refusal {
         error: PvmError::CantStart,
-        text,
+        text: name_error.to_string(),
     })?;
     let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log_file() == *log);
     let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log).map_err(|e| {

@@ -38,8 +38,8 @@ impl Part<'_> {
     }
 }
 
-/// Packs the data in `buffer` in place. The data must start after the first [`PART_HEAD_BYTES`] bytes.
-/// Returns the length of the record, including heads.
+/// Packs the data in `buffer` in place. The data must start after the first [`PART_HEAD_BYTES`]
+/// bytes. Returns the length of the record, including heads.
 pub(super) fn pack(buffer: &mut [u8]) -> usize {
     let end = buffer.len();
     assert!(

@@ -559,6 +559,28 @@ fn assert_hosts_reply(task: &mut Task) {
     );
 }
 
+/// Accepts a ring offer with one descriptor. Checks that the accepting message arrives with it.
+fn assert_accept_arrives(accepter: &mut Task, offerer: &mut Task, id: OfferId) {
+    let route_message = RouteMsg::RingAccept { id, slot: 7 };
+    accepter.send_with_descriptors(
+        &[ToDaemon::Route {
+            receiver: offerer.tid(),
+            message: route_message.clone(),
+        }],
+        &[memory_file("bell of b").as_raw_fd()],
+    );
+    let (accept_message, files) = offerer.wait_for_message_with_files();
+    assert_eq!(
+        accept_message,
+        ToTask::Route {
+            sender: accepter.tid(),
+            same_host: true,
+            message: route_message
+        }
+    );
+    assert_eq!(read_contents(files), ["bell of b"]);
+}
+
 /// Descriptors arrive with their message. A message without its announced descriptors closes the
 /// connection.
 #[test]
@@ -604,27 +626,7 @@ fn missing_descriptor_closes_the_connection() {
         for _ in 0..2 {
             assert_hosts_reply(&mut sender);
         }
-        let route_message = RouteMsg::RingAccept {
-            id: OfferId(id),
-            slot: 7,
-        };
-        receiver.send_with_descriptors(
-            &[ToDaemon::Route {
-                receiver: sender.tid(),
-                message: route_message.clone(),
-            }],
-            &[memory_file("bell of b").as_raw_fd()],
-        );
-        let (accept_message, files) = sender.wait_for_message_with_files();
-        assert_eq!(
-            accept_message,
-            ToTask::Route {
-                sender: receiver.tid(),
-                same_host: true,
-                message: route_message
-            }
-        );
-        assert_eq!(read_contents(files), ["bell of b"]);
+        assert_accept_arrives(&mut receiver, &mut sender, OfferId(id));
     }
     let config_request = || ToDaemon::Request {
         id: RequestId(999),

@@ -433,7 +433,7 @@ impl Constraints {
         if text.len() > CONSTRAINTS_BYTES_MAX {
             return Err(ConstraintsError::TooLong);
         }
-        let mut parsed = Self::default();
+        let mut constraints = Self::default();
         for part in text
             .split([';', ','])
             .map(str::trim)
@@ -444,19 +444,19 @@ impl Constraints {
                 .split_once('=')
                 .map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
             match (keyword, value) {
-                ("barrier", None) => parsed.barrier = true,
-                ("same-host", None) => parsed.colocation = Colocation::SameHost,
+                ("barrier", None) => constraints.barrier = true,
+                ("same-host", None) => constraints.colocation = Colocation::SameHost,
                 ("work", Some(span)) => {
-                    parsed.work = Some(parse_duration(span).ok_or_else(invalid_part_error)?)
+                    constraints.work = Some(parse_duration(span).ok_or_else(invalid_part_error)?)
                 }
-                ("spread", None) => parsed.colocation = Colocation::Spread(1),
+                ("spread", None) => constraints.colocation = Colocation::Spread(1),
                 ("spread", Some(tasks_per_host)) => {
                     let tasks_per_host = tasks_per_host
                         .parse()
                         .ok()
                         .filter(|n| *n > 0)
                         .ok_or_else(invalid_part_error)?;
-                    parsed.colocation = Colocation::Spread(tasks_per_host);
+                    constraints.colocation = Colocation::Spread(tasks_per_host);
                 }
                 ("rank", Some(metric_name)) => {
                     let (smallest_first, metric_name) = metric_name
@@ -464,15 +464,17 @@ impl Constraints {
                         .map_or((false, metric_name), |metric_name| {
                             (true, metric_name.trim())
                         });
-                    parsed.rank = Some(Rank {
+                    constraints.rank = Some(Rank {
                         metric: Metric::from_name(metric_name).ok_or_else(invalid_part_error)?,
                         ascending: smallest_first,
                     });
                 }
-                _ => parsed.conditions.push(Arc::new(Condition::parse(part)?)),
+                _ => constraints
+                    .conditions
+                    .push(Arc::new(Condition::parse(part)?)),
             }
         }
-        Ok(parsed)
+        Ok(constraints)
     }
 
     /// Returns the constraints of a spawn, combined from its environment and its `where` argument.

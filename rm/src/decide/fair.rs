@@ -461,18 +461,18 @@ mod tests {
                 .expect("room");
         }
         let mut single_dequeues = fair_share.clone();
-        let mut expected = Vec::new();
+        let mut expected_numbers = Vec::new();
         while let Some((_, next_request)) = single_dequeues.next_requests(hour(2)).first().copied()
         {
             single_dequeues.dequeue(hour(2), next_request.user, next_request.number);
-            expected.push(next_request.number);
+            expected_numbers.push(next_request.number);
         }
         let drained: Vec<u64> = fair_share
             .drain_queue(hour(2))
             .iter()
             .map(|r| r.number)
             .collect();
-        assert_eq!((drained, fair_share.queue_len()), (expected, 0));
+        assert_eq!((drained, fair_share.queue_len()), (expected_numbers, 0));
     }
 
     /// A restored index has decayed since it was stored.

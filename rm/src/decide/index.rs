@@ -227,12 +227,12 @@ impl HostIndex {
         }
         self.migrating_task_count -= entry.migrating_task_count;
         for target in &entry.migration_targets {
-            let remaining = self
+            let remaining_count = self
                 .arriving_task_counts
                 .get_mut(target)
                 .expect("counted when it was put in");
-            *remaining -= 1;
-            if *remaining == 0 {
+            *remaining_count -= 1;
+            if *remaining_count == 0 {
                 self.arriving_task_counts.remove(target);
             }
         }

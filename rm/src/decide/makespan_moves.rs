@@ -64,6 +64,21 @@ impl JobCandidate {
 }
 
 impl JobSim<'_> {
+    /// Returns the time in seconds until task `i` ends if all tasks of its host, `host_tasks`, stay
+    /// there.
+    fn end_on_shared_host(&self, i: usize, host_tasks: &[usize]) -> f64 {
+        let sim_tasks = self.baseline.tasks();
+        let sim_task = sim_tasks[i];
+        // Until shorter tasks end, the host also does their work.
+        let shared_work: f64 = host_tasks
+            .iter()
+            .map(|other| sim_tasks[*other].work_left_s.min(sim_task.work_left_s))
+            .sum();
+        let sim_host = self.baseline.hosts()[sim_task.host];
+        (shared_work / (sim_host.speed * sim_host.processors).max(1e-9))
+            .max(sim_task.work_left_s / sim_host.speed.max(1e-9))
+    }
+
     /// Selects the job whose completion time is optimized. Returns the outcome of the simulation
     /// without a further migration.
     fn select_job(&mut self, job: Tid, snapshot: &Snapshot) -> SimOutcome {
@@ -376,19 +391,14 @@ impl<'a> RebalancePlan<'a> {
             .enumerate()
             .for_each(|(i, sim_task)| tasks_by_host[sim_task.host].push(i));
         let is_in_job = |i: &usize| sim.tasks[*i].job == job;
-        let end_time = |i: usize| {
-            let sim_task = sim_tasks[i];
-            // Until shorter tasks end, the host also does their work.
-            let shared_work: f64 = tasks_by_host[sim_task.host]
-                .iter()
-                .map(|other| sim_tasks[*other].work_left_s.min(sim_task.work_left_s))
-                .sum();
-            let sim_host = sim.baseline.hosts()[sim_task.host];
-            (shared_work / (sim_host.speed * sim_host.processors).max(1e-9))
-                .max(sim_task.work_left_s / sim_host.speed.max(1e-9))
-        };
         let end_time: Vec<f64> = (0..sim_tasks.len())
-            .map(|i| if is_in_job(&i) { end_time(i) } else { 0.0 })
+            .map(|i| {
+                if is_in_job(&i) {
+                    sim.end_on_shared_host(i, &tasks_by_host[sim_tasks[i].host])
+                } else {
+                    0.0
+                }
+            })
             .collect();
         let now = self.snapshot.now;
         let may_migrate = |i: &usize| {
@@ -411,15 +421,11 @@ impl<'a> RebalancePlan<'a> {
                 .filter(|i| !last_tasks.contains(i))
                 .filter(shares_host),
         );
-        let has_steady_load = |host_index: usize| {
-            let (load_min, load_max) = self.hosts[&sim.hosts[host_index]].external_range;
-            load_max - load_min <= EXTERNAL_SPREAD_THREADS_MAX
-        };
-        let has_steady_load: Vec<bool> = (0..sim.hosts.len()).map(has_steady_load).collect();
+        let hosts_with_steady_load = self.hosts_with_steady_load(sim);
         let hosts_allow = |i: usize, target: usize| {
             target != sim_tasks[i].host
-                && has_steady_load[target]
-                && has_steady_load[sim_tasks[i].host]
+                && hosts_with_steady_load[target]
+                && hosts_with_steady_load[sim_tasks[i].host]
         };
         // Returns the time until the task ends on the host if all other tasks stay and share the
         // host with it until then.
@@ -467,6 +473,15 @@ impl<'a> RebalancePlan<'a> {
             .into_iter()
             .map(|(_, candidate)| candidate)
             .collect()
+    }
+
+    /// Returns, for each host of the simulation, true if the load of other programs varies little.
+    fn hosts_with_steady_load(&self, sim: &JobSim<'_>) -> Vec<bool> {
+        let has_steady_load = |host: &HostId| {
+            let (load_min, load_max) = self.hosts[host].external_range;
+            load_max - load_min <= EXTERNAL_SPREAD_THREADS_MAX
+        };
+        sim.hosts.iter().map(has_steady_load).collect()
     }
 
     /// True if every target of the candidate accepts its task.

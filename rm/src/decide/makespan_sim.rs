@@ -96,8 +96,8 @@ const NO_OFFERED_RATE: f64 = -1.0;
 /// ends when `work_done` reaches this sum.
 #[derive(Clone, Copy, Debug)]
 struct HostQueue {
-    /// Task that ends first, or [`NO_TASK`]. [`Simulation::next_tasks`] contains the successor of each
-    /// task.
+    /// Task that ends first, or [`NO_TASK`]. [`Simulation::next_tasks`] contains the successor of
+    /// each task.
     first_task: usize,
     last_task: usize,
     len: usize,

@@ -158,7 +158,8 @@ pub struct Snapshot {
     pub costs: Costs,
     /// Values learned from earlier tasks and migrations.
     pub estimates: Estimates,
-    /// Jobs whose tasks wait for each other at barriers, by the task at the top of the job.
+    /// Jobs whose tasks wait for each other at barriers. Each job is identified by the tid of its
+    /// first task.
     pub barrier_jobs: BTreeSet<Tid>,
     /// All hosts, by ascending id.
     pub hosts: HostList,

@@ -402,16 +402,16 @@ mod tests {
     #[test]
     fn work_left_follows_completed_tasks_of_program() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
-        let remaining = |e: &Estimates, work_seconds| {
+        let remaining_seconds = |e: &Estimates, work_seconds| {
             seconds(e.work_left("worker", Micros::from_secs(work_seconds)))
         };
-        assert_eq!(remaining(&estimates, 30), 30.0);
+        assert_eq!(remaining_seconds(&estimates, 30), 30.0);
         for _ in 0..COMPLETIONS_MIN {
             estimates.record_completion(&program, Micros::from_secs(100));
         }
-        assert!((remaining(&estimates, 30) - 70.0).abs() < 0.01);
+        assert!((remaining_seconds(&estimates, 30) - 70.0).abs() < 0.01);
         assert_eq!(
-            remaining(&estimates, 200),
+            remaining_seconds(&estimates, 200),
             100.0,
             "it has outlived the others"
         );
@@ -509,8 +509,11 @@ mod tests {
         assert_eq!(estimates.expected_bytes("worker", 0), DEFAULT_TASK_BYTES);
         estimates.record_size(&program, 0);
         estimates.record_size(&program, 1 << 30);
-        let expected = estimates.expected_bytes("worker", 0);
-        assert!(expected.abs_diff(1 << 30) < 1 << 10, "{expected}");
+        let expected_bytes = estimates.expected_bytes("worker", 0);
+        assert!(
+            expected_bytes.abs_diff(1 << 30) < 1 << 10,
+            "{expected_bytes}"
+        );
         assert_eq!(
             (
                 estimates.expected_bytes("worker", 7),

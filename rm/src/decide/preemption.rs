@@ -70,8 +70,8 @@ pub fn select_victims(
             fair.user_index(now, request.user),
             fair.user_index(now, user),
         );
-        let remaining = selection.select_singles(index.preemptible_tasks(user), &why);
-        selection.select_groups(remaining, &why);
+        let remaining_tasks = selection.select_singles(index.preemptible_tasks(user), &why);
+        selection.select_groups(remaining_tasks, &why);
     }
     selection.victims
 }
@@ -94,7 +94,7 @@ impl VictimSelection<'_> {
         tasks: impl Iterator<Item = (Tid, HostId)>,
         why: &str,
     ) -> Vec<(Tid, HostId)> {
-        let mut remaining = Vec::new();
+        let mut remaining_tasks = Vec::new();
         for (tid, host) in tasks {
             if self.is_complete() {
                 break;
@@ -106,10 +106,10 @@ impl VictimSelection<'_> {
                     why: why.to_string(),
                 });
             } else {
-                remaining.push((tid, host));
+                remaining_tasks.push((tid, host));
             }
         }
-        remaining
+        remaining_tasks
     }
 
     /// Selects groups of tasks on one host that free a slot only if all tasks of the group are
@@ -144,9 +144,9 @@ impl VictimSelection<'_> {
 /// slow task is better than a suspended one. In this case too, the task resumes on its current
 /// host, unless a task of another user has started there since the suspension.
 ///
-/// Resuming tasks does not delay waiting requests. A request that found no host while these tasks
-/// were suspended would find none if they stayed suspended. If suspending them helps a later
-/// request, they are preempted again.
+/// Waiting requests need not be considered: they found no host although these tasks were
+/// suspended, so they do not need the processors. If a later request needs them, the tasks are
+/// preempted again. Only tasks that have been suspended for `PREEMPTED_TIME_MIN` are selected.
 pub fn select_resumable(
     snapshot: &Snapshot,
     preempted_at: &BTreeMap<Tid, Micros>,

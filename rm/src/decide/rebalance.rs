@@ -139,7 +139,7 @@ impl<'a> RebalancePlan<'a> {
             .values()
             .flat_map(|(host, _)| &host.tasks)
             .filter(|task| task.computes());
-        let expected: BTreeMap<Tid, ExpectedWork> = tasks
+        let expected_works: BTreeMap<Tid, ExpectedWork> = tasks
             .map(|task| (task.tid, expected_work(snapshot, task)))
             .collect();
         let planned_host = |(host, load): &(&'a HostView, HostLoad)| {
@@ -178,7 +178,7 @@ impl<'a> RebalancePlan<'a> {
                     .for_each(|planned_host| {
                         planned_host
                             .works_left_s
-                            .push(expected[&task.tid].work_left_s)
+                            .push(expected_works[&task.tid].work_left_s)
                     });
             }
         }
@@ -195,7 +195,7 @@ impl<'a> RebalancePlan<'a> {
         RebalancePlan {
             snapshot,
             hosts: planned_hosts,
-            expected_work: expected,
+            expected_work: expected_works,
             declared_jobs: no_jobs,
             fixed_jobs: jobs_without_gain,
             targets_by_task: no_migrations,

@@ -143,11 +143,11 @@ impl PlannedHost<'_> {
         else {
             return self.completion_sum(external);
         };
-        let remaining = self.works_left_s[..index]
+        let remaining_works_s = self.works_left_s[..index]
             .iter()
             .chain(&self.works_left_s[index + 1..]);
         self.sim_host(external)
-            .completion_sum(self.works_left_s.len() - 1, remaining.copied())
+            .completion_sum(self.works_left_s.len() - 1, remaining_works_s.copied())
     }
 
     /// Returns the sum of the completion times in seconds if a task with the remaining work

@@ -5,13 +5,35 @@ use super::{
     MigrationStatus, Model, NOT_CONNECTED_DELAY, RECENT_MIGRATIONS_MAX, TARGET_RETRY_MAX,
     TARGET_RETRY_MIN,
 };
-use crate::decide::{COOLDOWN, Obstacle, REBALANCES_WINDOW};
+use crate::decide::{COOLDOWN, MigrationSample, Obstacle, REBALANCES_WINDOW};
 use libpvm::MigrateError;
 use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 impl Model {
-    pub(super) fn record_migration(
+    /// Records a completed migration and its measurements, and compares its cost with the
+    /// prediction.
+    pub(super) fn record_measured_migration(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        target: HostId,
+        cause: &MigrationCause,
+        sample: &MigrationSample,
+    ) {
+        self.snapshot.estimates.record_migration(sample);
+        self.record_migration(now, tid, target, cause, sample.resident_bytes);
+        if let Some(task) = self.tasks.get(&tid) {
+            let cost = self
+                .snapshot
+                .estimates
+                .actual_cost(sample.resident_bytes, sample.time_until_complete);
+            self.pending_predictions
+                .record_arrival(now, tid, target, (task.work_done, cost));
+        }
+    }
+
+    fn record_migration(
         &mut self,
         now: Micros,
         tid: Tid,

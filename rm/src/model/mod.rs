@@ -638,20 +638,24 @@ impl Model {
             .map(|(id, _)| *id)
     }
 
+    /// Records that the event with this number was applied. Requests new lists if events before it
+    /// were missed.
+    fn record_event_number(&mut self, number: u64) {
+        match self.last_event_number {
+            Some(last_number) if number <= last_number => {}
+            Some(last_number) if number == last_number + 1 => self.last_event_number = Some(number),
+            None => self.last_event_number = Some(number),
+            Some(_) => {
+                self.needs_refresh = true;
+                self.last_event_number = Some(number);
+            }
+        }
+    }
+
     /// Applies an entry of the event log. If entries before it were missed, new lists of hosts and
     /// tasks are needed ([`Model::is_stale`]).
     pub fn apply_event(&mut self, now: Micros, event: &Event) {
-        match self.last_event_number {
-            Some(last_number) if event.number <= last_number => {}
-            Some(last_number) if event.number == last_number + 1 => {
-                self.last_event_number = Some(event.number)
-            }
-            None => self.last_event_number = Some(event.number),
-            Some(_) => {
-                self.needs_refresh = true;
-                self.last_event_number = Some(event.number);
-            }
-        }
+        self.record_event_number(event.number);
         match &event.kind {
             EventKind::HostGone { host, .. } => self.remove_host(*host),
             EventKind::TaskStarted {
@@ -708,33 +712,15 @@ impl Model {
                 transfer_time: time_until_complete,
                 ..
             } => {
-                let (link_pair, slowness) = (
-                    self.host_pair(*source, *target_host),
-                    self.snapshot.slowness(*source, *target_host),
-                );
-                let (images_size, memory_size, frozen, time_until_complete) =
-                    (*bytes, *memory_size, *frozen, *time_until_complete);
-                self.snapshot.estimates.record_migration(&MigrationSample {
-                    pair: link_pair,
-                    slowness,
-                    image_bytes: images_size,
-                    resident_bytes: memory_size,
-                    freeze_time: frozen,
-                    time_until_complete,
-                });
-                self.record_migration(now, *tid, *target_host, cause, memory_size);
-                if let Some(task) = self.tasks.get(tid) {
-                    let cost = self
-                        .snapshot
-                        .estimates
-                        .actual_cost(memory_size, time_until_complete);
-                    self.pending_predictions.record_arrival(
-                        now,
-                        *tid,
-                        *target_host,
-                        (task.work_done, cost),
-                    );
-                }
+                let sample = MigrationSample {
+                    pair: self.host_pair(*source, *target_host),
+                    slowness: self.snapshot.slowness(*source, *target_host),
+                    image_bytes: *bytes,
+                    resident_bytes: *memory_size,
+                    freeze_time: *frozen,
+                    time_until_complete: *time_until_complete,
+                };
+                self.record_measured_migration(now, *tid, *target_host, cause, &sample);
             }
             EventKind::MigrationFailed {
                 tid,

@@ -122,14 +122,14 @@ impl<V: VmApi> Service<V> {
             else {
                 continue;
             };
-            let sorted = |hosts: &[HostId]| {
+            let sort_hosts = |hosts: &[HostId]| {
                 let mut hosts = hosts.to_vec();
                 hosts.sort_unstable();
                 hosts
             };
             // Only the sets of hosts are compared, because the order in which a task uses the hosts
             // has little effect.
-            if sorted(&hosts) != sorted(&granted_hosts) {
+            if sort_hosts(&hosts) != sort_hosts(&granted_hosts) {
                 self.send_grant(task, hosts, attempt);
             }
         }

@@ -314,23 +314,23 @@ impl<V: VmApi> Service<V> {
                 next_deadline_time.since(now)
             })
             .min(DEADLINE_CHECK_INTERVAL);
-        let received = self
+        let receive_result = self
             .vm
             .recv(Duration::from_micros(wait_time.0))
             .inspect_err(|_| self.history.writer.close());
-        let mut received = received.map_err(ServiceError::Stopped)?;
+        let mut received_message = receive_result.map_err(ServiceError::Stopped)?;
         let mut messages_left = REPORT_BATCH_MAX;
-        while let Some(message) = received.take() {
+        while let Some(message) = received_message.take() {
             self.handle_message(&message)
                 .inspect_err(|_| self.history.writer.close())?;
             messages_left -= 1;
             // Daemons send task reports in batches. Decisions are made once after the whole batch.
             if messages_left > 0 && is_task_report(&message) {
-                let next_message = self
+                let receive_result = self
                     .vm
                     .recv(Duration::ZERO)
                     .inspect_err(|_| self.history.writer.close());
-                received = next_message.map_err(ServiceError::Stopped)?;
+                received_message = receive_result.map_err(ServiceError::Stopped)?;
             }
         }
         self.make_due_decisions();
@@ -472,7 +472,7 @@ impl<V: VmApi> Service<V> {
                 let earlier_wait = first_sent_at.map_or(Micros(0), |first_sent_at| {
                     self.vm.wall_clock().since(first_sent_at)
                 });
-                let incoming = IncomingSpawn {
+                let incoming_spawn = IncomingSpawn {
                     requester: message.src,
                     wait_id: message.wid,
                     caller_host,
@@ -485,19 +485,19 @@ impl<V: VmApi> Service<V> {
                     let reason = format!("job {job}, which it belongs to, is being ended");
                     return self.spawns.reply_error_and_log(
                         self.vm.now(),
-                        &incoming,
+                        &incoming_spawn,
                         PvmError::Denied,
                         reason,
                     );
                 }
                 self.record_input(|| RecordedInput::Spawn {
-                    request_id: (incoming.requester, incoming.wait_id),
+                    request_id: (incoming_spawn.requester, incoming_spawn.wait_id),
                     caller_host,
                     user,
                     job,
-                    request: incoming.request.clone(),
+                    request: incoming_spawn.request.clone(),
                 });
-                self.spawns.accept_request(self.vm.now(), incoming);
+                self.spawns.accept_request(self.vm.now(), incoming_spawn);
             }
             Err(error) => self.spawns.reply_error(message.src, message.wid, error),
         }

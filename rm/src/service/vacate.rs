@@ -359,20 +359,20 @@ impl<V: VmApi> Service<V> {
             .find(|(_, tasks)| tasks.contains(&tid))
             .map(|(job, _)| *job);
         let stored_history = &self.history.writer.history;
-        let vacated = stored_history
+        let vacated_job = stored_history
             .vacated_job_of(tid)
             .or_else(|| stored_history.vacated_job_of(job_of_task?));
         let Some(VacatedJob {
             job,
             checkpoint: checkpoint_name,
             ..
-        }) = vacated.cloned()
+        }) = vacated_job.cloned()
         else {
-            let being_vacated =
+            let vacating_job =
                 job_of_task.filter(|job| self.vacate_state.retry_at.contains_key(job));
             self.vacate_state
                 .cancellation_requesters
-                .extend(being_vacated.map(|job| (job, requester)));
+                .extend(vacating_job.map(|job| (job, requester)));
             return RmReply::NotFound;
         };
         let (now, is_restarting) = (self.vm.now(), self.vacate_state.current_restart.as_ref());
@@ -383,7 +383,7 @@ impl<V: VmApi> Service<V> {
             self.history
                 .writer
                 .history
-                .remove_vacated(|vacated| vacated.checkpoint == checkpoint_name);
+                .remove_vacated(|vacated_job| vacated_job.checkpoint == checkpoint_name);
             self.vacate_state.restart_backoffs.remove(&checkpoint_name);
             self.log_note(format!(
                 "job {job} is not restarted ({requester} asked for it); its checkpoint {checkpoint_name} remains"

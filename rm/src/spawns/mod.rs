@@ -633,10 +633,10 @@ impl Spawns {
             && spawn.attempts.len() == 1;
         let all_started = placed_at_once && results.iter().all(Result::is_ok);
         let grant_output = all_started.then(|| SpawnOutput::ConsiderGrant(spawn.incoming.clone()));
-        let incoming = spawn.incoming;
+        let incoming_spawn = spawn.incoming;
         self.outputs.push_back(SpawnOutput::Reply {
-            requester: incoming.requester,
-            wid: incoming.wait_id,
+            requester: incoming_spawn.requester,
+            wid: incoming_spawn.wait_id,
             body: pack_tids(&results),
         });
         let hosts: Vec<HostId> = spawn.task_hosts.into_iter().flatten().collect();
@@ -656,15 +656,15 @@ impl Spawns {
                 .unwrap_or_else(|| host.to_string())
         };
         let started_hosts = started_tasks.map(|(tid, host)| (tid, name(host))).collect();
-        let total_wait = incoming.earlier_wait + spawn.placed_at.since(spawn.accepted_at);
-        self.outputs.push_back(incoming.decision_output(
+        let total_wait = incoming_spawn.earlier_wait + spawn.placed_at.since(spawn.accepted_at);
+        self.outputs.push_back(incoming_spawn.decision_output(
             started_hosts,
             first_error.copied(),
             total_wait,
             spawn.attempts,
         ));
         let event = match (first_error, hosts.is_empty()) {
-            (Some(error), true) => incoming.failure_event(*error, &reasons),
+            (Some(error), true) => incoming_spawn.failure_event(*error, &reasons),
             (Some(error), false) => {
                 let failed_count = results.len() - hosts.len();
                 let reasons = format!(
@@ -672,13 +672,13 @@ impl Spawns {
                     results.len()
                 );
                 EventKind::Placed {
-                    name: incoming.request.program,
+                    name: incoming_spawn.request.program,
                     hosts,
                     why: reasons,
                 }
             }
             (None, _) => EventKind::Placed {
-                name: incoming.request.program,
+                name: incoming_spawn.request.program,
                 hosts,
                 why: reasons,
             },

@@ -118,11 +118,11 @@ impl Spawns {
     /// Returns a sentence that describes the reservation of this host; `None` if the host is not
     /// reserved.
     pub fn describe_reservation(&self, host: HostId) -> Option<String> {
-        let current = self
+        let reservation = self
             .reservation
             .as_ref()
-            .filter(|current| current.hosts.contains(&host))?;
-        let spawn = self.pending_spawns.get(&current.request_number)?;
+            .filter(|reservation| reservation.hosts.contains(&host))?;
+        let spawn = self.pending_spawns.get(&reservation.request_number)?;
         let (count, file, requesting_task) = (
             spawn.unplaced_tasks.len(),
             &spawn.incoming.request.program,
@@ -156,12 +156,12 @@ impl Spawns {
             requester: requesting_task,
             ..
         } = spawn.incoming;
-        let current = self
+        let other_reservation = self
             .reservation
             .as_ref()
-            .filter(|current| current.request_number != number);
-        let is_taken = current.is_some_and(|current| {
-            !current.is_ignored_by(now, &self.fair_share, spawn.incoming.user)
+            .filter(|other_reservation| other_reservation.request_number != number);
+        let is_taken = other_reservation.is_some_and(|other_reservation| {
+            !other_reservation.is_ignored_by(now, &self.fair_share, spawn.incoming.user)
         });
         if now.since(spawn.accepted_at) + waited < RESERVATION_DELAY || is_taken {
             return;
@@ -175,7 +175,7 @@ impl Spawns {
         if self
             .reservation
             .as_ref()
-            .is_none_or(|current| current.request_number != number)
+            .is_none_or(|reservation| reservation.request_number != number)
         {
             let (count, file) = (spawn.unplaced_tasks.len(), &request.program);
             let consequence = if limited_user_and_job.is_some() {

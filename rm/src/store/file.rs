@@ -281,12 +281,12 @@ impl HistoryFile {
 /// Returns the path to which a file that cannot be read is renamed. The path contains the current
 /// time.
 fn renamed_path(path: &Path) -> PathBuf {
-    let now = SystemTime::now()
+    let now_ms = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
         .as_millis();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!("{name}.broken-{now}"))
+    path.with_file_name(format!("{name}.broken-{now_ms}"))
 }
 
 /// Runs in the writer thread: writes each batch in one transaction until the handle is closed.
@@ -294,7 +294,7 @@ fn run_writer(
     mut db: Database,
     path: &Path,
     queue: &Receiver<Batch>,
-    report_error: &SyncSender<String>,
+    error_sender: &SyncSender<String>,
 ) {
     let (mut error_reported, mut compact_at) = (false, COMPACTION_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
@@ -308,7 +308,7 @@ fn run_writer(
             Err(_) if error_reported => {}
             Err(error) => {
                 error_reported = true;
-                drop(report_error.try_send(error.to_string()));
+                drop(error_sender.try_send(error.to_string()));
             }
         }
     }

@@ -79,7 +79,8 @@ impl HistoryWriter {
         }
     }
 
-    /// Returns the time at which [`HistoryWriter::send_changes`] is due; `None` if no write is scheduled.
+    /// Returns the time at which [`HistoryWriter::send_changes`] is due; `None` if no write is
+    /// scheduled.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.next_write_at
     }

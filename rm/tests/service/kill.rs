@@ -47,6 +47,35 @@ fn report_task_ended(bed: &mut TestBed, tid: Tid) {
     );
 }
 
+/// Reports that a task which the top task of the job has spawned begins to run.
+fn report_task_started(bed: &mut TestBed, tid: Tid, top_task: Tid) {
+    let kind = EventKind::TaskStarted {
+        tid,
+        parent: top_task,
+        name: "worker".into(),
+        user: 0,
+    };
+    bed.state().log_event(host_id(1), kind);
+}
+
+/// Asserts that a spawn by the task `caller` is refused because its job is being ended.
+fn assert_spawn_is_refused(bed: &mut TestBed, caller: Tid, top_task: Tid) {
+    bed.state().request_spawn_by(caller, 5, &request(1));
+    bed.process_inbox();
+    assert!(
+        bed.state().take_start_orders().is_empty(),
+        "it starts nothing any more"
+    );
+    let refusal_text = format!(
+        "worker was not started for {caller}: Permission denied (job {top_task}, which it belongs to,"
+    );
+    let notes = bed.state().recorded_notes();
+    assert!(
+        notes.iter().any(|note| note.starts_with(&refusal_text)),
+        "{notes:?}"
+    );
+}
+
 /// All tasks of a job of [`TASK_COUNT`] tasks get SIGTERM. The remaining ones get SIGKILL until no
 /// task is left.
 #[test]
@@ -74,30 +103,9 @@ fn large_job_is_terminated_then_killed() {
     );
     // The job spawns one more task, and the spawn is refused. A task that was being started begins
     // to run.
-    bed.state()
-        .request_spawn_by(task_id(2, 600), 5, &request(1));
-    bed.process_inbox();
-    assert!(
-        bed.state().take_start_orders().is_empty(),
-        "it starts nothing any more"
-    );
-    let refusal_text = format!(
-        "worker was not started for {}: Permission denied (job {top_task}, which it belongs to,",
-        task_id(2, 600)
-    );
-    let notes = bed.state().recorded_notes();
-    assert!(
-        notes.iter().any(|note| note.starts_with(&refusal_text)),
-        "{notes:?}"
-    );
+    assert_spawn_is_refused(&mut bed, task_id(2, 600), top_task);
     let late_task = task_id(1, 8000);
-    let kind = EventKind::TaskStarted {
-        tid: late_task,
-        parent: top_task,
-        name: "worker".into(),
-        user: 0,
-    };
-    bed.state().log_event(host_id(1), kind);
+    report_task_started(&mut bed, late_task, top_task);
     // All but three tasks end.
     let remaining_tids = [top_task, task_id(2, 101), task_id(2, 102)];
     terminated
@@ -144,13 +152,7 @@ fn large_job_is_terminated_then_killed() {
     bed.advance(Micros::from_secs(30));
     assert!(bed.state().signals.is_empty());
     // A task whose start took very long is ended, too.
-    let kind = EventKind::TaskStarted {
-        tid: task_id(1, 8001),
-        parent: top_task,
-        name: "worker".into(),
-        user: 0,
-    };
-    bed.state().log_event(host_id(1), kind);
+    report_task_started(&mut bed, task_id(1, 8001), top_task);
     bed.process_inbox();
     assert_eq!(bed.state().signals, [(task_id(1, 8001), 15)]);
 }

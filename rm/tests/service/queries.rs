@@ -340,7 +340,8 @@ fn host_query_reports_current_exclusion() {
     );
 }
 
-/// A query reports the load of a host without a watcher as unknown. A lost host has no state.
+/// A query reports that the load of a host without a load watcher is unknown, and reports a lost
+/// host as [`HostState::Gone`].
 #[test]
 fn host_query_reports_unknown_load_and_lost_host() {
     let vm = fake_vm(2);

@@ -21,7 +21,7 @@ struct BusyHosts {
     bed: TestBed,
     running_tids: VecDeque<Tid>,
     last_wait_id: i32,
-    small_start_count: u32,
+    small_task_start_count: u32,
 }
 
 impl BusyHosts {
@@ -44,14 +44,14 @@ impl BusyHosts {
             bed,
             running_tids: VecDeque::new(),
             last_wait_id: 1000,
-            small_start_count: 0,
+            small_task_start_count: 0,
         };
-        (0..4).for_each(|_| busy_hosts.request_small());
+        (0..4).for_each(|_| busy_hosts.request_small_task());
         assert_eq!(busy_hosts.running_tids.len(), 4);
         busy_hosts
     }
 
-    fn request_small(&mut self) {
+    fn request_small_task(&mut self) {
         self.last_wait_id += 1;
         self.bed
             .state()
@@ -76,7 +76,7 @@ impl BusyHosts {
             }
             if order.request.task_count == 1 {
                 self.running_tids.extend(&tids);
-                self.small_start_count += 1;
+                self.small_task_start_count += 1;
             }
         }
         self.bed.process_inbox();
@@ -84,7 +84,7 @@ impl BusyHosts {
 
     /// Simulates ten seconds: a small task is requested, and then the oldest running one ends.
     fn advance_ten_seconds(&mut self) {
-        self.request_small();
+        self.request_small_task();
         if let Some(tid) = self.running_tids.pop_front() {
             let host = tid.birth_host().expect("a task");
             self.bed.state().log_event(
@@ -120,7 +120,7 @@ fn assert_reservation(
 ) {
     busy_hosts.bed.state().request_spawn(7, large_request);
     busy_hosts.bed.process_inbox();
-    let starts_before = busy_hosts.small_start_count;
+    let starts_before = busy_hosts.small_task_start_count;
     for _ in 0..RESERVATION_DELAY.0 / 10_000_000 - 1 {
         busy_hosts.advance_ten_seconds();
     }
@@ -130,9 +130,9 @@ fn assert_reservation(
         "small ones always came first"
     );
     assert!(
-        busy_hosts.small_start_count > starts_before + 5,
+        busy_hosts.small_task_start_count > starts_before + 5,
         "and they have got their places: {}",
-        busy_hosts.small_start_count - starts_before
+        busy_hosts.small_task_start_count - starts_before
     );
     for _ in 0..8 {
         busy_hosts.advance_ten_seconds();
@@ -155,12 +155,13 @@ fn assert_reservation(
         "said once"
     );
     let (starts_until_reply, last_wait_id) =
-        (busy_hosts.small_start_count, busy_hosts.last_wait_id);
+        (busy_hosts.small_task_start_count, busy_hosts.last_wait_id);
     for _ in 0..6 {
         busy_hosts.advance_ten_seconds();
     }
     assert!(
-        busy_hosts.small_start_count > starts_until_reply && busy_hosts.last_wait_id > last_wait_id,
+        busy_hosts.small_task_start_count > starts_until_reply
+            && busy_hosts.last_wait_id > last_wait_id,
         "small ones go on"
     );
 }
@@ -302,7 +303,7 @@ fn spawn_above_limit_is_refused_at_once() {
     );
     let (ended_tids, starts_before) = (
         std::mem::take(&mut busy_hosts.running_tids),
-        busy_hosts.small_start_count,
+        busy_hosts.small_task_start_count,
     );
     for tid in ended_tids {
         let host = tid.birth_host().expect("a task");
@@ -316,9 +317,9 @@ fn spawn_above_limit_is_refused_at_once() {
         );
     }
     busy_hosts.bed.process_inbox();
-    busy_hosts.request_small();
+    busy_hosts.request_small_task();
     assert_eq!(
-        busy_hosts.small_start_count,
+        busy_hosts.small_task_start_count,
         starts_before + 1,
         "later ones do not wait for it"
     );
@@ -340,9 +341,9 @@ fn no_reservation_for_impossible_spawn() {
     }
     assert_eq!(busy_hosts.bed.state().spawn_reply(7), None);
     assert!(
-        busy_hosts.small_start_count > 15,
+        busy_hosts.small_task_start_count > 15,
         "the others go on: {}",
-        busy_hosts.small_start_count
+        busy_hosts.small_task_start_count
     );
     assert!(
         !busy_hosts

@@ -1,6 +1,6 @@
 //! Simulates a week of a thousand desktop machines and computes its statistics.
 
-use crate::pool::{DAY_S, DesktopPool, HOUR_S, MeasuredTimes, PoolJob};
+use crate::desktop_pool::{DAY_S, DesktopPool, HOUR_S, MeasuredTimes, PoolJob};
 use serde::Serialize;
 use std::fmt::Write;
 

@@ -8,7 +8,9 @@ use checkpoint::proc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use procfs::process::Process;
 use sempa_proto::frame::{FrameDecoder, encode_control};
-use sempa_proto::tasker::{FromTasker, TaskStart, TaskerCapabilities, ToTasker};
+use sempa_proto::tasker::{
+    EngineUnavailable, FreezerUnavailable, FromTasker, TaskStart, TaskerCapabilities, ToTasker,
+};
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -74,8 +76,8 @@ impl Tasker {
             .expect("timeout");
         let empty_capabilities = TaskerCapabilities {
             pid_namespaces: false,
-            engine_version: Err(String::new()),
-            freezer: Err(String::new()),
+            engine_version: Err(EngineUnavailable(String::new())),
+            freezer: Err(FreezerUnavailable(String::new())),
         };
         let mut tasker = Self {
             child,

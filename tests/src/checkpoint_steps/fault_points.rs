@@ -93,8 +93,8 @@ pub(super) fn round_points(round: usize) -> Vec<FaultPoint> {
         .collect()
 }
 
-/// Number of rounds in which a test injects one fault into one victim. If [`tests_all_cases`] is true, the
-/// test runs [`full_round_count`] rounds instead.
+/// Number of rounds in which a test injects one fault into one victim. If [`tests_all_cases`] is
+/// true, the test runs [`full_round_count`] rounds instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoundSample {
     /// One round, with half of `CONCURRENT_POINTS`.

@@ -594,14 +594,14 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
         &vm,
         "load watcher of h2 ended soon after its start 3 times in a row",
     );
-    let check_logged = || {
+    let check_error_logged = || {
         if vm.events_and_logs().contains("unknown field `corse`") {
             Ok(())
         } else {
             Err(vm.events_and_logs())
         }
     };
-    wait_for(TIMEOUT, check_logged).or_panic_with_logs(&vm);
+    wait_for(TIMEOUT, check_error_logged).or_panic_with_logs(&vm);
     vm.halt_and_wait().expect("halts");
 }
 

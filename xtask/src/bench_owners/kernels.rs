@@ -481,16 +481,16 @@ mod tests {
             Some(TimePurpose::Program)
         );
         child.kill().expect("killed");
-        let has_no_memory = || {
+        let check_memory_released = || {
             read_counts(child.id())
                 .filter(|reading| reading.purpose == TimePurpose::Exit)
                 .ok_or("it has memory")
         };
-        let has_no_memory = sempa_tests::wait_for(Duration::from_secs(60), || {
-            has_no_memory().map_err(str::to_string)
+        let memory_release_result = sempa_tests::wait_for(Duration::from_secs(60), || {
+            check_memory_released().map_err(str::to_string)
         });
         child.wait().expect("it has ended");
-        has_no_memory.expect("killed");
+        memory_release_result.expect("killed");
     }
 
     /// The process of this test is not traced, so its time is the program's.

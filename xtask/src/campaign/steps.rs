@@ -85,10 +85,15 @@ impl CampaignStep {
     }
 
     /// Returns a step that runs one test with the seed `test_seed`.
-    fn for_test(part: &'static str, test: &Test, test_seed: u64, skips: &mut SkipDecider) -> Self {
+    fn for_test(
+        part: &'static str,
+        test: &Test,
+        test_seed: u64,
+        skip_decider: &mut SkipDecider,
+    ) -> Self {
         let skip = test
             .is_ignored
-            .then(|| skips.skip_reason(&test.binary, &test.name));
+            .then(|| skip_decider.skip_reason(&test.binary, &test.name));
         Self {
             id: format!("{part}/{}/{}/{test_seed}", test.binary, test.name),
             part,
@@ -123,17 +128,17 @@ fn to_strings(arguments: &[&str]) -> Vec<String> {
 pub(super) fn all_steps(
     tests: &[Test],
     seed: u64,
-    skips: &mut SkipDecider,
+    skip_decider: &mut SkipDecider,
     profile: &str,
 ) -> Vec<CampaignStep> {
     let mut steps = Vec::new();
     for part in CAMPAIGN_PARTS {
         match part {
             "models" => steps.push(model_checker_step(profile)),
-            "fuzz" => steps.extend(fuzz_steps(tests, seed, skips)),
-            "properties" => steps.extend(property_steps(tests, seed, skips)),
+            "fuzz" => steps.extend(fuzz_steps(tests, seed, skip_decider)),
+            "properties" => steps.extend(property_steps(tests, seed, skip_decider)),
             "release" => steps.push(release_step()),
-            _ => steps.extend(binary_steps(part, tests, seed, skips)),
+            _ => steps.extend(binary_steps(part, tests, seed, skip_decider)),
         }
         if part == "soak" {
             let arguments = [
@@ -147,7 +152,7 @@ pub(super) fn all_steps(
                 "soak",
             ];
             let mut soak = CampaignStep::for_cargo(part, "bench soak", &arguments);
-            soak.skip_reason = skips.skip_reason("sempa-tests::soak", "");
+            soak.skip_reason = skip_decider.skip_reason("sempa-tests::soak", "");
             steps.push(soak);
         }
     }
@@ -174,7 +179,7 @@ fn model_checker_step(profile: &str) -> CampaignStep {
 
 /// Returns [`FUZZ_STEP_COUNT`] steps that pass random inputs to all parsers. Each step has a
 /// different seed.
-fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
+fn fuzz_steps(tests: &[Test], seed: u64, skip_decider: &mut SkipDecider) -> Vec<CampaignStep> {
     let input_tests = tests
         .iter()
         .filter(|test| test.binary == "sempa-fuzz::inputs");
@@ -185,7 +190,7 @@ fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<Campaig
                 .wrapping_mul(FUZZ_STEP_COUNT)
                 .wrapping_add(seed_offset)
                 .max(1);
-            let mut step = CampaignStep::for_test("fuzz", test, step_seed, skips);
+            let mut step = CampaignStep::for_test("fuzz", test, step_seed, skip_decider);
             step.env
                 .push(("SEMPA_FUZZ_INPUTS", INPUTS_PER_FUZZ_STEP.to_string()));
             step.env.push(("SEMPA_FUZZ_SEED", step_seed.to_string()));
@@ -197,7 +202,7 @@ fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<Campaig
 
 /// Returns steps that run the tests of [`PROPERTY_PACKAGES`] with more cases and with several
 /// seeds.
-fn property_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
+fn property_steps(tests: &[Test], seed: u64, skip_decider: &mut SkipDecider) -> Vec<CampaignStep> {
     let has_properties = |test: &&Test| {
         let package = test.binary.split("::").next().unwrap_or_default();
         PROPERTY_PACKAGES.contains(&package) && !test.is_ignored
@@ -209,7 +214,7 @@ fn property_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<Cam
     for test in binaries {
         for seed_offset in 0..SEEDS_PER_TEST {
             let step_seed = seed.wrapping_add(seed_offset);
-            let mut step = CampaignStep::for_test("properties", test, step_seed, skips);
+            let mut step = CampaignStep::for_test("properties", test, step_seed, skip_decider);
             step.id = format!("properties/{}/{step_seed}", test.binary);
             step.arguments = to_strings(&["--test-threads", "2"]);
             step.env.push(("PROPTEST_RNG_SEED", step_seed.to_string()));
@@ -226,7 +231,7 @@ fn binary_steps(
     part: &'static str,
     tests: &[Test],
     seed: u64,
-    skips: &mut SkipDecider,
+    skip_decider: &mut SkipDecider,
 ) -> Vec<CampaignStep> {
     let binaries = PART_BINARIES
         .iter()
@@ -243,7 +248,7 @@ fn binary_steps(
                 part,
                 test,
                 seed.wrapping_add(seed_offset),
-                skips,
+                skip_decider,
             ));
         }
     }

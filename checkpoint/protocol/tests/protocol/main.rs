@@ -513,27 +513,7 @@ impl Simulation {
                 HostId::MASTER,
                 SimEvent::Report(host(2), id, report),
             ),
-            SourceOutput::Inspect => {
-                let (refuses_task, supports_post_copy) =
-                    (self.faults.refuses_task, self.faults.uses_post_copy);
-                let supports_pre_copy = self.faults.uses_pre_copy;
-                self.schedule_tasker_answer((), move |_| {
-                    SimEvent::Source(SourceEvent::Inspected(if refuses_task {
-                        Err(Refusal::Pinned)
-                    } else {
-                        let facts = TaskFacts {
-                            memory_bytes: RESIDENT_BYTES,
-                            ..TaskFacts::default()
-                        };
-                        Ok(InspectedTask {
-                            supports_post_copy,
-                            supports_pre_copy,
-                            facts,
-                            ..InspectedTask::default()
-                        })
-                    }))
-                });
-            }
+            SourceOutput::Inspect => self.inspect_task(),
             SourceOutput::OpenMemoryStream => {
                 assert!(
                     !std::mem::replace(&mut self.is_memory_stream_open, true),
@@ -596,6 +576,29 @@ impl Simulation {
             }
             SourceOutput::Done => self.source = None,
         }
+    }
+
+    /// Answers an inspection request for the task, as the faults of the run determine.
+    fn inspect_task(&mut self) {
+        let (refuses_task, supports_post_copy) =
+            (self.faults.refuses_task, self.faults.uses_post_copy);
+        let supports_pre_copy = self.faults.uses_pre_copy;
+        self.schedule_tasker_answer((), move |_| {
+            SimEvent::Source(SourceEvent::Inspected(if refuses_task {
+                Err(Refusal::Pinned)
+            } else {
+                let facts = TaskFacts {
+                    memory_bytes: RESIDENT_BYTES,
+                    ..TaskFacts::default()
+                };
+                Ok(InspectedTask {
+                    supports_post_copy,
+                    supports_pre_copy,
+                    facts,
+                    ..InspectedTask::default()
+                })
+            }))
+        });
     }
 
     fn start_sending_images(&mut self) {

@@ -186,7 +186,7 @@ impl VirtualMachine for FakeVm {
         })
     }
 
-    fn migrate(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
+    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
         match target {
             "ha2" => Ok(MigrationReport {
                 id: MigrationId(1),
@@ -255,7 +255,7 @@ impl VirtualMachine for FakeVm {
                 }
             }
             RmQuery::Kill(job) if job.raw() == 0x40003 => {
-                let failed = vec![(
+                let signal_failures = vec![(
                     Tid::from_raw(0x40005),
                     "its daemon does not answer".to_string(),
                 )];
@@ -264,7 +264,7 @@ impl VirtualMachine for FakeVm {
                     exit_requests: 2,
                     forced_kills: 0,
                     remaining_tasks: 0,
-                    signal_failures: failed,
+                    signal_failures,
                 }
             }
             RmQuery::CancelVacated(tid) if tid.raw() == 0x40009 => RmReply::VacatedCancelled {

@@ -208,17 +208,17 @@ mod tests {
         let selection_order =
             |leave_in_time, attempts: &mut BTreeMap<Tid, CheckpointAttempts>| -> Vec<i32> {
                 let mut candidates = candidates();
-                let selected = std::iter::from_fn(|| {
-                    let selected = select_job(
+                let selected_numbers = std::iter::from_fn(|| {
+                    let selected_job = select_job(
                         candidates.clone(),
                         leave_in_time,
                         TransferTotals::default(),
                         attempts,
                     )?;
-                    candidates.retain(|remaining_job| remaining_job.job != selected.job);
-                    (1..=5).find(|n| tid(*n) == selected.job)
+                    candidates.retain(|remaining_job| remaining_job.job != selected_job.job);
+                    (1..=5).find(|n| tid(*n) == selected_job.job)
                 });
-                selected.collect()
+                selected_numbers.collect()
             };
         assert_eq!(selection_order(false, &mut attempts), [5, 4, 3, 2]);
         assert_eq!(
@@ -276,8 +276,8 @@ mod tests {
             }
         };
         let first_job = |jobs: &[RemainingJob]| {
-            let selected = select_job(jobs.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
-            selected.expect("there is one").job
+            let selected_job = select_job(jobs.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
+            selected_job.expect("there is one").job
         };
         // Job 1 has many tasks and a recent checkpoint. The only task of job 2 has run for a month.
         assert_eq!(

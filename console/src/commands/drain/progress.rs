@@ -51,10 +51,10 @@ pub(super) struct DrainProgress {
     log_start: Option<Micros>,
     /// Start time of each running task whose start is in the log, in microseconds since the Unix
     /// epoch.
-    started_at: BTreeMap<Tid, Micros>,
+    start_times: BTreeMap<Tid, Micros>,
     /// Completion time of each job's newest checkpoint, also if it is older than the drain, in
     /// microseconds since the Unix epoch.
-    checkpointed_at: BTreeMap<Tid, Micros>,
+    checkpoint_times: BTreeMap<Tid, Micros>,
 }
 
 impl DrainProgress {
@@ -107,15 +107,15 @@ impl DrainProgress {
             EventKind::DrainEnded { host, .. } if self.drained_host == Some(*host) => {
                 self.end_reason = Some(DrainEndReason::Cancelled)
             }
-            EventKind::TaskStarted { tid, .. } => drop(self.started_at.insert(*tid, at)),
-            EventKind::TaskEnded { tid, .. } => drop(self.started_at.remove(tid)),
+            EventKind::TaskStarted { tid, .. } => drop(self.start_times.insert(*tid, at)),
+            EventKind::TaskEnded { tid, .. } => drop(self.start_times.remove(tid)),
             EventKind::Checkpointed {
                 checkpoint: checkpoint_name,
                 job,
                 ..
             } => {
                 self.drain_checkpoints.insert(*job, checkpoint_name.clone());
-                self.checkpointed_at.insert(*job, at);
+                self.checkpoint_times.insert(*job, at);
             }
             EventKind::MigrationStep { tid, step, .. } => drop(self.last_steps.insert(*tid, *step)),
             EventKind::Migrated {
@@ -149,10 +149,10 @@ impl DrainProgress {
     pub(super) fn unsaved_work(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
         let (oldest_event_time, checkpoint_time) = (
             self.log_start.unwrap_or(now),
-            self.checkpointed_at.get(&job).copied().unwrap_or_default(),
+            self.checkpoint_times.get(&job).copied().unwrap_or_default(),
         );
         let unsaved_since = |tid: &Tid| {
-            self.started_at
+            self.start_times
                 .get(tid)
                 .copied()
                 .unwrap_or(oldest_event_time)
@@ -423,7 +423,7 @@ mod tests {
             },
         );
         assert!(
-            !progress.started_at.contains_key(&other_job)
+            !progress.start_times.contains_key(&other_job)
                 && progress.unsaved_work(Micros(1), job, &[child]) == Micros(0)
         );
     }

@@ -89,8 +89,8 @@ impl Core {
     }
 
     /// Records that the process is exiting. Returns true if the caller must first notify the daemon
-    /// with [`sempa_proto::task::Request::AnnounceExit`]: the program was asked to exit earlier, but
-    /// its state is not handed off at present.
+    /// with [`sempa_proto::task::Request::AnnounceExit`]: the program was asked to exit earlier,
+    /// but its state is not handed off at present.
     pub(crate) fn begin_exit(&mut self) -> bool {
         self.is_exiting = true;
         self.was_exit_requested && self.handoff_migration.is_none()

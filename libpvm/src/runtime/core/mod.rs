@@ -12,7 +12,7 @@ use bytes::Bytes;
 use placement_leases::PlacementLeases;
 use rm_calls::PendingRmCalls;
 use rustc_hash::FxHashMap;
-use sempa_proto::frame::{Frame, FrameKind, encode_control};
+use sempa_proto::frame::{Frame, FrameError, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::sm::{SM_PLACEMENT_LEASE, SM_SPAWN_WAITS};
@@ -55,6 +55,40 @@ pub(crate) struct QuiesceRequest {
     pub(crate) migration: MigrationId,
     /// Paths at which the token file may appear.
     pub(crate) token_paths: Vec<PathBuf>,
+}
+
+/// Reason why a frame from the daemon was refused. After an error the connection is unusable.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum DaemonFrameError {
+    /// The frame cannot be decoded. The frame changed nothing.
+    #[error(transparent)]
+    Undecodable(#[from] FrameError),
+    /// A frame contains a piece of an image, which only a daemon receives. The frame changed
+    /// nothing.
+    #[error("the daemon sent a piece of an image to a task")]
+    ImagePiece,
+    /// A route message arrived before its descriptors. No route changed.
+    #[error("a route message came without its descriptors")]
+    MissingDescriptors,
+    /// A route message arrived on a channel that carries no descriptors. No route changed.
+    #[error("a route message came on a channel without descriptors")]
+    NoDescriptorChannel,
+    /// Too many descriptors wait for a frame that has not arrived. The frames before them were
+    /// handled; the descriptors are open until the connection is marked as lost.
+    #[error("descriptors without a frame")]
+    UnexpectedDescriptors,
+    /// A reply to the hello arrived after the connection was established. The frame changed
+    /// nothing.
+    #[error("the daemon sent a second welcome")]
+    SecondWelcome,
+    /// A quiesce request arrived when the task was quiescing already, or the connection was lost.
+    /// The phase is unchanged.
+    #[error("the daemon sent a second quiesce request")]
+    SecondQuiesce,
+    /// The last frame before a migration cannot be encoded. All rings and direct routes are closed
+    /// and the shared memory is released; the phase is unchanged and no frame was queued.
+    #[error("quiescing: {0}")]
+    QuiescedNotSent(FrameError),
 }
 
 /// Phase of the connection to the daemon.
@@ -456,23 +490,20 @@ impl Core {
     /// the frame.
     ///
     /// # Errors
-    /// A sentence for the user. After an error the connection is unusable.
+    /// The frame violates the protocol. After an error the connection is unusable.
     pub(crate) fn handle_frame(
         &mut self,
         now: Micros,
         frame: Frame,
         received_fds: &mut PendingFds,
-    ) -> Result<(), String> {
+    ) -> Result<(), DaemonFrameError> {
         match frame.kind {
             FrameKind::Link => {
-                let frame = frame.decode_link().map_err(|e| e.to_string())?;
+                let frame = frame.decode_link()?;
                 self.handle_link_frame(now, frame);
                 Ok(())
             }
-            FrameKind::Control => match frame
-                .decode_control::<ToTask>()
-                .map_err(|e| e.to_string())?
-            {
+            FrameKind::Control => match frame.decode_control::<ToTask>()? {
                 ToTask::Route {
                     sender: from,
                     same_host: is_same_host,
@@ -485,7 +516,7 @@ impl Core {
                             return Ok(());
                         }
                         MessageFds::Missing => {
-                            return Err("a route message came without its descriptors".into());
+                            return Err(DaemonFrameError::MissingDescriptors);
                         }
                     };
                     self.handle_ring_message(now, from, is_same_host, &message, descriptors);
@@ -494,7 +525,7 @@ impl Core {
                 }
                 control => self.handle_control(now, control),
             },
-            FrameKind::Image => Err("the daemon sent a piece of an image to a task".into()),
+            FrameKind::Image => Err(DaemonFrameError::ImagePiece),
         }
     }
 
@@ -796,10 +827,10 @@ impl Core {
         self.schedule_link_timer(peer);
     }
 
-    fn handle_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
+    fn handle_control(&mut self, now: Micros, control: ToTask) -> Result<(), DaemonFrameError> {
         match control {
             ToTask::Welcome(_) | ToTask::Refused { .. } => {
-                return Err("the daemon sent a second welcome".into());
+                return Err(DaemonFrameError::SecondWelcome);
             }
             ToTask::Reply { id, reply } => {
                 if let Some(open_request) = self.open_requests.get_mut(&id) {
@@ -825,7 +856,7 @@ impl Core {
                 migration: migration_id,
             } => self.handle_exit_announcement(now, migration_id),
             ToTask::Route { .. } => {
-                return Err("a route message came on a channel without descriptors".into());
+                return Err(DaemonFrameError::NoDescriptorChannel);
             }
             ToTask::Quiesce {
                 migration,
@@ -880,9 +911,13 @@ impl Core {
         }
     }
 
-    fn begin_quiesce(&mut self, now: Micros, quiesce: QuiesceRequest) -> Result<(), String> {
+    fn begin_quiesce(
+        &mut self,
+        now: Micros,
+        quiesce: QuiesceRequest,
+    ) -> Result<(), DaemonFrameError> {
         if !self.is_connected() {
-            return Err("the daemon sent a second quiesce request".into());
+            return Err(DaemonFrameError::SecondQuiesce);
         }
         self.close_all_rings(now);
         self.close_all_direct_routes(now);
@@ -901,7 +936,7 @@ impl Core {
             redirect_address: super::redirect::clear_and_locate(),
         };
         self.outbox
-            .push_frame(encode_control(&last_frame).map_err(|e| format!("quiescing: {e}"))?);
+            .push_frame(encode_control(&last_frame).map_err(DaemonFrameError::QuiescedNotSent)?);
         self.phase = ConnectionPhase::Quiescing(quiesce);
         self.event_seq += 1;
         Ok(())

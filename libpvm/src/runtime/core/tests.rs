@@ -45,7 +45,7 @@ fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
     }
 }
 
-fn receive_control(core: &mut Core, control: ToTask) -> Result<(), String> {
+fn receive_control(core: &mut Core, control: ToTask) -> Result<(), DaemonFrameError> {
     core.handle_control(Micros(0), control)
 }
 

@@ -161,8 +161,8 @@ impl Acceptor {
         }
     }
 
-    /// Returns the time at which [`advance_connections`](Self::advance_connections) must be called even if no descriptor is
-    /// ready.
+    /// Returns the time at which [`advance_connections`](Self::advance_connections) must be called
+    /// even if no descriptor is ready.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         self.offers
             .values()

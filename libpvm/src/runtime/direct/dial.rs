@@ -97,8 +97,8 @@ impl Dialer {
         }
     }
 
-    /// Returns the time at which [`advance_attempt`](Self::advance_attempt) must be called even if no descriptor is
-    /// ready.
+    /// Returns the time at which [`advance_attempt`](Self::advance_attempt) must be called even if
+    /// no descriptor is ready.
     pub(crate) fn next_wakeup(&self) -> Micros {
         match self.stage {
             DialStage::Idle => Micros::default(),

@@ -212,8 +212,8 @@ impl FrameStream {
             || self.output_buffer.unsealed_content_bytes > 0
     }
 
-    /// Queues a frame for [`write_queued`](Self::write_queued). The frame is the concatenation of `parts`.
-    /// Returns false, and queues nothing, if there is no space.
+    /// Queues a frame for [`write_queued`](Self::write_queued). The frame is the concatenation of
+    /// `parts`. Returns false, and queues nothing, if there is no space.
     ///
     /// # Panics
     /// The frame is longer than [`FRAME_BYTES_MAX`].
@@ -279,7 +279,8 @@ impl FrameStream {
     /// Writes as much as the socket accepts without blocking.
     ///
     /// # Errors
-    /// Nothing more can be written. [`read_frames`](Self::read_frames) still returns frames that have arrived.
+    /// Nothing more can be written. [`read_frames`](Self::read_frames) still returns frames that
+    /// have arrived.
     pub(crate) fn write_queued(&mut self) -> Result<(), RouteEndReason> {
         if self.output_buffer.unsealed_content_bytes > 0 {
             self.seal_record(ContentType::Data);

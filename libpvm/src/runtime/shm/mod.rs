@@ -290,7 +290,7 @@ impl ShmRoutes {
     }
 
     /// True if a ring whose doorbell bit is set must be drained: the ring has a record, or it was
-    /// empty in so many polls that its bit must be cleared.
+    /// empty in [`EMPTY_POLLS_MAX`] counted polls and its bit must be cleared.
     pub(crate) fn must_poll(&mut self) -> bool {
         let Self {
             doorbell: Some(doorbell),
@@ -390,8 +390,8 @@ impl ShmRoutes {
     }
 
     /// Defers waking the peers that would run on this thread's CPU. The next call of
-    /// [`ShmRoutes::take_peer_wakes`] does not return these peers; the second call does. Returns true if
-    /// a wake-up is deferred.
+    /// [`ShmRoutes::take_peer_wakes`] does not return these peers; the second call does. Returns
+    /// true if a wake-up is deferred.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let own_cpu = current_cpu();
         let same_cpu_wakes = self.pending_wakes.extract_if(.., |wake| {
@@ -402,7 +402,8 @@ impl ShmRoutes {
         self.skip_deferred_once
     }
 
-    /// True if there are deferred wake-ups and the next [`ShmRoutes::take_peer_wakes`] returns them.
+    /// True if there are deferred wake-ups and the next [`ShmRoutes::take_peer_wakes`] returns
+    /// them.
     pub(crate) fn has_deferred_wakes(&self) -> bool {
         !self.deferred_wakes.is_empty() && !self.skip_deferred_once
     }

@@ -28,8 +28,8 @@ fn remote_pair() -> (FakeDaemon, Runtime, Runtime) {
 
 /// Waits for the next message with this tag and returns it.
 fn wait_for_tagged_message(task: &Runtime, tag: i32) -> Message {
-    let take_tagged = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
-    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged)
+    let take_tagged_message = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
+    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged_message)
         .expect("connected")
         .expect("a message in time")
 }

@@ -341,9 +341,10 @@ fn each_waiting_thread_gets_its_messages() {
             let b = &b;
             scope.spawn(move || {
                 for number in 0..100 {
-                    let take_tagged = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
+                    let take_tagged_message =
+                        &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
                     let received_message = b
-                        .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged)
+                        .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged_message)
                         .expect("connected")
                         .expect("in time");
                     assert_eq!(received_message.body[..], [number]);

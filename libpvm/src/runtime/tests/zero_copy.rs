@@ -392,8 +392,8 @@ fn fork_turns_leases_into_private_memory() {
     for n in 2..40 {
         a.send(xdr_message(b.tid(), n, large_body(n as u8)))
             .expect("sent");
-        let take_tagged = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);
-        b.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged)
+        let take_tagged_message = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);
+        b.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged_message)
             .expect("connected")
             .expect("in time");
         assert_eq!(leased_message.body[..], large_body(1));

@@ -7,7 +7,9 @@ use super::{
 };
 use crate::Machine;
 use checkpoint_protocol::SnapshotId;
-use sempa_proto::checkpoint::{CheckpointFailure, CheckpointReport, CheckpointSchedule};
+use sempa_proto::checkpoint::{
+    CheckpointFailure, CheckpointReport, CheckpointSchedule, StoreFailure,
+};
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{Micros, Tid};
@@ -34,8 +36,9 @@ impl Machine {
             return;
         };
         let result = result.and_then(|frozen_time| {
-            let (checkpoint, bytes) =
-                sealed.ok_or_else(|| CheckpointFailure::Store("the checkpoint was lost".into()))?;
+            let (checkpoint, bytes) = sealed.ok_or_else(|| {
+                CheckpointFailure::Store(StoreFailure("the checkpoint was lost".into()))
+            })?;
             Ok(CheckpointReport {
                 name: checkpoint,
                 job,

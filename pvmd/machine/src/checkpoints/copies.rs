@@ -11,6 +11,7 @@
 
 use crate::rpc::RpcPurpose;
 use crate::{Machine, Output, Timer};
+use sempa_proto::checkpoint::CopyFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, HostRequest};
 use sempa_proto::task::Reply;
@@ -52,7 +53,7 @@ struct CopyInProgress {
     /// Receiver of the current transfer, with the id of the transfer.
     current_transfer: Option<(HostId, MigrationId)>,
     /// Reason why the current transfer broke; `None` if it has not broken.
-    send_error: Option<String>,
+    send_error: Option<CopyFailure>,
     copy_hosts: Vec<HostId>,
     /// Reasons why hosts have no copy, one sentence for each host.
     refusals: Vec<String>,
@@ -296,8 +297,10 @@ impl Machine {
                 checkpoint,
                 receiver,
             }),
-            Some(Reply::Failed { reason, .. }) => self.finish_transfer(migration, Err(reason)),
-            _ => self.finish_transfer(migration, Err(COPY_LOST_REASON.into())),
+            Some(Reply::Failed { reason, .. }) => {
+                self.finish_transfer(migration, Err(CopyFailure(reason)))
+            }
+            _ => self.finish_transfer(migration, Err(CopyFailure(COPY_LOST_REASON.into()))),
         }
     }
 
@@ -307,7 +310,7 @@ impl Machine {
         host: HostId,
         migration: MigrationId,
         checkpoint: String,
-        result: Result<(), String>,
+        result: Result<(), CopyFailure>,
     ) {
         if self
             .current_copy(migration)
@@ -347,7 +350,11 @@ impl Machine {
     /// Handles the end of sending a copy. A failure becomes the result only if the receiver does
     /// not report a reason within [`FAILURE_REPORT_TIMEOUT`], because the receiver knows why it
     /// stopped.
-    pub(crate) fn handle_copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
+    pub(crate) fn handle_copy_sent(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), CopyFailure>,
+    ) {
         if let (Err(why), Some(copy)) = (result, self.current_copy(migration)) {
             copy.send_error = Some(why);
             self.set_timer(FAILURE_REPORT_TIMEOUT, Timer::CopyFailureTimeout(migration));
@@ -365,7 +372,7 @@ impl Machine {
     }
 
     /// Ends the transfer of a copy, successfully or not.
-    fn finish_transfer(&mut self, migration: MigrationId, result: Result<(), String>) {
+    fn finish_transfer(&mut self, migration: MigrationId, result: Result<(), CopyFailure>) {
         let Some(copy) = self.current_copy(migration) else {
             return;
         };
@@ -439,7 +446,7 @@ impl Machine {
                 .current_transfer
         });
         if let Some((_, migration)) = receiver.filter(|(receiver, _)| *receiver == host) {
-            self.finish_transfer(migration, Err(COPY_LOST_REASON.into()));
+            self.finish_transfer(migration, Err(CopyFailure(COPY_LOST_REASON.into())));
         }
         if self.shutdown.is_none() {
             missing_copies
@@ -519,7 +526,10 @@ impl Machine {
         };
         copy.required_count = 0;
         if let Some((_, migration)) = copy.current_transfer {
-            self.finish_transfer(migration, Err("it is not needed any more".into()));
+            self.finish_transfer(
+                migration,
+                Err(CopyFailure("it is not needed any more".into())),
+            );
         }
     }
 
@@ -619,7 +629,7 @@ impl Machine {
     pub(crate) fn handle_copy_received(
         &mut self,
         migration: MigrationId,
-        result: Result<(), String>,
+        result: Result<(), CopyFailure>,
     ) {
         let Some((_, checkpoint)) = self
             .incoming_checkpoint_copy
@@ -652,7 +662,7 @@ impl Machine {
             HostMsg::CopyStored {
                 migration,
                 checkpoint,
-                result: Err(why.to_string()),
+                result: Err(CopyFailure(why.to_string())),
             },
         );
     }

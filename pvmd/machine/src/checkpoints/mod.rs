@@ -31,7 +31,7 @@ use checkpoint_protocol::{RestartId, Restarts, SnapshotId, SnapshotOutput, Snaps
 use inventory::job_members;
 use sempa_proto::checkpoint::{
     CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
-    CheckpointSchedule, SavedGroup, SavedMailboxEntry, TaskMeta,
+    CheckpointSchedule, SavedGroup, SavedMailboxEntry, StoreFailure, TaskMeta,
 };
 use sempa_proto::migration::{Failure, Step, TaskFacts};
 use sempa_proto::table::TaskInfo;
@@ -496,7 +496,7 @@ impl Machine {
     pub(super) fn handle_checkpoint_begun(
         &mut self,
         snapshot: SnapshotId,
-        result: Result<(), String>,
+        result: Result<(), StoreFailure>,
     ) {
         let now = self.now;
         let Some(job_checkpoints) = self.job_checkpoints() else {
@@ -655,10 +655,10 @@ impl Machine {
             return;
         };
         let Some(job) = master.checkpoints.job_of_snapshot(snapshot) else {
-            return master
-                .checkpoints
-                .snapshots
-                .on_sealed(snapshot, Err("the job rolls back to an earlier one".into()));
+            return master.checkpoints.snapshots.on_sealed(
+                snapshot,
+                Err(StoreFailure("the job rolls back to an earlier one".into())),
+            );
         };
         let JobCheckpoints {
             latest_incarnation,
@@ -719,7 +719,7 @@ impl Machine {
     pub(super) fn handle_checkpoint_sealed(
         &mut self,
         snapshot: SnapshotId,
-        mut result: Result<(String, u64), String>,
+        mut result: Result<(String, u64), StoreFailure>,
     ) {
         let Some(job_checkpoints) = self
             .master
@@ -736,7 +736,7 @@ impl Machine {
             self.outputs.push_back(Output::DropCheckpoints {
                 checkpoints: vec![checkpoint.clone()],
             });
-            result = Err("its checkpoint had ended before".into());
+            result = Err(StoreFailure("its checkpoint had ended before".into()));
         }
         let contents = job_checkpoints.snapshot_contents.get_mut(&snapshot);
         let result = result.map(|sealed_checkpoint| {

@@ -3,7 +3,7 @@
 use crate::tasks::Task;
 use crate::{Machine, Output};
 use checkpoint_protocol::SourceEvent;
-use sempa_proto::checkpoint::CHECKPOINT_VERSION;
+use sempa_proto::checkpoint::{CHECKPOINT_VERSION, StoreFailure};
 use sempa_proto::host::PendingItem;
 use sempa_proto::host::SavedTask;
 use sempa_proto::migration::{Failure, Step, StepReport};
@@ -141,7 +141,7 @@ impl Machine {
 
     /// Handles the store's report on a part. `Err` contains the reason why the store could not
     /// store the part.
-    pub(crate) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), String>) {
+    pub(crate) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), StoreFailure>) {
         let now = self.now;
         self.outputs.push_back(Output::DropImages { migration: id });
         if let Some(job_checkpoints) = self.job_checkpoints() {

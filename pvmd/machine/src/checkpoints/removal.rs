@@ -3,7 +3,9 @@
 
 use super::{CheckpointedJob, JobActivity, JobCheckpoints};
 use crate::{Machine, Output};
-use sempa_proto::checkpoint::{CheckpointEntry, RemovalRefusal, RemovalResults, RemovalSelection};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
+};
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
@@ -88,7 +90,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        result: Result<RemovalResults, String>,
+        result: Result<RemovalResults, StoreFailure>,
     ) {
         let removals = result
             .iter()
@@ -106,7 +108,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        mut result: Result<Vec<CheckpointEntry>, String>,
+        mut result: Result<Vec<CheckpointEntry>, StoreFailure>,
     ) {
         for entry in result.iter_mut().flatten() {
             entry.copy_hosts = self.hosts_with_copy(entry.job, &entry.name);

@@ -12,7 +12,9 @@ use crate::restart_engine::WorldCall as Again;
 use crate::rpc::RpcPurpose;
 use crate::{Machine, Output};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
-use sempa_proto::checkpoint::{CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport};
+use sempa_proto::checkpoint::{
+    CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport, StoreFailure,
+};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{HostRequest, PendingItem};
@@ -75,7 +77,7 @@ impl Machine {
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
         restart_number: u64,
-        result: Result<CheckpointMeta, String>,
+        result: Result<CheckpointMeta, StoreFailure>,
     ) {
         let Some(open_restart) = self
             .job_checkpoints()
@@ -95,7 +97,10 @@ impl Machine {
                      {version}; this virtual machine uses {WIRE_VERSION} and {CHECKPOINT_VERSION}: restart it with \
                      the version that wrote it"
                 );
-                self.finish_restart(restart_number, Err(RestartFailure::Store(why)));
+                self.finish_restart(
+                    restart_number,
+                    Err(RestartFailure::Store(StoreFailure(why))),
+                );
             }
             Ok(meta) => {
                 open_restart.meta = Some(meta);
@@ -147,7 +152,8 @@ impl Machine {
         restart_number: u64,
         inventory: &Inventory,
     ) -> Result<(Tid, RestartGroup, Vec<RestartTask>), RestartFailure> {
-        let closed_error = || RestartFailure::Store("the checkpoint is no longer open".into());
+        let closed_error =
+            || RestartFailure::Store(StoreFailure("the checkpoint is no longer open".into()));
         let job_checkpoints = self
             .master
             .as_ref()
@@ -256,9 +262,9 @@ impl Machine {
             return Err(RestartFailure::GroupsInUse(group_names));
         }
         if !master.mailbox.has_room_for(&meta.mailbox_entries) {
-            return Err(RestartFailure::Store(
+            return Err(RestartFailure::Store(StoreFailure(
                 "the mailbox has no room for the job's entries".into(),
-            ));
+            )));
         }
         let mailbox_conflicts = master.mailbox.conflicting_entries(&meta.mailbox_entries);
         if !mailbox_conflicts.is_empty() {

@@ -25,7 +25,7 @@ use super::rpc::ReplyAddress;
 use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint_protocol::SourceEvent;
-use sempa_proto::engine::{AskMethod, Engine, LaunchInfo};
+use sempa_proto::engine::{AskMethod, Engine, LaunchInfo, LaunchInfoError};
 use sempa_proto::host::{DataMsg, PendingItem};
 use sempa_proto::migration::{Failure, Migration, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
@@ -130,7 +130,9 @@ pub(super) fn choose_engine(
 }
 
 /// Returns the launch information of a spawn; `None` if its tasks permit only CRIU.
-pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<LaunchInfo>>, String> {
+pub(super) fn launch_info_of(
+    request: &SpawnRequest,
+) -> Result<Option<Box<LaunchInfo>>, LaunchInfoError> {
     let launch = LaunchInfo::from_request(request)?;
     Ok(launch.restart_engine().is_some().then(|| Box::new(launch)))
 }

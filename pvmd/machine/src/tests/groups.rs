@@ -75,8 +75,8 @@ impl GroupClient {
         )
     }
 
-    /// Enters the barrier and returns the resulting answers. A task may have to wait for its
-    /// answer.
+    /// Enters the barrier and returns the resulting answers. The answer for this task may come
+    /// only later, when other tasks enter.
     fn barrier(&mut self, task: i32, count: i32) -> Vec<(i32, i32)> {
         self.send(
             task,
@@ -347,13 +347,16 @@ fn assert_invariants(groups: &Groups) {
             assert_eq!(group.members[*instance], *tid);
             assert!(groups.groups_of_task[tid].contains(name));
         }
-        let has_holes = group
+        let free_positions = group
             .members
             .iter()
             .enumerate()
             .filter(|(_, tid)| **tid == Tid::NONE)
             .map(|(i, _)| i);
-        assert_eq!(has_holes.collect::<BTreeSet<_>>(), group.free_instances);
+        assert_eq!(
+            free_positions.collect::<BTreeSet<_>>(),
+            group.free_instances
+        );
         assert_eq!(
             group.members.len(),
             group.instances.len() + group.free_instances.len()

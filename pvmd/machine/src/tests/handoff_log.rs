@@ -6,16 +6,14 @@ use super::restart_engine::{
     received_numbers, request_exit_notification, spawn, spawn_request,
 };
 use super::scenario::{stop_guests_request, welcome_guests_request};
-use super::sim::{EXIT_REQUEST_TAG, Received, Sim, host, seeds};
-use sempa_proto::engine::{AskMethod, Engine};
-use sempa_proto::migration::{Failure, Step};
+use super::sim::{Received, Sim, host, seeds};
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
 /// Wait status of a program that exits with the agreed exit status 85.
-const REQUESTED_EXIT_STATUS: i32 = 85 << 8;
+pub(super) const REQUESTED_EXIT_STATUS: i32 = 85 << 8;
 
-fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
+pub(super) fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
     (0..sim.procs.len())
         .filter(|p| sim.procs[*p].welcome.as_ref().is_some_and(|w| w.tid == tid))
         .collect()
@@ -55,6 +53,77 @@ fn subscribe_to_exit(sim: &mut Sim, proc: usize, tid: Tid) {
     );
 }
 
+/// Two tasks that send consecutive numbers to each other.
+struct NumberExchange {
+    tids: [Tid; 2],
+    /// Number of messages that each task has sent.
+    sent_counts: [i32; 2],
+}
+
+impl NumberExchange {
+    /// Sends the next number of each task whose process is connected and runs.
+    fn send_next(&mut self, sim: &mut Sim) {
+        let [first_tid, second_tid] = self.tids;
+        for (n, (tid, to)) in [(first_tid, second_tid), (second_tid, first_tid)]
+            .into_iter()
+            .enumerate()
+        {
+            let was_sent = send_if_connected(sim, tid, to, self.sent_counts[n]);
+            self.sent_counts[n] += i32::from(was_sent);
+        }
+    }
+
+    /// Migrates each task after a random delay and sends numbers until both migrations have ended.
+    /// Returns the number of successful migrations.
+    fn migrate_both(&mut self, sim: &mut Sim, console: usize, targets: [&str; 2]) -> usize {
+        let start_delays = self.tids.map(|tid| (tid, sim.rng.below(30_000)));
+        let mut open_requests = Vec::new();
+        let start_time = sim.now;
+        while open_requests.len() < 2
+            || open_requests
+                .iter()
+                .any(|id| !sim.procs[console].replies.contains_key(id))
+        {
+            for (n, (tid, start_delay)) in start_delays.into_iter().enumerate() {
+                if open_requests.len() == n && sim.now.since(start_time) >= Micros(start_delay) {
+                    open_requests.push(begin_migration(sim, console, tid, targets[n]));
+                }
+            }
+            self.send_next(sim);
+            let delay = Micros(sim.rng.below(1_500));
+            sim.advance(delay);
+        }
+        open_requests
+            .into_iter()
+            .filter(|id| await_migration(sim, console, *id).is_ok())
+            .count()
+    }
+
+    /// Waits for the last number of each task. Checks that the other task has received all numbers
+    /// once and in order.
+    fn assert_all_received(&self, sim: &mut Sim) {
+        let ([first_tid, second_tid], [first_sent_count, second_sent_count]) =
+            (self.tids, self.sent_counts);
+        sim.run_until("all that a said", |s| {
+            all_received_numbers(s, second_tid).last() == Some(&(first_sent_count - 1))
+        });
+        sim.run_until("all that b said", |s| {
+            all_received_numbers(s, first_tid).last() == Some(&(second_sent_count - 1))
+        });
+        for (receiver, sent_count) in [
+            (second_tid, first_sent_count),
+            (first_tid, second_sent_count),
+        ] {
+            assert_eq!(
+                all_received_numbers(sim, receiver),
+                (0..sent_count).collect::<Vec<i32>>(),
+                "seed {}",
+                sim.seed
+            );
+        }
+    }
+}
+
 /// Two tasks exchange messages and are restarted at the same time. No message is lost or repeated.
 #[test]
 fn concurrent_restarts_lose_and_repeat_nothing() {
@@ -66,93 +135,38 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
         } else {
             "restart:wait=3"
         };
-        let first_tid = spawn(&mut sim, console, spawn_request("child", engine, "h2"));
         let other_host = if seed % 3 == 0 { "h2" } else { "h3" };
-        let second_tid = spawn(
-            &mut sim,
-            console,
-            spawn_request("child", engine, other_host),
-        );
-        let (mut first_sent_count, mut second_sent_count) = (0, 0);
+        let tids = ["h2", other_host]
+            .map(|host_name| spawn(&mut sim, console, spawn_request("child", engine, host_name)));
+        let mut exchange = NumberExchange {
+            tids,
+            sent_counts: [0, 0],
+        };
         for round in 0..3 {
             let targets = if round % 2 == 0 {
                 ["h4", "h1"]
             } else {
                 ["h2", "h3"]
             };
-            let start_delays = [first_tid, second_tid].map(|tid| (tid, sim.rng.below(30_000)));
-            let mut open_requests = Vec::new();
-            let start_time = sim.now;
-            while open_requests.len() < 2
-                || open_requests
-                    .iter()
-                    .any(|id| !sim.procs[console].replies.contains_key(id))
-            {
-                for (n, (tid, start_delay)) in start_delays.into_iter().enumerate() {
-                    if open_requests.len() == n && sim.now.since(start_time) >= Micros(start_delay)
-                    {
-                        open_requests.push(begin_migration(&mut sim, console, tid, targets[n]));
-                    }
-                }
-                first_sent_count += i32::from(send_if_connected(
-                    &mut sim,
-                    first_tid,
-                    second_tid,
-                    first_sent_count,
-                ));
-                second_sent_count += i32::from(send_if_connected(
-                    &mut sim,
-                    second_tid,
-                    first_tid,
-                    second_sent_count,
-                ));
-                let delay = Micros(sim.rng.below(1_500));
-                sim.advance(delay);
-            }
-            let migrated_count = open_requests
-                .into_iter()
-                .filter(|id| await_migration(&mut sim, console, *id).is_ok())
-                .count();
+            let migrated_count = exchange.migrate_both(&mut sim, console, targets);
             both_count += usize::from(migrated_count == 2);
         }
-        for tid in [first_tid, second_tid] {
+        for tid in tids {
             sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         }
-        first_sent_count += i32::from(send_if_connected(
-            &mut sim,
-            first_tid,
-            second_tid,
-            first_sent_count,
-        ));
-        second_sent_count += i32::from(send_if_connected(
-            &mut sim,
-            second_tid,
-            first_tid,
-            second_sent_count,
-        ));
-        sim.run_until("all that a said", |s| {
-            all_received_numbers(s, second_tid).last() == Some(&(first_sent_count - 1))
-        });
-        sim.run_until("all that b said", |s| {
-            all_received_numbers(s, first_tid).last() == Some(&(second_sent_count - 1))
-        });
-        assert_eq!(
-            all_received_numbers(&sim, second_tid),
-            (0..first_sent_count).collect::<Vec<i32>>(),
-            "seed {seed}"
-        );
-        assert_eq!(
-            all_received_numbers(&sim, first_tid),
-            (0..second_sent_count).collect::<Vec<i32>>(),
-            "seed {seed}"
-        );
+        exchange.send_next(&mut sim);
+        exchange.assert_all_received(&mut sim);
     }
     assert!(both_count > 100, "{both_count}");
 }
 
 /// Spawns a task on h2 that ignores requests to exit, and begins its migration. Returns the task,
 /// the process that was asked to exit, and the migration request.
-fn begin_exit(sim: &mut Sim, console: usize, to: &str) -> (Tid, usize, sempa_proto::RequestId) {
+pub(super) fn begin_exit(
+    sim: &mut Sim,
+    console: usize,
+    to: &str,
+) -> (Tid, usize, sempa_proto::RequestId) {
     let tid = spawn(sim, console, spawn_request("deaf", "own:wait=3", "h2"));
     let old_proc = sim.proc_of(tid);
     let migration_request = begin_migration(sim, console, tid, to);
@@ -407,24 +421,6 @@ fn suspension_during_exit_request_takes_effect() {
     }
 }
 
-/// A program that ignored an expired request to exit can leave the virtual machine normally.
-#[test]
-fn expired_exit_request_has_no_effect() {
-    let (mut sim, console) = Sim::cluster(3, 3);
-    let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
-    request_exit_notification(&mut sim, console, tid);
-    assert!(await_migration(&mut sim, console, migration_request).is_err());
-    sim.advance(Micros::from_secs(120));
-    sim.ask(old_proc, Request::Exit { watermarks: vec![] });
-    sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
-    sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
-    sim.advance(Micros::from_secs(2));
-    assert_eq!(
-        (sim.proc_of(tid), list_task(&mut sim, console, tid).len()),
-        (old_proc, 0)
-    );
-}
-
 /// A program that disconnects on request and exits late with the agreed status is restarted.
 #[test]
 fn disconnected_program_is_restarted_after_late_exit() {
@@ -461,40 +457,6 @@ fn disconnected_program_is_restarted_after_late_exit() {
             sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
         }
     }
-}
-
-/// No program is asked to exit after its migration has failed.
-#[test]
-fn failed_migration_withdraws_exit_request() {
-    let (mut unasked_count, mut asked_count) = (0, 0);
-    for seed in seeds(150) {
-        let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, spawn_request("deaf", "own:wait=3", "h2"));
-        let migration_request = begin_migration(&mut sim, console, tid, "h3");
-        let delay = Micros(sim.rng.below(12_000));
-        sim.advance(delay);
-        sim.kill_host(host(3));
-        assert!(await_migration(&mut sim, console, migration_request).is_err());
-        sim.advance(Micros::from_millis(20));
-        let ignored_count = sim.exit_ignoring_procs.len();
-        sim.advance(Micros::from_secs(20));
-        assert_eq!(sim.exit_ignoring_procs.len(), ignored_count, "seed {seed}");
-        *if ignored_count == 0 {
-            &mut unasked_count
-        } else {
-            &mut asked_count
-        } += 1;
-        assert_reachable(&mut sim, console, tid);
-        // Another migration can still ask the task to exit.
-        let Err((Step::Quiesce, Failure::Engine(_))) = migrate(&mut sim, console, tid, "h4") else {
-            panic!("it is deaf (seed {seed})")
-        };
-        assert_reachable(&mut sim, console, tid);
-    }
-    assert!(
-        unasked_count > 5 && asked_count > 5,
-        "{unasked_count} were not asked, {asked_count} were"
-    );
 }
 
 /// A program that was asked to exit is restarted at the source when the target is lost.
@@ -539,36 +501,6 @@ fn lost_target_restarts_program_at_source() {
         );
         assert_reachable(&mut sim, console, tid);
     }
-}
-
-/// A task that exits before it is asked to exit has ended, even with the agreed status.
-#[test]
-fn exit_before_request_ends_task() {
-    let mut ended_count = 0;
-    for seed in seeds(150) {
-        let (mut sim, console) = Sim::cluster(seed, 3);
-        let engine = if seed % 2 == 0 {
-            "own:wait=3"
-        } else {
-            "restart"
-        };
-        let tid = spawn(&mut sim, console, spawn_request("deaf", engine, "h2"));
-        request_exit_notification(&mut sim, console, tid);
-        let old_proc = sim.proc_of(tid);
-        let migration_request = begin_migration(&mut sim, console, tid, "h3");
-        let delay = Micros(sim.rng.below(12_000));
-        sim.advance(delay);
-        let was_asked = sim.has_handed_off_links(old_proc);
-        sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
-        let result = await_migration(&mut sim, console, migration_request);
-        if !was_asked {
-            ended_count += 1;
-            assert!(result.is_err());
-            sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
-            assert_eq!(sim.proc_of(tid), old_proc, "seed {seed}");
-        }
-    }
-    assert!(ended_count > 20, "{ended_count}");
 }
 
 /// A reset also ends a task that is being restarted.
@@ -740,58 +672,6 @@ fn terminated_task_is_not_restarted() {
     }
 }
 
-/// A first request asks a program to exit. A second migration fails before it asks the program.
-/// When the program exits because of the first request, it is restarted.
-#[test]
-fn first_exit_request_survives_failed_second_one() {
-    for seed in seeds(60) {
-        let (mut sim, console) = Sim::cluster(seed, 4);
-        let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
-        request_exit_notification(&mut sim, console, tid);
-        assert!(
-            await_migration(&mut sim, console, migration_request).is_err(),
-            "it has not ended in its time"
-        );
-        let second_request = begin_migration(&mut sim, console, tid, "h4");
-        let delay = Micros(sim.rng.below(12_000));
-        sim.advance(delay);
-        sim.kill_host(host(4));
-        assert!(await_migration(&mut sim, console, second_request).is_err());
-        sim.advance(Micros::from_secs(1));
-        let ignored_count = sim.exit_ignoring_procs.len();
-        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
-        assert_eq!(
-            sim.exit_ignoring_procs.len(),
-            ignored_count,
-            "an exiting program is not asked to exit (seed {seed})"
-        );
-        sim.run_until("it is back", |s| {
-            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
-        });
-        assert_reachable(&mut sim, console, tid);
-        assert_eq!(sim.procs[console].notifications(1).len(), 0, "seed {seed}");
-    }
-}
-
-/// Only the time in which the program runs counts for the timeout of a late exit.
-#[test]
-fn late_exit_window_excludes_paused_time() {
-    let (mut sim, console) = Sim::cluster(5, 3);
-    let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
-    assert!(await_migration(&mut sim, console, migration_request).is_err());
-    let owner_agent = sim.enrol(host(2));
-    sim.ask(owner_agent, stop_guests_request());
-    sim.advance(Micros::from_secs(600));
-    sim.ask(owner_agent, welcome_guests_request());
-    assert_reachable(&mut sim, console, tid);
-    sim.advance(Micros::from_secs(50));
-    sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
-    sim.run_until("it is back", |s| {
-        s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
-    });
-    assert_reachable(&mut sim, console, tid);
-}
-
 /// A task is restarted on a host whose owner has just arrived. It can immediately migrate again.
 #[test]
 fn restarted_program_can_leave_arriving_owner() {
@@ -840,81 +720,4 @@ fn restarted_program_can_leave_arriving_owner() {
         arrival_count > 20 && survival_count > 5,
         "{arrival_count} arrived, {survival_count} were spared a signal"
     );
-}
-
-/// A program that is asked to exit by a message receives the message once. Its successor does not
-/// receive it.
-#[test]
-fn exit_request_message_is_delivered_once() {
-    for seed in seeds(60) {
-        let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(
-            &mut sim,
-            console,
-            spawn_request("child", "own:message=77:wait=3", "h2"),
-        );
-        request_exit_notification(&mut sim, console, tid);
-        let old_proc = sim.proc_of(tid);
-        let result = migrate(&mut sim, console, tid, "h3");
-        assert!(
-            matches!(
-                result,
-                Ok(Engine::SelfCheckpoint {
-                    ask_method: AskMethod::Message(EXIT_REQUEST_TAG),
-                    ..
-                })
-            ),
-            "{result:?}"
-        );
-        sim.run_until("it is there", |s| {
-            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
-        });
-        assert_reachable(&mut sim, console, tid);
-        let request_count = procs_of(&sim, tid)
-            .into_iter()
-            .map(|proc| sim.procs[proc].notifications(EXIT_REQUEST_TAG).len());
-        assert_eq!(request_count.collect::<Vec<usize>>(), [1, 0], "seed {seed}");
-        assert_eq!(sim.procs[console].notifications(1).len(), 0);
-    }
-}
-
-/// A program's unread request message is not passed on to its successor.
-#[test]
-fn unread_exit_request_is_not_passed_on() {
-    for seed in seeds(60) {
-        let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(
-            &mut sim,
-            console,
-            spawn_request("deaf", "own:message=77:wait=3", "h2"),
-        );
-        request_exit_notification(&mut sim, console, tid);
-        let old_proc = sim.proc_of(tid);
-        let request_count = 1 + seed as usize % 2;
-        for _ in 0..request_count {
-            let migration_request = begin_migration(&mut sim, console, tid, "h3");
-            assert!(
-                await_migration(&mut sim, console, migration_request).is_err(),
-                "it has not ended in its time"
-            );
-        }
-        sim.advance(Micros::from_millis(100));
-        assert_eq!(
-            sim.procs[old_proc].notifications(EXIT_REQUEST_TAG).len(),
-            request_count
-        );
-        sim.exit_gracefully(old_proc, REQUESTED_EXIT_STATUS);
-        sim.run_until("it is back", |s| {
-            s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
-        });
-        assert_reachable(&mut sim, console, tid);
-        assert_eq!(
-            sim.procs[sim.proc_of(tid)]
-                .notifications(EXIT_REQUEST_TAG)
-                .len(),
-            0,
-            "seed {seed}"
-        );
-        assert_eq!(sim.procs[console].notifications(1).len(), 0);
-    }
 }

@@ -143,7 +143,8 @@ fn deleted_host_leaves_before_reply() {
     }
 }
 
-/// A watcher is notified of the loss of a host before it is notified of the ends of its tasks.
+/// A task that has requested notifications is notified of the loss of a host before the ends of the
+/// tasks on that host.
 #[test]
 fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {

@@ -1,6 +1,7 @@
 //! Tests on whole virtual machines that run in one process and are determined by a seed.
 
 mod checkpoints;
+mod exit_requests;
 mod faults;
 mod group_members;
 mod guests;

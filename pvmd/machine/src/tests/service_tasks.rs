@@ -60,6 +60,19 @@ fn spawn_through_tasker(
     (child_proc, tid)
 }
 
+/// Reports the exit of a task to the daemon, as a tasker task does.
+fn report_exit(sim: &mut Sim, reporter: usize, tid: Tid) {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.pack_items([tid.raw(), 9, 0, 0, 0, 0]);
+    send_to_daemon(sim, reporter, Tid::MY_DAEMON, SM_TASKX, 0, body.finish());
+}
+
+/// True if a status request of `console` for the task fails.
+fn has_ended(sim: &mut Sim, console: usize, tid: Tid) -> bool {
+    let reply = sim.ask(console, Request::TaskStatus { tid });
+    matches!(reply, Reply::Failed { .. })
+}
+
 /// A task that a tasker task has started ends with its own connection, with its tasker, or with the
 /// tasker's report of its exit.
 #[test]
@@ -80,19 +93,13 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
         for n in 0..3 {
             children.push(spawn_through_tasker(&mut sim, console, tasker, n));
         }
-        let run_until_ended = |sim: &mut Sim, tid| {
-            matches!(
-                sim.ask(console, Request::TaskStatus { tid }),
-                Reply::Failed { .. }
-            )
-        };
         sim.close_connection(children[0].0);
         sim.run_until("the first has left", |s| {
             s.procs[children[0].0].conn.is_none()
         });
         sim.advance(sempa_proto::Micros::from_millis(50));
         assert!(
-            run_until_ended(&mut sim, children[0].1),
+            has_ended(&mut sim, console, children[0].1),
             "closing is its end"
         );
         sim.ask(
@@ -103,37 +110,18 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             },
         );
         sim.run_until("the signal", |s| s.sent_signals == [(children[1].0, 15)]);
-        let exit_report = |tid: Tid| {
-            let mut body = Packer::new(Encoding::Xdr);
-            body.pack_items([tid.raw(), 9, 0, 0, 0, 0]);
-            body.finish()
-        };
-        send_to_daemon(
-            &mut sim,
-            console,
-            Tid::MY_DAEMON,
-            SM_TASKX,
-            0,
-            exit_report(children[1].1),
-        );
+        report_exit(&mut sim, console, children[1].1);
         sim.run_until("the word of a stranger is dropped", |s| {
             s.nodes[&HostId::MASTER]
                 .log
                 .iter()
                 .any(|l| l.contains("has not started"))
         });
-        assert!(!run_until_ended(&mut sim, children[1].1));
-        send_to_daemon(
-            &mut sim,
-            tasker,
-            Tid::MY_DAEMON,
-            SM_TASKX,
-            0,
-            exit_report(children[1].1),
-        );
+        assert!(!has_ended(&mut sim, console, children[1].1));
+        report_exit(&mut sim, tasker, children[1].1);
         sim.close_connection(children[1].0);
         sim.advance(sempa_proto::Micros::from_millis(50));
-        assert!(run_until_ended(&mut sim, children[1].1));
+        assert!(has_ended(&mut sim, console, children[1].1));
         let Reply::Tasks(task_list) = sim.ask(
             console,
             Request::Tasks {
@@ -148,13 +136,13 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             Reply::Serving(false)
         );
         assert!(
-            !run_until_ended(&mut sim, children[2].1),
+            !has_ended(&mut sim, console, children[2].1),
             "a tasker that only stops serving keeps its tasks"
         );
         sim.close_connection(tasker);
         sim.advance(sempa_proto::Micros::from_millis(50));
         assert!(
-            run_until_ended(&mut sim, children[2].1),
+            has_ended(&mut sim, console, children[2].1),
             "with their tasker its tasks end"
         );
     }

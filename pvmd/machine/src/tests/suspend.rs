@@ -352,7 +352,7 @@ struct SuspendCaller {
     /// first request, while a request is unanswered, and after a failure.
     confirmed_suspended: Option<bool>,
     /// The task's host at the time of the last successful reply.
-    confirmed_on_host: HostId,
+    confirmation_host: HostId,
 }
 
 impl SuspendCaller {
@@ -363,7 +363,7 @@ impl SuspendCaller {
             && let Some(reply) = sim.procs[caller].replies.remove(&id)
         {
             self.open_request = None;
-            (self.confirmed_suspended, self.confirmed_on_host) =
+            (self.confirmed_suspended, self.confirmation_host) =
                 ((reply == Reply::Done).then_some(suspend), sim.procs[p].host);
         }
     }
@@ -432,7 +432,7 @@ fn confirmed_suspension_survives_faults_in_migration() {
             caller_procs: callers,
             open_request: None,
             confirmed_suspended: None,
-            confirmed_on_host: host(2),
+            confirmation_host: host(2),
         };
         let migration_request = sim.request(console, migrate_request(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
@@ -455,7 +455,7 @@ fn confirmed_suspension_survives_faults_in_migration() {
             caller.poll_reply(&mut sim);
             let proc = &sim.procs[p];
             let is_stopped_at_target =
-                caller.confirmed_suspended == Some(true) && caller.confirmed_on_host != proc.host;
+                caller.confirmed_suspended == Some(true) && caller.confirmation_host != proc.host;
             assert!(
                 !is_stopped_at_target || proc.is_frozen() || proc.exited,
                 "it runs (seed {seed})"

@@ -19,7 +19,7 @@ use checkpoint::store::{
 use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, CopyPolicy};
-use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta};
+use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta, StoreFailure};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
@@ -258,7 +258,8 @@ impl CheckpointService {
         self.spawn_after(None, work);
     }
 
-    /// As [`CheckpointService::spawn_work`], but starts when the tokio task `predecessor` has ended.
+    /// As [`CheckpointService::spawn_work`], but starts when the tokio task `predecessor` has
+    /// ended.
     fn spawn_after(
         &self,
         predecessor: Option<JoinHandle<()>>,
@@ -349,7 +350,7 @@ impl CheckpointService {
                 lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
-            let result = result.map_err(|e| e.to_string());
+            let result = result.map_err(|e| StoreFailure(e.to_string()));
             Event::CheckpointBegun { snapshot, result }
         });
     }
@@ -363,7 +364,9 @@ impl CheckpointService {
             let add_result = draft
                 .ok_or(CheckpointError::Abandoned)
                 .and_then(|draft| draft.add_task(tid, &dir).map_err(CheckpointError::AddPart));
-            let result = add_result.map(drop).map_err(|e| e.to_string());
+            let result = add_result
+                .map(drop)
+                .map_err(|e| StoreFailure(e.to_string()));
             Event::PartStored { migration, result }
         });
     }
@@ -396,7 +399,7 @@ impl CheckpointService {
                 }
                 Ok((info.id.to_string(), info.bytes))
             });
-            let result = result.map_err(|e| e.to_string());
+            let result = result.map_err(|e| StoreFailure(e.to_string()));
             Event::CheckpointSealed { snapshot, result }
         });
     }
@@ -422,7 +425,7 @@ impl CheckpointService {
                 lock(&open).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
-            let result = result.map_err(|e| e.to_string());
+            let result = result.map_err(|e| StoreFailure(e.to_string()));
             Event::CheckpointOpened {
                 restart_number: restart,
                 result,
@@ -467,37 +470,35 @@ impl CheckpointService {
         self.spawn_reporting(move |store| {
             let list_result =
                 store.and_then(|store| store.list_checkpoints().map_err(CheckpointError::List));
-            let result =
-                list_result
-                    .map_err(|e| e.to_string())
-                    .map(|(checkpoints, unreadable_entries)| {
-                        let readable_entries =
-                            checkpoints.into_iter().map(|checkpoint| CheckpointEntry {
-                                name: checkpoint.id.to_string(),
-                                job: checkpoint.job,
-                                created_at: checkpoint.started_at,
-                                task_count: u32::try_from(checkpoint.parts.len())
-                                    .unwrap_or(u32::MAX),
-                                stored_bytes: checkpoint.bytes,
-                                unusable_reason: None,
-                                job_ended_at: checkpoint.job_ended_at,
+            let result = list_result.map_err(|e| StoreFailure(e.to_string())).map(
+                |(checkpoints, unreadable_entries)| {
+                    let readable_entries =
+                        checkpoints.into_iter().map(|checkpoint| CheckpointEntry {
+                            name: checkpoint.id.to_string(),
+                            job: checkpoint.job,
+                            created_at: checkpoint.started_at,
+                            task_count: u32::try_from(checkpoint.parts.len()).unwrap_or(u32::MAX),
+                            stored_bytes: checkpoint.bytes,
+                            unusable_reason: None,
+                            job_ended_at: checkpoint.job_ended_at,
+                            copy_hosts: Vec::new(),
+                        });
+                    let unreadable_entries =
+                        unreadable_entries
+                            .into_iter()
+                            .map(|(checkpoint, why)| CheckpointEntry {
+                                name: checkpoint,
+                                job: Tid::NONE,
+                                created_at: Micros(0),
+                                task_count: 0,
+                                stored_bytes: 0,
+                                unusable_reason: Some(why.to_string()),
+                                job_ended_at: None,
                                 copy_hosts: Vec::new(),
                             });
-                        let unreadable_entries =
-                            unreadable_entries.into_iter().map(|(checkpoint, why)| {
-                                CheckpointEntry {
-                                    name: checkpoint,
-                                    job: Tid::NONE,
-                                    created_at: Micros(0),
-                                    task_count: 0,
-                                    stored_bytes: 0,
-                                    unusable_reason: Some(why.to_string()),
-                                    job_ended_at: None,
-                                    copy_hosts: Vec::new(),
-                                }
-                            });
-                        readable_entries.chain(unreadable_entries).collect()
-                    });
+                    readable_entries.chain(unreadable_entries).collect()
+                },
+            );
             Event::CheckpointsListed { tid, id, result }
         });
     }

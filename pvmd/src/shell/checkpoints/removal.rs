@@ -7,7 +7,7 @@ use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, StoreError, UnreadableEntries,
 };
 use pvmd_machine::io::Event;
-use sempa_proto::checkpoint::{RemovalRefusal, RemovalResults, RemovalSelection};
+use sempa_proto::checkpoint::{RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -137,7 +137,7 @@ impl CheckpointService {
                     .map(|checkpoint| (checkpoint, Err(RemovalRefusal::NoSuchCheckpoint)))
                     .collect()),
             };
-            let result = result.map_err(|e| e.to_string());
+            let result = result.map_err(|e| StoreFailure(e.to_string()));
             Event::CheckpointsRemoved { tid, id, result }
         });
     }
@@ -198,7 +198,7 @@ fn remove_one(
             .find(|(unreadable_entry, _)| unreadable_entry == name);
         return Err(
             unreadable_entry.map_or(RemovalRefusal::NoSuchCheckpoint, |(_, why)| {
-                RemovalRefusal::Store(why.to_string())
+                RemovalRefusal::Store(StoreFailure(why.to_string()))
             }),
         );
     };
@@ -212,7 +212,7 @@ fn remove_one(
         Ok(()) => Ok(listed_checkpoint.map_or(0, |checkpoint| checkpoint.bytes)),
         Err(StoreError::InUse(_)) => Err(RemovalRefusal::InUse),
         Err(StoreError::NoCheckpoint(_)) => Err(RemovalRefusal::NoSuchCheckpoint),
-        Err(why) => Err(RemovalRefusal::Store(why.to_string())),
+        Err(why) => Err(RemovalRefusal::Store(StoreFailure(why.to_string()))),
     }
 }
 
@@ -273,7 +273,7 @@ mod tests {
         ];
         assert_eq!(results, expected_results);
         assert!(
-            matches!(&remove_selected(select(&[&"mess".into()]), true, &[])[0].1, Err(RemovalRefusal::Store(why)) if why.contains("mess"))
+            matches!(&remove_selected(select(&[&"mess".into()]), true, &[])[0].1, Err(RemovalRefusal::Store(why)) if why.0.contains("mess"))
         );
         let job = Tid::from_raw(0x40001);
         let open = store

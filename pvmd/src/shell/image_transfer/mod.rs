@@ -51,8 +51,8 @@ enum TransferMark {
     FileEnd { number: u32, bytes: u64 },
     /// The receiver must delete everything that it has received so far.
     Restart,
-    /// All files have been sent: `files` files with `bytes` bytes in total.
-    End { files: u32, bytes: u64 },
+    /// All files have been sent: `file_count` files with `byte_count` bytes in total.
+    End { file_count: u32, byte_count: u64 },
 }
 
 /// Sends a structure record.

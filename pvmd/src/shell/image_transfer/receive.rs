@@ -161,16 +161,19 @@ impl Receiver<'_> {
                 }
                 (self.file_count, self.byte_count) = (0, 0);
             }
-            TransferMark::End { files, bytes } => {
-                let (received_files, received_bytes) = (self.file_count, self.byte_count);
-                if !self.open_files.is_empty() || (received_files, received_bytes) != (files, bytes)
-                {
+            TransferMark::End {
+                file_count,
+                byte_count,
+            } => {
+                let received_counts = (self.file_count, self.byte_count);
+                if !self.open_files.is_empty() || received_counts != (file_count, byte_count) {
                     let text = format!(
-                        "received {received_files} files of {received_bytes} bytes, but {files} of {bytes} were sent"
+                        "received {} files of {} bytes, but {file_count} of {byte_count} were sent",
+                        received_counts.0, received_counts.1
                     );
                     return Err(Failure::Images(text));
                 }
-                return Ok(Some(bytes));
+                return Ok(Some(byte_count));
             }
         }
         Ok(None)

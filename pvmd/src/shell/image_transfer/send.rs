@@ -336,8 +336,8 @@ impl<'a, W: Write> Sender<'a, W> {
             }
         }
         self.send_mark(&TransferMark::End {
-            files: self.file_count,
-            bytes: self.byte_count,
+            file_count: self.file_count,
+            byte_count: self.byte_count,
         })?;
         Ok(SentAmounts {
             file_bytes: self.byte_count,

@@ -255,7 +255,12 @@ fn tampered_or_truncated_records_are_refused() {
 #[test]
 fn malformed_sequences_from_source_are_refused() {
     let (root, _, target_dir) = create_test_dirs("rules");
-    let end_mark = |files, bytes| Ok(TransferMark::End { files, bytes });
+    let end_mark = |file_count, byte_count| {
+        Ok(TransferMark::End {
+            file_count,
+            byte_count,
+        })
+    };
     let file_end_mark = |number, bytes| Ok(TransferMark::FileEnd { number, bytes });
     let mut invalid_sequences: Vec<Vec<Result<TransferMark, (u32, usize)>>> = vec![
         vec![Err((0, 5))],
@@ -343,6 +348,55 @@ fn wait_until_sent(wire: &SharedWire, bytes: usize) {
     }
 }
 
+/// Sends a directory whose first file grows to `content`. If there is additional content, the
+/// directory is deleted while the file grows, and a new one gets a second file with that content.
+/// Returns the amounts that the sender reports, and the bytes on the wire.
+fn send_growing_dir(
+    source_dir: &Path,
+    content: &[u8],
+    additional_content: Option<&[u8]>,
+) -> (SentAmounts, Vec<u8>) {
+    let (dir_state, wire, rate) = (
+        SharedDirState::default(),
+        SharedWire::default(),
+        RateLimit::default(),
+    );
+    let result = std::thread::scope(|scope| {
+        let (thread_wire, source_dir, thread_state, rate) =
+            (wire.clone(), source_dir, &dir_state, &rate);
+        let send_thread = scope.spawn(move || {
+            Sender::new(
+                source_dir,
+                RecordWriter::new(thread_wire, ConnectionKeys::for_test(1).listener_key),
+                rate,
+            )
+            .send(thread_state)
+        });
+        let path = source_dir.join("pages-1.img");
+        let mut growing_file = File::create(&path).expect("writable");
+        growing_file
+            .write_all(&content[..PIECE_BYTES_MAX + 5])
+            .expect("writable");
+        wait_until_sent(&wire, PIECE_BYTES_MAX);
+        if let Some(additional_content) = additional_content {
+            std::fs::remove_dir_all(source_dir).expect("ours");
+            std::fs::create_dir(source_dir).expect("a scratch directory");
+            std::fs::write(&path, b"other").expect("writable");
+            std::fs::write(source_dir.join("pages-2.img"), additional_content).expect("writable");
+            wait_until_sent(&wire, PIECE_BYTES_MAX + additional_content.len());
+        } else {
+            growing_file
+                .write_all(&content[PIECE_BYTES_MAX + 5..])
+                .expect("writable");
+        }
+        std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
+        dir_state.set_state(DirState::Complete);
+        send_thread.join().expect("no panic")
+    });
+    let wire = wire.0.lock().expect("no panic").clone();
+    (result.expect("sent"), wire)
+}
+
 /// Growing files are sent before they are complete. A restarted directory is received in its final
 /// state.
 #[test]
@@ -355,53 +409,15 @@ fn growing_files_stream_and_restarts_are_followed() {
     for (is_restarted, additional_bytes) in [(false, 0), (true, 5), (true, content.len())] {
         let (root, source_dir, target_dir) =
             create_test_dirs(&format!("grows-{is_restarted}-{additional_bytes}"));
-        let (dir_state, wire, rate) = (
-            SharedDirState::default(),
-            SharedWire::default(),
-            RateLimit::default(),
-        );
-        let result = std::thread::scope(|scope| {
-            let (thread_wire, source_dir, thread_state, rate) =
-                (wire.clone(), &source_dir, &dir_state, &rate);
-            let send_thread = scope.spawn(move || {
-                Sender::new(
-                    source_dir,
-                    RecordWriter::new(thread_wire, ConnectionKeys::for_test(1).listener_key),
-                    rate,
-                )
-                .send(thread_state)
-            });
-            let path = source_dir.join("pages-1.img");
-            let mut growing_file = File::create(&path).expect("writable");
-            growing_file
-                .write_all(&content[..PIECE_BYTES_MAX + 5])
-                .expect("writable");
-            wait_until_sent(&wire, PIECE_BYTES_MAX);
-            if is_restarted {
-                std::fs::remove_dir_all(source_dir).expect("ours");
-                std::fs::create_dir(source_dir).expect("a scratch directory");
-                std::fs::write(&path, b"other").expect("writable");
-                std::fs::write(source_dir.join("pages-2.img"), &content[..additional_bytes])
-                    .expect("writable");
-                wait_until_sent(&wire, PIECE_BYTES_MAX + additional_bytes);
-            } else {
-                growing_file
-                    .write_all(&content[PIECE_BYTES_MAX + 5..])
-                    .expect("writable");
-            }
-            std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
-            dir_state.set_state(DirState::Complete);
-            send_thread.join().expect("no panic")
-        });
+        let additional_content = is_restarted.then_some(&content[..additional_bytes]);
+        let (sent_amounts, wire) = send_growing_dir(&source_dir, &content, additional_content);
         let expected_content = if is_restarted { b"other" } else { &content[..] };
         let expected_bytes = (expected_content.len() + additional_bytes + 4) as u64;
-        let wire = wire.0.lock().expect("no panic").clone();
         let early_bytes = if is_restarted {
             additional_bytes - additional_bytes % PIECE_BYTES_MAX
         } else {
             PIECE_BYTES_MAX
         } as u64;
-        let sent_amounts = result.expect("sent");
         assert_eq!(
             (
                 sent_amounts.file_bytes,

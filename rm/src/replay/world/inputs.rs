@@ -114,13 +114,13 @@ impl WorldState {
         }
         self.requested_at.insert((requester, wid), self.now);
         let work = self
-            .recorded_works
+            .recorded_task_work
             .remove(&(recorded_tid, wid))
             .unwrap_or_default();
         self.open_spawns.push(OpenSpawn {
             request_id: (requester, wid),
             program: request.program.clone(),
-            task_works: work,
+            task_work: work,
         });
         if let Some(tasks) = self.recorded_tasks.remove(&(recorded_tid, wid)) {
             self.recorded_tasks.insert((requester, wid), tasks);

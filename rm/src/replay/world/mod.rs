@@ -85,7 +85,7 @@ struct Spawner {
 struct OpenSpawn {
     request_id: (Tid, i32),
     program: String,
-    task_works: VecDeque<RecordedWork>,
+    task_work: VecDeque<RecordedWork>,
 }
 
 #[derive(Debug, Default)]
@@ -104,7 +104,7 @@ struct WorldState {
     next_report_at: Micros,
     tasks: BTreeMap<Tid, ReplayTask>,
     spawners: BTreeMap<Tid, Spawner>,
-    recorded_works: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
+    recorded_task_work: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
     /// Tasks of each spawn in the recording, by the spawn's requesting task and wait id.
     recorded_tasks: HashMap<(Tid, i32), Vec<Tid>>,
     /// Tasks of the replay, by the corresponding task in the recording.
@@ -140,7 +140,7 @@ impl World {
             inputs: entries.iter().cloned().collect(),
             last_input_at: super::last_entry_time(entries),
             replays_policy_changes: policy_changes,
-            recorded_works: recorded_work(entries),
+            recorded_task_work: recorded_work(entries),
             recorded_tasks: recorded_tasks(entries),
             now: start_time,
             started_at: start_time,
@@ -249,13 +249,14 @@ impl WorldState {
                     .map(|measurement| measurement.1)
                     .collect()
             };
-            let unanswered = waiting_users.iter().filter(|other| **other == user).count() as u64;
+            let unanswered_count =
+                waiting_users.iter().filter(|other| **other == user).count() as u64;
             (
                 user,
                 UserResult::new(
                     seconds_of_user(&self.wait_times),
                     seconds_of_user(&self.run_times),
-                    unanswered,
+                    unanswered_count,
                 ),
             )
         };
@@ -372,13 +373,13 @@ impl WorldState {
                 .as_ref()
                 .is_some_and(|(arrival, ..)| *arrival <= now)
         };
-        let has_arrived: Vec<Tid> = self
+        let arrived_tids: Vec<Tid> = self
             .tasks
             .iter()
             .filter(|(_, t)| has_arrived(t))
             .map(|(tid, _)| *tid)
             .collect();
-        has_arrived
+        arrived_tids
             .into_iter()
             .for_each(|tid| self.complete_migration(tid));
         self.complete_vacates();
@@ -490,14 +491,14 @@ impl WorldState {
             let matches_order = |spawn: &&mut OpenSpawn| {
                 spawn.request_id.0 == parent
                     && spawn.program == request.program
-                    && !spawn.task_works.is_empty()
+                    && !spawn.task_work.is_empty()
             };
             // The work of a task is unknown if the task was not started in the recording.
             let work = self
                 .open_spawns
                 .iter_mut()
                 .find(matches_order)
-                .and_then(|spawn| spawn.task_works.pop_front())
+                .and_then(|spawn| spawn.task_work.pop_front())
                 .unwrap_or_default();
             let RecordedWork {
                 work_s: work_seconds,

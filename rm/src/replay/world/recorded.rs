@@ -29,7 +29,7 @@ pub(super) fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), 
 pub(super) fn recorded_work(
     entries: &[RecordingEntry],
 ) -> HashMap<(Tid, i32), VecDeque<RecordedWork>> {
-    let mut works_by_request = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
+    let mut work_by_request = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
     // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
     // recorded before the reply to its spawn.
     let (mut current_spawns, mut early_ends) = (
@@ -41,7 +41,7 @@ pub(super) fn recorded_work(
             RecordedInput::SpawnAnswered { request_id, tids } => {
                 for (i, tid) in tids.iter().enumerate() {
                     let seconds = early_ends.remove(tid).unwrap_or(f64::INFINITY);
-                    works_by_request
+                    work_by_request
                         .entry(*request_id)
                         .or_default()
                         .push_back(RecordedWork {
@@ -55,7 +55,7 @@ pub(super) fn recorded_work(
                 let usage = seconds(usage.user + usage.system);
                 match current_spawns
                     .get(tid)
-                    .and_then(|(request_id, i)| works_by_request.get_mut(request_id)?.get_mut(*i))
+                    .and_then(|(request_id, i)| work_by_request.get_mut(request_id)?.get_mut(*i))
                 {
                     // A task has several recorded ends if its job was restarted from a checkpoint.
                     // Their processor times are added.
@@ -70,7 +70,7 @@ pub(super) fn recorded_work(
             } => {
                 if let Some(work) = current_spawns
                     .get(requester)
-                    .and_then(|(request_id, i)| works_by_request.get_mut(request_id)?.get_mut(*i))
+                    .and_then(|(request_id, i)| work_by_request.get_mut(request_id)?.get_mut(*i))
                 {
                     work.last_spawn_at = entry.at;
                 }
@@ -78,5 +78,5 @@ pub(super) fn recorded_work(
             _ => {}
         }
     }
-    works_by_request
+    work_by_request
 }

@@ -8,8 +8,8 @@ use sempa_proto::migration::Usage;
 use sempa_proto::{HostId, PvmError, Tid};
 
 impl WorldState {
-    /// Ends the tasks of jobs whose checkpoint is complete, and stores them for a restart. The
-    /// checkpoint fails if a task of the job is migrating or no task of the job remains.
+    /// Completes the checkpoints that are due: ends the tasks of each job and stores them for a
+    /// restart. If a task of the job is migrating or no task remains, the checkpoint fails instead.
     pub(super) fn complete_vacates(&mut self) {
         let due_jobs: Vec<Tid> = self
             .vacates_due

@@ -47,7 +47,7 @@ impl History {
                 }
             }
             RmQuery::Users { user } => {
-                let selected = self
+                let selected_users = self
                     .users
                     .iter()
                     .filter(|(id, _)| user.is_none_or(|user| user == **id));
@@ -56,14 +56,14 @@ impl History {
                     totals: u.totals,
                     up_down_index: u.index,
                 };
-                RmReply::Users(selected.map(entry).take(REPLY_ENTRIES_MAX).collect())
+                RmReply::Users(selected_users.map(entry).take(REPLY_ENTRIES_MAX).collect())
             }
             RmQuery::Jobs { user } => {
-                let selected = self
+                let selected_jobs = self
                     .jobs
                     .values()
                     .filter(|j| user.is_none_or(|user| user == j.user));
-                RmReply::Jobs(take_newest(selected))
+                RmReply::Jobs(take_newest(selected_jobs))
             }
             RmQuery::Job(tid) => {
                 let Some(job) = self.job_of(*tid).cloned() else {

@@ -232,14 +232,14 @@ impl History {
     /// Prepares for the event log of another virtual machine. Marks running tasks as lost, and
     /// removes the tids, hosts, drains and vacated jobs of the former virtual machine.
     pub fn start_new_vm(&mut self) {
-        let running: Vec<u64> = self
+        let running_numbers: Vec<u64> = self
             .tasks
             .iter()
             .filter(|(_, t)| t.end.is_none())
             .map(|(n, _)| *n)
             .collect();
         let lost_at = self.log_position.event_time;
-        running
+        running_numbers
             .into_iter()
             .for_each(|number| self.end_task(number, lost_at, TaskOutcome::Lost, Usage::default()));
         self.log_position = LogPosition::default();
@@ -287,10 +287,10 @@ impl History {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.end.is_none()) else {
             return;
         };
-        let previous = task.suspension.take();
+        let previous_suspension = task.suspension.take();
         task.suspended_time = task.suspended_time
-            + previous.map_or(Micros::default(), |previous| {
-                change_time.since(previous.since)
+            + previous_suspension.map_or(Micros::default(), |previous_suspension| {
+                change_time.since(previous_suspension.since)
             });
         task.suspension = cause.map(|cause| SuspensionStart {
             since: change_time,
@@ -322,11 +322,11 @@ impl History {
     }
 
     fn set_drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
-        let previous = match drain {
+        let previous_drain = match drain {
             Some(drain) => self.drains.insert(host, drain),
             None => self.drains.remove(&host),
         };
-        if previous != drain {
+        if previous_drain != drain {
             self.changed_keys
                 .insert((Table::Drains, u64::from(host.index())));
         }

@@ -17,14 +17,14 @@ impl History {
     /// the history but is not in the list. Corrects the hosts of the listed tasks.
     pub fn reconcile_tasks(&mut self, now: Micros, task_list: &[TaskInfo]) {
         let running_tids: BTreeSet<Tid> = task_list.iter().map(|info| info.tid).collect();
-        let missing = |t: &TaskUsage| t.end.is_none() && !running_tids.contains(&t.tid);
-        let missing: Vec<u64> = self
+        let is_missing = |t: &TaskUsage| t.end.is_none() && !running_tids.contains(&t.tid);
+        let missing_numbers: Vec<u64> = self
             .tasks
             .iter()
-            .filter(|(_, t)| missing(t))
+            .filter(|(_, t)| is_missing(t))
             .map(|(n, _)| *n)
             .collect();
-        missing
+        missing_numbers
             .into_iter()
             .for_each(|number| self.end_task(number, now, TaskOutcome::Lost, Usage::default()));
         for info in task_list {
@@ -241,7 +241,7 @@ impl History {
             self.job_numbers.insert(job, number);
         }
         let number = self.next_number();
-        let (used, program) = (Usage::default(), size_limits::limit_program_name(program));
+        let (usage, program) = (Usage::default(), size_limits::limit_program_name(program));
         let task = TaskUsage {
             tid,
             job,
@@ -250,7 +250,7 @@ impl History {
             host,
             started_at: start_time,
             end: None,
-            usage: used,
+            usage,
             migrations: 0,
             evictions: 0,
             counts_toward_limits: false,

@@ -1,6 +1,6 @@
-//! Vacated jobs: checkpointed and ended because no host accepted a task that had to leave its host.
-//! They restart when hosts have room for them. A job counts as vacated when the event log reports
-//! its checkpoint, whichever resource manager ordered the checkpoint.
+//! Vacated jobs: checkpointed and ended because a task must leave its host and no other host
+//! accepts it. They restart when hosts have room for them. A job counts as vacated when the event
+//! log reports its checkpoint, whichever resource manager ordered the checkpoint.
 
 use super::{History, Table};
 use sempa_proto::event::EventKind;
@@ -64,13 +64,13 @@ impl History {
     /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid
     /// follows from the checkpoint's name. `None` if the name contains no tid.
     pub(super) fn job_of_checkpoint(&self, checkpoint: &str) -> Option<Tid> {
-        let vacated = self
+        let vacated_job = self
             .vacated_jobs()
-            .find(|vacated| vacated.checkpoint == checkpoint)
-            .map(|vacated| vacated.job);
+            .find(|vacated_job| vacated_job.checkpoint == checkpoint)
+            .map(|vacated_job| vacated_job.job);
         let tid_in_name =
             || u32::from_str_radix(checkpoint.strip_prefix('t')?.split('-').next()?, 16).ok();
-        vacated.or_else(|| {
+        vacated_job.or_else(|| {
             Some(Tid::from_raw(tid_in_name()?.cast_signed())).filter(|tid| tid.is_task())
         })
     }

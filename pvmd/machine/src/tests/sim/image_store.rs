@@ -4,7 +4,7 @@ use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
 };
 use sempa_proto::frame::from_bytes;
 use sempa_proto::host::SavedTask;
@@ -441,7 +441,7 @@ impl Sim {
                     host_id,
                     Event::CheckpointOpened {
                         restart_number: restart,
-                        result: meta.ok_or("there is no such checkpoint".into()),
+                        result: meta.ok_or(StoreFailure("there is no such checkpoint".into())),
                     },
                 );
             }
@@ -454,11 +454,16 @@ impl Sim {
         }
     }
 
+    fn random_store_failure(&mut self) -> Result<(), StoreFailure> {
+        self.random_failure()
+            .map_err(|e| StoreFailure(e.to_string()))
+    }
+
     /// Carries out outputs about checkpoints that are being written.
     fn carry_out_for_drafts(&mut self, host_id: HostId, output: Output) {
         match output {
             Output::BeginCheckpoint { snapshot, .. } => {
-                let result = self.random_failure().map_err(|e| e.to_string());
+                let result = self.random_store_failure();
                 if result.is_ok() {
                     self.image_store.drafts.insert(snapshot, BTreeMap::new());
                 }
@@ -475,7 +480,7 @@ impl Sim {
                     .get(&(host_id, migration))
                     .expect("received")
                     .clone();
-                let result = self.random_failure().map_err(|e| e.to_string());
+                let result = self.random_store_failure();
                 if let Some(draft) = self.image_store.drafts.get_mut(&snapshot) {
                     draft.insert(tid, image);
                 }
@@ -489,7 +494,7 @@ impl Sim {
                     "all of it is there (seed {})",
                     self.seed
                 );
-                let result = self.random_failure().map_err(|e| e.to_string()).map(|()| {
+                let result = self.random_store_failure().map(|()| {
                     let name = format!("set-{snapshot}");
                     self.image_store
                         .checkpoints

@@ -12,21 +12,28 @@ use sempa_proto::task::{LeasedSpawn, Reply, Request, RmServices, SpawnRequest, T
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
+/// Enrols a resource manager that places tasks, on the master. Returns its process.
+/// `learns_task_exits` is true if it is notified of all exits of tasks.
+fn enrol_placement_rm(sim: &mut Sim, learns_task_exits: bool) -> usize {
+    let rm = sim.enrol(HostId::MASTER);
+    sim.ask(
+        rm,
+        Request::RegisterRm(RmServices {
+            placement: true,
+            vm_requests: false,
+            task_exits: learns_task_exits,
+        }),
+    );
+    rm
+}
+
 /// The use of a placement lease is reported to the resource manager that granted it. The use does
 /// not advance the round-robin order.
 #[test]
 fn placement_lease_use_is_reported() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let rm = sim.enrol(HostId::MASTER);
-        sim.ask(
-            rm,
-            Request::RegisterRm(RmServices {
-                placement: true,
-                vm_requests: false,
-                task_exits: true,
-            }),
-        );
+        let rm = enrol_placement_rm(&mut sim, true);
         let rm_tid = sim.procs[rm].tid();
         let leased_spawn = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnLeased {
             request,
@@ -163,15 +170,7 @@ fn spawn_reply_precedes_start_and_log() {
 fn one_request_uses_several_placement_leases() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let rm = sim.enrol(HostId::MASTER);
-        sim.ask(
-            rm,
-            Request::RegisterRm(RmServices {
-                placement: true,
-                vm_requests: false,
-                task_exits: true,
-            }),
-        );
+        let rm = enrol_placement_rm(&mut sim, true);
         let (rm_tid, spawner) = (sim.procs[rm].tid(), sim.procs[console].tid());
         let spawn_leased = |sim: &mut Sim, hosts: &[u16], count: u32| {
             let leased_spawn = LeasedSpawn {
@@ -243,15 +242,7 @@ fn one_request_uses_several_placement_leases() {
 fn lease_reports_are_batched_in_order() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let rm = sim.enrol(HostId::MASTER);
-        sim.ask(
-            rm,
-            Request::RegisterRm(RmServices {
-                placement: true,
-                vm_requests: false,
-                task_exits: false,
-            }),
-        );
+        let rm = enrol_placement_rm(&mut sim, false);
         assert_eq!(
             sim.ask(rm, Request::Subscribe { ctx: 3, tag: 33 }),
             Reply::Done
