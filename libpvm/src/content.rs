@@ -14,7 +14,9 @@ impl Body {
     /// ```
     /// use libpvm::Body;
     ///
-    /// let body = Body::items(|out| out.int(3).items([1.5f64, 2.5, 3.5]).str(b"three numbers"));
+    /// let body = Body::items(|out| {
+    ///     out.pack_int(3).pack_items([1.5f64, 2.5, 3.5]).pack_str(b"three numbers")
+    /// });
     /// assert_eq!(body.bytes.len(), 4 + 3 * 8 + 4 + 16);
     /// ```
     pub fn items(pack: impl FnOnce(&mut Packer) -> &mut Packer) -> Self {

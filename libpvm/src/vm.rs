@@ -218,7 +218,8 @@ impl Vm {
     /// # use libpvm::proto::task::SpawnRequest;
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let vm = libpvm::Vm::enroll()?;
-    /// let request = SpawnRequest { file: "worker".into(), count: 4, ..SpawnRequest::default() };
+    /// let request =
+    ///     SpawnRequest { program: "worker".into(), task_count: 4, ..SpawnRequest::default() };
     /// let workers = vm.spawn(request)?;
     /// for tid in workers.into_iter().flatten() {
     ///   println!("started {tid}");

@@ -160,7 +160,7 @@ fn sleeper_misses_no_record() {
         });
         let mut reader = RingReader::new(memory);
         let word_value = doorbell.prepare_sleep();
-        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         let must_wake = writer_thread.join().expect("written");
         assert!(
             has_read_record
@@ -194,7 +194,7 @@ fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
         let (doorbell, mut reader, writer_thread) = notified_doorbell();
         doorbell.set_notify_always(true);
-        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         let drainer_requested = writer_thread.join().expect("written") == WakeTarget::Drainer;
         assert!(
             has_read_record || drainer_requested,
@@ -207,13 +207,13 @@ fn always_notified_drainer_misses_no_record() {
 fn cleared_bit_is_set_by_later_writers() {
     loom::model(|| {
         let (doorbell, mut reader, writer_thread) = notified_doorbell();
-        doorbell.clear(3);
+        doorbell.clear_slot(3);
         let has_read_record = read(&mut reader).is_some();
         writer_thread.join().expect("written");
         assert!(
             has_read_record
                 || doorbell
-                    .pending_words(0)
+                    .next_pending_word(0)
                     .is_some_and(|(_, bits)| bits >> 3 & 1 == 1),
             "the record would stay unseen"
         );
@@ -243,12 +243,12 @@ fn clearing_one_slot_keeps_the_other() {
             })
             .collect();
         let mut readers = memories.map(RingReader::new);
-        doorbell.clear(3);
+        doorbell.clear_slot(3);
         let has_read_record = read(&mut readers[0]).is_some();
         writer_threads
             .into_iter()
             .for_each(|thread| thread.join().expect("written"));
-        let bits = doorbell.pending_words(0).map_or(0, |(_, bits)| bits);
+        let bits = doorbell.next_pending_word(0).map_or(0, |(_, bits)| bits);
         assert!(
             has_read_record || bits >> 3 & 1 == 1,
             "the first record would stay unseen"
@@ -271,7 +271,7 @@ fn accepted_request_misses_no_record() {
         });
         let mut reader = RingReader::new(memory);
         doorbell.accept_drainer_request();
-        let has_read_record = doorbell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         writer_thread.join().expect("written");
         assert!(
             has_read_record || doorbell.drainer_word().load(Ordering::SeqCst) == 1,
